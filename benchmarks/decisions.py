@@ -2,24 +2,27 @@
 
     python benchmarks/decisions.py BUNDLE [--commands 3000] [--timed 100] [--seed 7]
 
-The commands are held out as in ``examples/demo/heldout-several.jsonl``: their templates, their
-values or both are not in training. Each command asks for one to six calls. There are two tasks:
+The commands are not in the training data, as in ``examples/demo/heldout-several.jsonl``: training
+never uses their templates, their values, or both. Each command asks for one to six calls. There are
+two tasks:
 
 - "function": which of the demo's 25 functions is called first?
 - "arguments": the function of the first call is given. What are its arguments, such as room and
-  state? This task takes the commands whose first call has one of the forms in ``FORMS``. All
-  arguments of a call are asked together, once in one prediction and once in one for each question.
+  state? This task uses the commands whose first call has one of the forms in ``FORMS``. A decision
+  asks for all arguments of a call. Each decision runs twice: with one prediction for all questions,
+  and with one prediction per question.
 
-Both tasks are also made harder: "half" leaves out each word of the command with probability 0.5, so
-that some questions cannot be answered. "object" asks for the function in a JSON object, a form on
-which the denoiser was not trained.
+Both tasks also have harder variants. "half" leaves out each word of the command with probability
+0.5, so that some questions cannot be answered. "object" asks for the function in a JSON object. The
+denoiser was not trained on this form.
 
-An answer is right if the most probable option is the one of the command. The expected calibration
-error (ECE) is the mean difference between the confidence and the share of right answers in ten
-bins of equal width, weighted with the number of answers in each bin.
+An answer is right if the most probable option is the option that the command asks for. The expected
+calibration error (ECE) is the mean difference between the confidence and the share of right answers
+in ten bins of equal width, weighted with the number of answers in each bin.
 
-The generated text that times are compared with is made with the same canvas and the same constraint
-by the bundle's default loop. Times are processor time of this process with one thread.
+The time of a decision is compared with the time to generate the same answer. The generation uses
+the same canvas, the same constraint, and the bundle's default loop. All times are processor times
+of this process with one thread.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Case:
     Args:
         prompt: The command.
         questions: The questions by name.
-        answer: The template of the answer. None: a JSON object.
+        answer: The template of the answer. None means a JSON object.
         right: The right option of each question.
     """
 
@@ -89,7 +92,7 @@ class Case:
 
 
 def cases(count: int, seed: int) -> dict[str, list[Case]]:
-    """The cases of both tasks."""
+    """Return the cases of both tasks."""
     from several import EVERY_FUNCTION, held_out_requests
 
     names = Choice([function.name for function in EVERY_FUNCTION])
@@ -128,7 +131,7 @@ def cases(count: int, seed: int) -> dict[str, list[Case]]:
 
 
 def quality(made: Sequence[tuple[Case, Decision]]) -> list[str]:
-    """Answers, accuracy, confidence, ECE, and the passes of a decision."""
+    """Return the number of answers, accuracy, confidence, ECE, and passes per decision."""
     said = [
         (decision.answers[name].confidence, decision.answers[name].best == right)
         for case, decision in made
@@ -163,7 +166,9 @@ def processor_ms(run: Callable[[], Any]) -> float:
 
 
 def timed(bundle: dlm_runtime.Bundle, chosen: Sequence[Case]) -> list[list[str]]:
-    """Median processor time and mean passes of a decision and of generating the same answer."""
+    """Return the median processor time and the mean passes: of a decision, and of generating the
+    answer.
+    """
     from dlm_runtime.generation.deciding import POLICY
 
     rows: dict[str, list[tuple[float, int]]] = {"decision": [], "generated answer": []}

@@ -2,14 +2,14 @@
 
     python benchmarks/edge.py [--sizes 0.6B,1.7B,4B] [--threads 1,2] [--rounds 5] [--json FILE]
 
-The shapes are those of Qwen3 with a tied embedding, as in SDAR. The weights are random. Each model
-runs in a separate process, and the processes take turns.
+The networks have the shapes of Qwen3 with a tied embedding, as in SDAR. The weights are random.
+Each model runs in a separate process, and the processes take turns.
 
 - "pass of T": this runtime computes and scores T tokens, with 256 cached tokens.
 - "prompt of T": this runtime computes T tokens with an empty cache and scores only the last one, as
   llama.cpp does for a prompt.
-- "llama.cpp token": llama.cpp decodes one token after 256 others.
-- "plain read": the same number of threads reads the mapped file of the weights once.
+- "llama.cpp token": llama.cpp decodes one token after 256 earlier tokens.
+- "plain read": the same number of threads reads the mapped file with the weights once.
 
 Needs benchmarks/requirements.txt. If llama.cpp is missing, only this runtime is measured.
 """
@@ -39,7 +39,7 @@ THEIRS = {"int4": "Q4_0", "int8": "Q8_0"}
 
 
 class Ours:
-    """A bundle. ``time`` returns the seconds of a pass, of whose tokens ``rows`` are scored."""
+    """A bundle. ``time`` returns the seconds of a pass that scores ``rows`` of its tokens."""
 
     def __init__(self, size: str, precision: str, threads: int) -> None:
         import dlm_runtime
@@ -57,8 +57,8 @@ class Ours:
 
 
 class Theirs:
-    """A GGUF file in llama.cpp. ``time`` returns the seconds to decode some tokens after others,
-    with the logits of the last token.
+    """A GGUF file in llama.cpp. ``time`` returns the seconds to decode tokens after earlier tokens.
+    Only the last token has logits.
     """
 
     def __init__(self, path: Path, threads: int, context: int = 2 * CACHED) -> None:
@@ -104,7 +104,7 @@ class Theirs:
 
 
 class Process:
-    """A process that has one model open."""
+    """A process that opened one model."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, __file__, "--worker", *map(str, arguments)]
@@ -151,7 +151,10 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
 
 
 class PlainRead:
-    """A mapped file. ``time`` returns the seconds to read it once. Each thread reads a part."""
+    """A mapped file. ``time`` returns the seconds to read the file once.
+
+    Each thread reads a part.
+    """
 
     def __init__(self, path: Path, threads: int) -> None:
         from concurrent.futures import ThreadPoolExecutor

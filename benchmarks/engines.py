@@ -7,11 +7,12 @@ audit finds.
 
 For each precision, a bundle is built once, without engines. Then `dlm-export engine` builds each
 engine in a separate process. Peak memory is the largest resident set of that process, including
-mapped files. It is also shown relative to the weights of the bundle.
+mapped files. The script also prints the peak memory divided by the bytes of the bundle's weights.
 
-The demo's bundles are calibrated on its data. They are judged on the 64 commands that calibration
-did not use, by ONNX Runtime with the graph that the entry names. Random denoisers only serve to
-measure the builder. They are calibrated on a few random ids and are not judged.
+The demo's bundles are calibrated on its data. ONNX Runtime judges these bundles on the 64 commands
+that calibration did not use. It runs the graph that the entry in accuracy.json names. Random
+denoisers only serve to measure the builder. They are calibrated on a few random ids and are not
+judged.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from dlm_export import targets
 
 FEW = ("--calib-samples", "8", "--calib-states", "4", "--no-verify")
 JUDGED = 64
+# Bundles in these precisions are built for these targets; all other bundles are built for rtx4090.
 LEAST_TARGET = {
     "nvfp4": "rtx5090",
     "mixed": "rtx5090",
-}  # the bundle is built for; others go by their SM
+}
 
 
 def bundle(size: str, precision: str) -> Path:
-    """A bundle with a device graph but without an engine. It is built once under build/."""
+    """Return a bundle with a device graph and no engine. The bundle is built once, under build/."""
     options = ["--target", LEAST_TARGET.get(precision, "rtx4090"), "--precision", precision]
     effort = ("--judge", "full", "--judged", str(JUDGED)) if size == "demo" else FEW
     name = f"engines-{size}-{precision}"
@@ -45,7 +47,7 @@ def bundle(size: str, precision: str) -> Path:
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    """The results for a quantised bundle in accuracy.json."""
+    """Return the results in a quantised bundle's accuracy.json."""
     path = folder / "accuracy.json"
     found = json.loads(path.read_text()).get("judgement") if path.is_file() else None
     if found is None:
@@ -59,8 +61,10 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def measure(size: str, precision: str, target: str) -> dict[str, Any]:
-    """Build one engine. Returns the seconds of the process and of the builder, and the peak
-    resident bytes that the kernel reports.
+    """Build one engine and measure it.
+
+    Returns the seconds of the process and of the builder, and the peak resident bytes that the
+    kernel reports.
     """
     folder = bundle(size, precision)
     options = ["--target", target, "--force", "--json"]

@@ -3,9 +3,9 @@
     python benchmarks/export.py [--sizes 134M,1B] [--precisions fp32,fp16,fp32+parity,int8,nvfp4] [--json FILE]
 
 Each build runs in a new process. Peak memory is the largest resident set of the process, including
-mapped files. It is shown relative to the size of the written weights, and to that of the parameters
-in fp16. Some quantised bundles need calibration states. They are calibrated on a few random ids,
-because only the speed and memory of the exporter are measured.
+mapped files. The script divides it by the size of the written weights, and by the size of the
+parameters in fp16. Some quantised bundles need calibration states. They are calibrated on a few
+random ids, because only the speed and memory of the exporter are measured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
 
 
 def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
-    """Build once. Returns the seconds of each stage that the build reports, and the peak resident
-    bytes that the kernel reports.
+    """Run one build and measure it.
+
+    Returns the seconds of each stage that the build reports, and the peak resident bytes that the
+    kernel reports.
     """
     source = checkpoint(size)
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:

@@ -15,18 +15,19 @@ tokens. With `--part N`, a scheduler computes the prompt in passes of at most N 
 `Bundle.generate` does. Two tables are printed:
 
 - The first pass: the milliseconds until the prompt is stored, and the process's peak memory
-  (VmHWM). The limit is the time of the multiply-adds alone. Attention counts the pairs of a query
-  and a key that it sees. The formula for the memory is `formula_bytes`.
-- Passes over the block, which read the cache of the prompt. `reading` is the time to read as many
-  bytes as the cache has. `arithmetic` is the time of the multiply-adds.
+  (VmHWM). The column for the limit contains the time of the multiply-adds alone. For attention, the
+  multiply-adds are counted for each pair of a query and a visible key. `formula_bytes` computes the
+  expected memory.
+- The passes over the block. These passes read the cache of the prompt. `reading` is the time to
+  read as many bytes as the cache has. `arithmetic` is the time of the multiply-adds.
 
-The speeds of the processor are measured in the same run with the same number of threads: int8
-matrix products with ONNX Runtime (`dlm_export.planning.roofline`), fp32 multiply-adds and reading
-with `rates.c`. For reading, the array has as many bytes as the cache.
+The speeds of the processor are measured in the same run with the same number of threads. ONNX
+Runtime measures int8 matrix products (`dlm_export.planning.roofline`). The program `rates.c`
+measures fp32 multiply-adds and reading. It reads an array that has as many bytes as the cache.
 
-`llama` measures the time that llama.cpp takes for the same prompts. The network has the same shape
-and the same weights, as a Qwen3 with causal attention. llama.cpp runs with flash attention, a cache
-in fp16, and its default batch of 512 tokens. Needs benchmarks/requirements.txt.
+`llama` measures the time that llama.cpp takes for the same prompts. The network is a Qwen3 with
+causal attention, with the same shape and the same weights. llama.cpp runs with flash attention, a
+cache in fp16, and its default batch of 512 tokens. Needs benchmarks/requirements.txt.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LENGTHS = "4096,16384,32768,65536,131072"
 
 
 def checkpoint() -> Path:
-    """The checkpoint of all contestants, which is written once."""
+    """Return the checkpoint of all contestants. The checkpoint is written once."""
     from checkpoints import sdar_config
 
     return random_checkpoint(
@@ -63,7 +64,7 @@ def checkpoint() -> Path:
 
 
 def bundle_of(cache: str) -> Path:
-    """The int8 bundle with a cache of this type, built once."""
+    """Return the int8 bundle with a cache of this type. The bundle is built once."""
     options = ("--precision", "int8", "--cache-dtype", cache, *QUICKLY)
     return built(checkpoint(), f"first-pass-int8-{cache}", *options)
 
@@ -76,7 +77,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def process_bytes(weights: str) -> int:
-    """The resident memory of this process in bytes, without the pages of the file ``weights``."""
+    """Return this process's resident memory in bytes, without the pages of the file ``weights``."""
     total, is_weights = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(" ")
@@ -88,8 +89,10 @@ def process_bytes(weights: str) -> int:
 
 
 def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any]:
-    """Run one request. Returns the seconds of the passes over the prompt and of each pass over the
-    block, and the process's memory in bytes: after opening the bundle, and at its peak.
+    """Run one request and measure it.
+
+    Returns seconds: for all passes over the prompt together, and for each pass over the block. Also
+    returns the process's memory in bytes, after opening the bundle and at the peak.
     """
     import dlm_runtime
     from dlm_export.planning.bench import peak_rss_bytes
@@ -115,7 +118,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
                 ends.append(time.perf_counter())
                 result = event.result
         assert result is not None
-        ends = ends[-PASSES - 1 :]  # the last pass over the prompt, and the passes over the block
+        ends = ends[-PASSES - 1 :]  # when the prompt and each pass over the block ended
         return {
             "prompt_s": result.timings["prefill"],
             "passes": result.nfe - PASSES,
@@ -167,16 +170,18 @@ def rate(*arguments: object) -> float:
 
 
 def visible_pairs(length: int) -> int:
-    """The number of pairs of a query and a key that it sees, in a prompt of whole blocks. A query
-    sees its own block and all earlier blocks.
+    """Return the number of pairs of a query and a visible key, in a prompt of whole blocks.
+
+    A query sees its own block and all earlier blocks.
     """
     blocks = length // BLOCK
     return BLOCK * BLOCK * blocks * (blocks + 1) // 2
 
 
 def multiply_adds(network: Any, formats: dict[str, str], tokens: int, rows: int, pairs: int) -> Any:
-    """The multiply-adds of a pass in the linear layers, and those of attention: two for each
-    visible pair and each feature of the heads.
+    """Return the multiply-adds of a pass in the linear layers and in attention.
+
+    Attention has two multiply-adds for each visible pair and each feature of the heads.
     """
     from dlm_export.planning.roofline import work_of
 
@@ -189,24 +194,25 @@ def multiply_adds(network: Any, formats: dict[str, str], tokens: int, rows: int,
 def formula_bytes(
     network: Any, opened: int, weights: int, cache_row: int, length: int, part: int
 ) -> dict[str, int]:
-    """The expected peak memory of the process in bytes, term by term.
+    """Return the terms of the expected peak memory of the process, in bytes.
 
-    - ``process``: the memory after the bundle was opened, without the mapped weights. It contains
-      Python, numpy, ONNX Runtime and the graph.
-    - ``weights``: the size of the file of weights. The file is mapped, and all of its pages are
-      read except for the rows of the rotary tables after the last position of the canvas.
+    - ``process``: the memory after the bundle was opened, without the mapped weights. This memory
+      contains Python, numpy, ONNX Runtime and the graph.
+    - ``weights``: the size of the file of weights. The file is mapped. The process reads all pages
+      of the file, except the rows of the rotary tables after the last position of the canvas.
     - ``cache``: keys and values of all tokens of the canvas, in all layers.
     - ``new_rows``: the keys and values of the tokens of a pass. A scheduler first writes them to
       this memory and then to the cache. A session writes them to the cache directly.
-    - ``arrays``: the fp32 arrays of a pass at its largest moment, for each token of the pass. In
-      the MLP of a layer, these are the residual stream and its norm (d_model each), the product of
-      gate and up (mlp_size), and the int8 codes of the norm, for which the kernels reserve two
-      bytes per element and eight bytes per row.
+    - ``arrays``: the arrays of a pass at the moment when they are largest. This moment is in the
+      MLP of a layer. For each token of the pass, the arrays are the residual stream and its norm
+      (d_model each), the product of gate and up (mlp_size), and the int8 codes of the norm, for
+      which the kernels reserve two bytes per element and eight bytes per row.
     - ``logits``: the fp32 logits of one block.
 
-    Without parts, a process needs more memory than this. ONNX Runtime's allocator keeps the memory
-    of arrays that are no longer needed, and reuses it only for arrays that fit into one piece of
-    it. In parts, this memory is small.
+    If the prompt is computed in a single pass, the process needs more memory than this formula
+    says. ONNX Runtime's allocator does not free the memory of arrays that are no longer needed. It
+    reuses a piece of this memory only for an array that fits into the piece. If the prompt is
+    computed in parts, this memory is small.
     """
     mlp = max(layer.mlp.size for layer in network.layers)
     d = network.hidden_size
@@ -227,7 +233,9 @@ def formula_bytes(
 
 
 def spread_ms(seconds: Sequence[float]) -> str:
-    """The median, and the smallest and largest value if there are several."""
+    """Return the median as text, with the smallest and largest value if there are several
+    values.
+    """
     ms = sorted(1e3 * s for s in seconds)
     digits = 0 if ms[0] >= 100 else 1
     middle = f"{statistics.median(ms):.{digits}f}"
@@ -289,7 +297,7 @@ def measure_prompts(wanted: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def prompts_tables(rows: Sequence[dict[str, Any]]) -> str:
-    """The two tables of ``prompts``, in Markdown."""
+    """Return the two tables of ``prompts``, in Markdown."""
     first, later = [], []
     for row in rows:
         label = [row["cache"], f"{row['length']:,}"]
@@ -341,8 +349,9 @@ def prompts_tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure_llama(wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every type and length in llama.cpp, and return a row for each. If a run takes longer
-    than the limit, ``runs`` is empty, and longer prompts are not tried.
+    """Measure every type and length in llama.cpp, and return a row for each.
+
+    If a run takes longer than the limit, ``runs`` is empty, and longer prompts are not tried.
     """
     from gguf_files import gguf_of
 
@@ -365,7 +374,7 @@ def measure_llama(wanted: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def llama_table(rows: Sequence[dict[str, Any]], limit_s: float) -> str:
-    """The table of ``llama``, in Markdown."""
+    """Return the table of ``llama``, in Markdown."""
     lines = []
     for row in rows:
         ms, peak = f"more than {limit_s:.0f} s", ""
@@ -377,11 +386,11 @@ def llama_table(rows: Sequence[dict[str, Any]], limit_s: float) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:  # in a new process: FOLDER LENGTH PART THREADS
+    if sys.argv[1:2] == ["--one"]:  # arguments of the new process: FOLDER LENGTH PART THREADS
         folder, *numbers = sys.argv[2:]
         print(json.dumps(run_ours(folder, *map(int, numbers))))
         return
-    if sys.argv[1:2] == ["--one-llama"]:  # in a new process: FILE LENGTH THREADS
+    if sys.argv[1:2] == ["--one-llama"]:  # arguments of the new process: FILE LENGTH THREADS
         path, *numbers = sys.argv[2:]
         print(json.dumps(run_theirs(path, *map(int, numbers))))
         return

@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
   const double opened = ms_since(started);
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
   if (status == DLM_OK) status = dlm_session_start(session, &request);
-  /* A block-causal denoiser first makes a pass over the prompt, which commits nothing. */
+  /* A block-causal denoiser starts with a pass over the prompt. This pass commits no token. */
   do {
     if (status == DLM_OK) status = dlm_session_step(session, &step);
     if (first_pass == 0) first_pass = ms_since(started);

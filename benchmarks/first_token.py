@@ -4,8 +4,8 @@ Python. The files of the bundle are in the page cache.
     python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
 
 Each run is a new process. Three ways to open the bundle take turns. "recorded" opens a bundle whose
-hashes were found right before. "hashed" hashes all files, like the first open. "sizes" does not
-check hashes.
+hashes were checked and recorded earlier. "hashed" hashes all files, like the first open. "sizes"
+does not check hashes.
 
 Phases are in milliseconds since just before the process was created:
 
@@ -13,12 +13,12 @@ Phases are in milliseconds since just before the process was created:
     import       Python has imported dlm_runtime
     open         the bundle is open
     first pass   the first pass is done
-    first token  the first token is committed; this is in a later pass if the first pass stores the
-        prompt
+    first token the first token is committed; if the first pass only stores the prompt, a later pass
+        commits this token
 
-At the end, resident memory is read. Copies of the weights would count as anonymous memory, and
-mapped weights count as files. Without BUNDLE, the script builds a bundle with random weights
-(--size, --precision).
+At the end of a run, the script reads the resident memory of the process. Mapped weights count as
+files. Copies of the weights would count as anonymous memory. Without BUNDLE, the script builds a
+bundle with random weights (--size, --precision).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def measure(
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median and quartiles of each phase, and the passes and memory of the last run."""
+    """Return the median and quartiles of each phase, and the passes and memory of the last run."""
     last = runs[-1]
     facts = ("passes", "anonymous_kib", "file_kib")
     phases = {name: spread([run[name] / 1e3 for run in runs]) for name in last if name not in facts}
@@ -115,7 +115,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(title: str, row: dict[str, Any]) -> None:
-    """Print one way of opening."""
+    """Print the row of one way to open the bundle."""
     phases = "; ".join(
         f"{name.replace('_', ' ')} {cell(values)}" for name, values in row["phases"].items()
     )

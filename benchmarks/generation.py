@@ -4,16 +4,16 @@
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
                                     [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Each contestant runs in a separate process, and the processes take turns, round after round. The
-other processes are stopped meanwhile, so that their spinning threads take no processor time. Before
-the rounds, the best settings of each contestant are found. These are the number of threads (all
-cores, or half of them) and the OMP_WAIT_POLICY with which its pass is fastest. If a process ends,
-its contestant is listed with the reason, and the others go on.
+Each contestant runs in a separate process, and the processes take turns, round after round. While a
+process has its turn, the other processes are stopped, so that their spinning threads use no
+processor time. Before the rounds, the script finds the fastest settings of each contestant: the
+number of threads (all cores or half of the cores) and the OMP_WAIT_POLICY. If a process ends, the
+script prints the reason and continues with the other contestants.
 
 Random denoisers run LLaDA's static loop with one token per pass and blocks of 32, so all
 contestants make the same number of passes. This runtime and torch use the dual cache. llama.cpp has
-no cache for LLaDA and computes the whole canvas in each pass. The trained demo is run with the best
-loop of each contestant: threshold 0.9, with or without the dual cache. Its answers are checked.
+no cache for LLaDA and computes the whole canvas in each pass. Each contestant also runs the trained
+demo with its best loop: threshold 0.9, with or without the dual cache. The answers are checked.
 """
 
 from __future__ import annotations
@@ -56,14 +56,18 @@ KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
 WAIT_POLICIES = ("passive", "active")  # values for OpenMP, which torch and llama.cpp use
 TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass used to compare settings
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
-PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
-DEMO_NEW = 64  # tokens of a demo answer, eos included, as in examples/demo/evaluate.py
-DEMO_TURN = 50  # commands per turn, enough for a contestant to answer mostly with warm caches
+# Tokens in the pass, cached tokens, scored rows.
+PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))
+DEMO_NEW = 64  # number of tokens of a demo answer, eos included, as in examples/demo/evaluate.py
+# Commands per turn; with so many commands, a contestant mostly runs with warm caches.
+DEMO_TURN = 50
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``batch`` sequences, each with ``prompt`` given tokens and ``new`` tokens to generate."""
+    """A number of sequences (``batch``), each with ``prompt`` given tokens and ``new`` generated
+    tokens.
+    """
 
     prompt: int
     new: int
@@ -72,7 +76,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a contestant's threads."""
+    """The settings for the threads of a contestant."""
 
     threads: int
     wait: str
@@ -82,7 +86,7 @@ class Settings:
 
 
 class Worker:
-    """The process of a contestant. It is stopped while the others have their turn."""
+    """The process of a contestant. The process is stopped while another contestant has its turn."""
 
     def __init__(self, name: str, size: str, settings: Settings) -> None:
         self.log = ROOT / "build" / "benchmarks" / f"worker-{size}-{name}.log"
@@ -110,8 +114,9 @@ class Worker:
         self.about = self.ask(do="about")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the answer. If the process has ended, the answer is
-        ``not_offered`` with the reason.
+        """Send a request and return the answer.
+
+        If the process has ended, the answer is ``not_offered`` with the reason.
         """
         if self.ended:
             return {"not_offered": self.ended}
@@ -143,8 +148,10 @@ class Worker:
 
 
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
-    """Find the fastest settings of a contestant. Also returns the milliseconds of all settings that
-    were tried, or None for settings that ended the process.
+    """Find the fastest settings of a contestant.
+
+    Returns these settings, and a dict with the milliseconds of all settings. The value is None for
+    settings with which the process ended.
     """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
@@ -162,8 +169,9 @@ def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, floa
 
 
 class Fleet:
-    """The workers for denoisers of one size, in the order of their names. Each uses the best of its
-    ``tried`` settings.
+    """The workers for denoisers of one size, in the order of their names.
+
+    Each worker uses the fastest of its ``tried`` settings.
     """
 
     def __init__(self, names: list[str], size: str, threads: int) -> None:
@@ -188,8 +196,10 @@ class Fleet:
 
 
 def prepare(name: str, size: str) -> None:
-    """Write the files that a contestant opens. They are written in this process, so that the memory
-    for writing them does not count for the contestant's process.
+    """Write the files that a contestant opens.
+
+    This process writes the files, so that the memory for writing does not count for the
+    contestant's process.
     """
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
@@ -216,8 +226,9 @@ def available(names: list[str]) -> tuple[list[str], str | None]:
 
 
 def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add to each row the ratio of its median to that of native int8, or None if native int8 was
-    not measured.
+    """Add to each row its median divided by the median of native int8.
+
+    The ratio is None if native int8 was not measured.
     """
     base = rows.get(NATIVE_NAMES[1], {}).get("median_ms")
     for row in rows.values():
@@ -229,12 +240,13 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def generations(
     workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None
 ) -> dict[str, dict[str, Any]]:
-    """Return a row for each contestant: the spread of a whole generation in ms, the tokens per
-    second, the share of the generation that was timed, and memory.
+    """Measure a whole generation of each contestant.
+
+    Returns a row for each contestant, with the spread in ms, the tokens per second, the share of
+    the generation that was timed, and the memory.
     """
-    sampled = sampled and max(
-        1, sampled // scenario.batch
-    )  # a pass of a batch costs as much as that many
+    # A pass of a batch costs as much as ``batch`` single passes.
+    sampled = sampled and max(1, sampled // scenario.batch)
     numbers = random.Random(1)
     prompts = [
         [numbers.randrange(1000) for _ in range(scenario.prompt)] for _ in range(scenario.batch)
@@ -252,8 +264,8 @@ def generations(
         )
 
     for worker in workers:
-        # This call warms up compilers, allocators and caches. It runs a first pass or block, or a
-        # whole loop if the loop cannot be ended early.
+        # This call warms up compilers, allocators and caches. If the loop can be ended early, the
+        # call runs one pass or one block. Otherwise, it runs the whole loop.
         first = worker.ask(**request, passes=1)
         rows[worker.name] = first if "not_offered" in first else {"first_s": first["seconds"]}
     for name, times in in_turns(workers, rows, turn, rounds, warm_ups=0).items():
@@ -278,8 +290,10 @@ def in_turns(
     rounds: int,
     warm_ups: int,
 ) -> dict[str, dict[str, float]]:
-    """Return the times of the contestants that answer until the last round. For the others, the
-    reason is put into ``rows``.
+    """Time the contestants in turns.
+
+    Returns the times of the contestants that answered in all rounds. For the other contestants, the
+    function puts the reason into ``rows``.
     """
     runs = {
         worker.name: partial(turn, worker)
@@ -309,8 +323,10 @@ def passes(
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """For each contestant, the share of rows whose most likely token is that of the first
-    contestant. The 256 rows are those of a canvas of which half is masked.
+    """Return how often each contestant agrees with the first contestant.
+
+    The result is the share of rows with the same most likely token. The canvas has 256 positions,
+    and half of them are masked.
     """
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
@@ -325,8 +341,9 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Run the demo's held-out commands, in turns. Returns ms per command, tokens per second of the
-    answers including eos, NFE, and exact match.
+    """Run the demo's held-out commands, in turns.
+
+    Returns ms per command, tokens per second of the answers including eos, NFE, and exact match.
     """
     import tokenizers
 
@@ -393,7 +410,7 @@ def _is_same_call(answer: str, wanted: str) -> bool:
 def measure(
     size: str, names: list[str], scenarios: list[Scenario], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run all measurements of random denoisers of a size. Memory is that after the first scenario."""
+    """Measure random denoisers of one size. Memory is measured after the first scenario."""
     result: dict[str, Any] = {"size": size, "scenarios": [], "passes": []}
     with contextlib.closing(Fleet(names, size, options.threads)) as fleet:
         result["about"] = {worker.name: worker.about for worker in fleet.workers}
@@ -471,7 +488,8 @@ def main() -> None:
     scenarios = [
         Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
     ]
-    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))  # memory is reported for the first one
+    # The memory after the first scenario is reported.
+    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]]),

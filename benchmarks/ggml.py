@@ -1,8 +1,8 @@
 """Rounds single matrices to the number formats of llama.cpp.
 
 The quantiser of llama.cpp rounds the matrices, without an importance matrix, and the ``gguf``
-package reads the result. ``types_of`` finds out which format llama.cpp chooses for each matrix. For
-that, it lets llama.cpp quantise a small random model with the same number of layers.
+package reads the result. ``types_of`` finds out which format llama.cpp chooses for each matrix. To
+find out, this function quantises a small random model with the same number of layers in llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llama import FILE_TYPES, quantise, quiet_llama
 
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-WIDTH = 256  # of the small model; a multiple of the groups of all formats
+WIDTH = 256  # width of the small model; a multiple of the group sizes of all formats
 
 
 @functools.cache
@@ -47,8 +47,8 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
     """Round an fp32 matrix ``[K, N]`` to a format, with groups along K.
 
     K-quants and IQ4_XS have groups of 256 weights. If K is not a multiple of 256, the matrix is
-    padded with zeros, which are cut off afterwards. This does not change how the other values are
-    rounded.
+    padded with zeros before the rounding, and the zeros are removed afterwards. The padding does
+    not change how the other values are rounded.
     """
     kind = gguf.GGMLQuantizationType[name]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
@@ -69,9 +69,9 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
 
 
 def types_of(network: NetworkSpec, file_type: str) -> dict[str, str]:
-    """For each layer, the format that llama.cpp chooses for it in a file of this type."""
+    """Return the format that llama.cpp chooses for each layer in a file of this type."""
     attention = network.layers[0].attention
-    heads = attention.heads // attention.kv_heads  # llama.cpp only looks at this ratio
+    heads = attention.heads // attention.kv_heads  # llama.cpp's choice only depends on this ratio
     shapes = {
         "attention.q": (heads * WIDTH, WIDTH),
         "attention.k": (WIDTH, WIDTH),

@@ -1,9 +1,9 @@
 """Writes the checkpoints of the benchmarks as GGUF files for llama.cpp, in its LLaDA or Qwen3
 architecture. Each file is written once, under build/.
 
-The ``gguf`` package defines the file format. Keys and tensor names are the ones that llama.cpp's
-converter writes for LLaDA (conversion/llada.py) and Qwen3. The benchmarks use token ids, so the
-files only contain the size of the vocabulary.
+The ``gguf`` package defines the file format. Keys and tensor names are the same as in files from
+llama.cpp's converter for LLaDA (conversion/llada.py) and Qwen3. The benchmarks use token ids, so
+the files contain the size of the vocabulary, but no tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ LAYER_TENSORS = {
 
 
 def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
-    """The GGUF file of a checkpoint, in a type of llama.cpp's ``FILE_TYPES``. All types except F16
-    are made by llama.cpp's quantiser. If ``source``, the folder of the checkpoint, is None, ``name``
-    is a size of ``shapes``.
+    """Return the GGUF file of a checkpoint.
+
+    ``file_type`` is a type of llama.cpp's ``FILE_TYPES``. For all types except F16, llama.cpp's
+    quantiser makes the file. ``source`` is the folder of the checkpoint. If ``source`` is None,
+    ``shapes.checkpoint`` finds the checkpoint by ``name``.
     """
     path = ROOT / "build" / "benchmarks" / f"{name}-{file_type}.gguf"
     if not path.is_file():
@@ -42,8 +44,8 @@ def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key matrix ``[heads * D, in]``. llama.cpp's RoPE rotates
-    neighbouring rows, and ours rotates pairs that are D / 2 apart.
+    """Reorder the rows of a query or key matrix ``[heads * D, in]``. llama.cpp's RoPE rotates pairs
+    of neighbouring rows. This project's RoPE rotates pairs of rows that are D / 2 apart.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (
@@ -61,10 +63,11 @@ def _write(source: Path, path: Path) -> None:
 
     opened = Checkpoint(source)
     c = families.read_network(opened, Overrides())
-    layer = c.layers[0]  # llama.cpp's LLaDA has layers that are all alike
+    layer = c.layers[0]  # all layers of llama.cpp's LLaDA have the same shape
     attention = layer.attention
     weights = families.open_weights(opened, c)
-    is_llada = c.family == "llada"  # otherwise SDAR, as the autoregressive model that has its shape
+    # SDAR is written as Qwen3, the autoregressive model with the same shape.
+    is_llada = c.family == "llada"
     writer = gguf.GGUFWriter(path, "llada" if is_llada else "qwen3")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(c.vocab_size)
@@ -88,8 +91,9 @@ def _write(source: Path, path: Path) -> None:
     writer.add_file_type(FILE_TYPES["F16"])
 
     def add(name: str, parameter: str, heads: int = 0) -> None:
-        """Add a parameter in the form that llama.cpp needs: matrices as ``[out, in]`` in fp16 (ours
-        are ``[in, out]``), and norms in fp32.
+        """Add a parameter in the form that llama.cpp needs.
+
+        Matrices ``[in, out]`` are stored as ``[out, in]`` in fp16, and norms are stored in fp32.
         """
         value = weights.read(parameter, np.dtype(np.float32))
         if value.ndim == 2:

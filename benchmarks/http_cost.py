@@ -49,7 +49,9 @@ def percentiles(latencies: list[float], name: str) -> dict[str, float]:
 
 
 async def ask_often(ask: Ask, prompts: list[str], count: int, seconds: float) -> dict[str, float]:
-    """Requests a second and milliseconds of ``count`` coroutines that ask and wait."""
+    """Return the requests per second and the milliseconds of ``count`` coroutines that ask and
+    wait.
+    """
     given, firsts, latencies = itertools.cycle(prompts), [], []
     end = (began := time.perf_counter()) + seconds
 
@@ -68,7 +70,7 @@ async def ask_often(ask: Ask, prompts: list[str], count: int, seconds: float) ->
 def scheduler_row(
     bundle: dlm_runtime.Bundle, new_tokens: int, streamed: bool, *load: Any
 ) -> dict[str, float]:
-    """The row of a scheduler of this process."""
+    """Return the row of a scheduler in this process."""
 
     async def ask(prompt: str) -> float | None:
         job = scheduler.submit(prompt=prompt, max_new_tokens=new_tokens, events=streamed)
@@ -86,7 +88,10 @@ def scheduler_row(
 
 
 def streamed_row(port: int, fields: dict[str, Any], *load: Any) -> dict[str, float]:
-    """The row of ``dlm-export serve`` whose answers are streamed over kept connections."""
+    """Return the row of ``dlm-export serve`` with streamed answers.
+
+    Each client uses one connection for all its requests.
+    """
 
     async def run() -> dict[str, float]:
         idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -119,7 +124,7 @@ def streamed_row(port: int, fields: dict[str, Any], *load: Any) -> dict[str, flo
 
 
 def main() -> None:
-    from serving_process import serving  # shapes adds its folder to the path
+    from serving_process import serving  # the import of shapes adds the tests' folder to the path
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -143,7 +148,7 @@ def main() -> None:
         (folder / "post.lua").write_text(SCRIPT)
         service = arguments.service and Server(arguments.service, arguments.bundle)
         with serving(arguments.bundle, "--no-log") as server:
-            for round_number in range(arguments.rounds + 1):  # the first one only warms up
+            for round_number in range(arguments.rounds + 1):  # the first round only warms up
                 for count in map(int, arguments.connections.split(",")):
                     seconds = arguments.seconds if round_number else 1
                     load = (prompts, count, seconds)

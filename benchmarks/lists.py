@@ -4,9 +4,9 @@
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
 Each line of the file has a `prompt`. The variants take turns over the same requests. Prints medians
-and quartiles over the rounds, and how many canvases differ from those of the first variant. With
-`--effort`, the variants are the bundle's effort levels. The loops of the faster levels are also run
-with separate passes to store blocks.
+and quartiles over the rounds, and how many canvases differ from the canvases of the first variant.
+With `--effort`, the variants are the bundle's effort levels. The faster levels have additional
+variants, which store blocks in separate passes.
 """
 
 from __future__ import annotations

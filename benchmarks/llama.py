@@ -44,7 +44,7 @@ def quiet_llama() -> Any:
 
 
 def quantise(source: Path, path: Path, file_type: str) -> None:
-    """Convert a GGUF file to one of ``FILE_TYPES``. The source may be quantised too."""
+    """Convert a GGUF file to one of ``FILE_TYPES``. The source file may already be quantised."""
     llama = quiet_llama()
     options = llama.llama_model_quantize_default_params()
     options.ftype, options.allow_requantize = FILE_TYPES[file_type], True
@@ -53,7 +53,7 @@ def quantise(source: Path, path: Path, file_type: str) -> None:
 
 
 def facts() -> dict[str, str]:
-    """The versions, and the instruction sets for which llama.cpp was compiled."""
+    """Return the versions, and the instruction sets for which llama.cpp was compiled."""
     llama = quiet_llama()
     return {
         "llama-cpp-python": llama.__version__,
@@ -63,8 +63,9 @@ def facts() -> dict[str, str]:
 
 
 class Llama:
-    """A GGUF file opened on the CPU. Keys and values are fp32. If the number of tokens changes, a
-    new context is created.
+    """A GGUF file opened on the CPU.
+
+    Keys and values are fp32. If the number of tokens changes, a new context is created.
     """
 
     def __init__(self, path: Path, threads: int, *, is_causal: bool) -> None:
@@ -93,14 +94,14 @@ class Llama:
             self.context = None
 
     def number(self, key: str) -> int:
-        """An integer from the metadata of the GGUF file."""
+        """Return an integer from the metadata of the GGUF file."""
         text = ctypes.create_string_buffer(32)
         if self.llama.llama_model_meta_val_str(self.model, key.encode(), text, len(text)) < 0:
             raise SystemExit(f"the GGUF has no {key}; delete build/benchmarks/*.gguf")
         return int(text.value)
 
     def tokenise(self, text: str) -> list[int]:
-        """The ids of plain text."""
+        """Return the token ids of plain text."""
         data = text.encode()
         tokens = (self.llama.llama_token * len(data))()
         count = self.llama.llama_tokenize(
@@ -130,8 +131,8 @@ class Llama:
             self.batch.seq_id[i][0] = i // L
 
     def time_prompt(self, tokens: Sequence[int]) -> float:
-        """The seconds of a prompt with the default batches of llama.cpp, flash attention, and keys
-        and values in fp16. Only the last token of a batch has logits.
+        """Return the seconds to compute a prompt. llama.cpp uses its default batches, flash
+        attention, and keys and values in fp16. Only the last token of a batch has logits.
         """
         llama = self.llama
         self._free_context()
@@ -157,12 +158,14 @@ class Llama:
         return seconds
 
     def logits(self, canvases: np.ndarray) -> np.ndarray:
-        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``. They are in the memory of the
-        engine, and only valid until the next pass.
+        """Return the logits ``[B, L, V]`` of a pass over canvases ``[B, L]``.
+
+        The array is in the engine's memory and only valid until the next pass.
         """
         B, L = canvases.shape
         self.prepare(B, L)
-        if self.is_causal:  # forget earlier sequences; models without causal attention keep none
+        # Forget earlier sequences; models without causal attention do not store sequences.
+        if self.is_causal:
             self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
         np.ctypeslib.as_array(self.batch.token, shape=(B * L,))[:] = canvases.ravel()
         if self.llama.llama_decode(self.context, self.batch):

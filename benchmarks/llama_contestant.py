@@ -1,9 +1,8 @@
-"""Runs LLaDA in llama.cpp through llama-cpp-python, with the denoising loop in Python over its
-logits.
+"""Runs LLaDA in llama.cpp through llama-cpp-python. The denoising loop is in Python.
 
-llama.cpp has no cache for LLaDA. llama-model.cpp creates no memory for it, so llama_decode runs the
-encoder of llama.cpp. The encoder scores every row, even if the batch asks for fewer. So each pass
-computes the whole canvas, including the head.
+llama.cpp has no cache for LLaDA. llama-model.cpp creates no memory for LLaDA, so llama_decode runs
+the encoder of llama.cpp. The encoder scores every row, even if the batch asks for fewer rows. Each
+pass therefore computes the whole canvas, including the head.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dlm_runtime.policy import Policy
 
 
 class LlamaCpp(Contestant):
-    """A GGUF on the CPU."""
+    """A GGUF file on the CPU."""
 
     def __init__(self, size: str, file_type: str, threads: int) -> None:
         path = gguf_of(size, file_type)
@@ -99,8 +98,9 @@ class LlamaCpp(Contestant):
 
 
 def _score(logits: np.ndarray, mask: int) -> tuple[np.ndarray, np.ndarray]:
-    """The best tokens and their probabilities ``[M]``, from logits ``[M, V]``. The logits are
-    overwritten.
+    """Return the best tokens and their probabilities ``[M]``, from logits ``[M, V]``.
+
+    Overwrites the logits.
     """
     logits[:, mask] = -np.inf
     best = logits.argmax(1)

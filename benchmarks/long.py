@@ -3,8 +3,8 @@
     python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
 Each block starts with a full pass or a refresh. A small random denoiser fills the last 128 tokens
-in blocks of 32, with four passes per block and the dual cache. Each run is a new process, and its
-largest resident set is measured. If a run needs more memory than --memory, it is reported as such.
+in blocks of 32, with four passes per block and the dual cache. Each run is a new process. Its
+largest resident set is measured. If a run needs more memory than --memory, the table says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPE = {"d_model": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "mlp_hidd
 
 
 def bundle_of(precision: str) -> Path:
-    """Build the bundle once."""
+    """Return the bundle. The bundle is built once."""
     from checkpoints import llada_config
 
     ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
@@ -39,8 +39,10 @@ def bundle_of(precision: str) -> Path:
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
-    """Run one generation and time its steps. Returns the seconds of the first pass, the ms of the
-    first passes of later blocks and of all other passes, and the bytes held.
+    """Run one generation and time its steps.
+
+    Returns the seconds of the first pass of the generation, the ms of the first pass of each later
+    block, the ms of all other passes, and the memory in bytes.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
@@ -89,9 +91,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--memory", type=float, default=8, help="GiB that a run may allocate.")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--one", nargs=3, help=argparse.SUPPRESS
-    )  # BUNDLE LENGTH REFRESH: runs in a new process
+    # Arguments of the new process: BUNDLE LENGTH REFRESH.
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         resource.setrlimit(resource.RLIMIT_DATA, (int(arguments.memory * 2**30),) * 2)

@@ -1,11 +1,14 @@
-"""Compare a mixture of experts with two other denoisers: a dense one with the size of its active
-part, and one that computes all experts.
+"""Compare a mixture of experts with two other denoisers.
+
+One is dense and as large as the mixture's active part. The other computes all experts for every
+token.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
 The mixture has about a billion random parameters in the layout of LLaDA-MoE, and uses 8 of 64
-experts per token. Passes of the three denoisers take turns in one process. They are compared with
-the limits of the roofline model, for the rates of this machine that ``dlm-export bench`` measures.
+experts per token. Passes of the three denoisers take turns in one process. The times are compared
+with the limits of the roofline model. These limits use the rates of this machine, which
+``dlm-export bench`` measures.
 
 Memory is measured in a new process for each denoiser, at two times: after passes of 1, 4, 32 and
 256 tokens, and after a single pass of one token. In the second case, the experts that no token
@@ -52,11 +55,15 @@ KINDS = {
     "all experts": (COUNT, 1),
 }
 """The number of experts per token, and whether layers have experts."""
-PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
+# Tokens in the pass, cached tokens, scored rows.
+PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
-    """Build a bundle once. All kinds of bundle with experts have the same weights."""
+    """Return a bundle, which is built once.
+
+    All kinds of bundle with experts have the same weights.
+    """
     from checkpoints import llada_moe_config
 
     active, has_experts = KINDS[kind]
@@ -71,8 +78,8 @@ def bundle_of(kind: str, layers: int, precision: str) -> Path:
 
 
 def memory(path: Path) -> dict[str, int]:
-    """The bytes that this process holds after passes, as anonymous memory and as mapped files. Also
-    the bytes after a pass that uses few experts.
+    """Return the bytes of this process's memory after passes: anonymous memory and mapped files.
+    Also returns the bytes after a pass that uses few experts.
     """
     with dlm_runtime.open(path, check_hashes=False) as bundle:
         bundle.time_passes(1, 0, 1, 1)
@@ -84,8 +91,8 @@ def memory(path: Path) -> dict[str, int]:
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
-    """For each pass, the lower bound of its seconds by the roofline model, and the bytes of weights
-    that it reads.
+    """Return, for each pass, the least seconds by the roofline model, and the bytes of weights to
+    read.
     """
     manifest = json.loads((path / "manifest.json").read_text())
     network, layers = network_of(manifest), manifest["precision"].get("layers", {})
@@ -101,7 +108,7 @@ def main() -> None:
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # runs in a new process
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # used by the new process
     arguments = parser.parse_args()
     if arguments.memory_of:
         print(json.dumps(memory(arguments.memory_of)))

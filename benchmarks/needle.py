@@ -1,23 +1,24 @@
-"""Train a small block-causal denoiser to find needles in prompts of 8,192 tokens, and check that its
-bundles find them too.
+"""Train a small denoiser to find needles in prompts of 8,192 tokens, and check its bundles.
 
     python benchmarks/needle.py train --out FOLDER [--minutes 20] [--tokens 8192] [--rate 0.01]
         [--init FOLDER --length 256]
     python benchmarks/needle.py check FOLDER [--prompts 100] [--threads 1] [--json FILE]
 
-A prompt consists of random words. It also contains four needles at random places: a marker, which
-is different for each needle, and four random words. The prompt ends with one of the markers. The
-denoiser answers with the four words of that needle. A single mask token does not show which word to
-copy, so the denoiser must use the positions after the marker, and must tell the needles apart.
+A prompt consists of random words. It also contains four needles at random places. A needle is a
+marker, followed by four random words. Each needle has a different marker. The prompt ends with one
+of the markers. The denoiser answers with the four words of that needle. All mask tokens look the
+same, so the denoiser must use their positions to find out which word to copy. It must also
+distinguish the needles.
 
-`train` starts with canvases of 32 tokens. If the mean loss is low, the canvases become twice as
-long, up to 8,192 tokens. The network has two layers and 131,264 parameters.
+The denoiser is block-causal. `train` starts with canvases of 32 tokens. If the mean loss is low,
+the canvases become twice as long, up to 8,192 tokens. The network has two layers and 131,264
+parameters.
 
-`check` builds bundles in fp32 and int8, also with an INT8 cache, and asks for needles at the start
-of prompts that fill the canvas. `whole` computes a prompt in one pass, `parts` in passes of 512
-tokens, and `reused` asks for all four needles of a prompt, so that three of four requests reuse the
-keys and values of the first one. `yarn` and `unscaled` have canvases of 32,768 tokens, with and
-without a scaling of the rotary embedding.
+`check` builds bundles in fp32 and int8, also with an INT8 cache. It asks for needles at the start
+of prompts that fill the canvas. There are three ways to ask. `whole` computes a prompt in one pass.
+`parts` computes a prompt in passes of 512 tokens. `reused` asks for all four needles of a prompt,
+so that three of four requests reuse the keys and values of the first request. The bundles `yarn`
+and `unscaled` have canvases of 32,768 tokens, with and without a scaling of the rotary embedding.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_runtime import Bundle
 
 BLOCK_LENGTH, LONGEST = 8, 8192
-SAMPLED = 160  # other tokens of a canvas that the second layer attends to in training
+SAMPLED = 160  # in training, the second layer attends to this many tokens that are not near needles
 AROUND = range(-4, 12)  # offsets from a marker that count as near
 NEEDLES, VALUES = 4, 4
 WORDS = 244
@@ -59,8 +60,10 @@ EOS, MASK, VOCABULARY = 252, 253, 254
 
 
 def shape() -> NetworkSpec:
-    """Two layers, because the answer needs two steps: each word finds the marker before it, and then
-    each mask token finds the word that has the same place after the same marker.
+    """Return the shape of the denoiser.
+
+    It has two layers, because the answer needs two steps. First, each word finds the marker before
+    it. Then, each mask token finds the word at the same distance after the same marker.
     """
     attention = AttentionSpec(
         4, 2, 32, Rope(theta=1e6), qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -92,8 +95,9 @@ class Haystack:
 def draw(
     length: int, needles: int, generator: torch.Generator, within: int | None = None
 ) -> Haystack:
-    """A haystack whose canvas has ``length`` tokens. All needles are in the first ``within`` tokens,
-    or anywhere.
+    """Return a haystack whose canvas has ``length`` tokens.
+
+    All needles are in the first ``within`` tokens. If ``within`` is None, the needles are anywhere.
     """
     size = length - VALUES - 1
     tokens = torch.randint(WORDS, (size,), generator=generator)
@@ -114,9 +118,10 @@ def draw(
 
 @dataclass(frozen=True)
 class Batch:
-    """B canvases ``[B, L]`` of L tokens, with their answers. ``near`` ``[B, N]`` contains the
-    positions near needles, before the last block. ``is_repeated`` says which of these are not the
-    first of equal positions.
+    """B canvases ``[B, L]`` of L tokens, with their answers.
+
+    ``near`` ``[B, N]`` contains the positions near needles, before the last block. If a canvas
+    lists a position several times, ``is_repeated`` is True for all entries except the first.
     """
 
     canvases: Tensor
@@ -126,7 +131,10 @@ class Batch:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser) -> None:
-    """Random weights, with a head that starts near zero, and longer queries and keys than usual."""
+    """Set random weights.
+
+    The head starts near zero, and queries and keys start longer than usual.
+    """
     draw_layers(denoiser)
     denoiser.embed.weight.normal_()
     assert denoiser.head is not None
@@ -139,9 +147,10 @@ def initialise(denoiser: Denoiser) -> None:
 def attend(
     block: Any, table: Any, x: Tensor, positions: Tensor, keys: Tensor, at: Tensor, bias: Tensor
 ) -> Tensor:
-    """A layer for tokens ``x`` ``[B, T, d]`` at ``positions`` ``[B, T]``, whose keys are the tokens
-    ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias`` ``[B, K]`` is added to the scores of the
-    keys. A token does not see keys of later blocks.
+    """Compute a layer for tokens ``x`` ``[B, T, d]`` at ``positions`` ``[B, T]``.
+
+    The keys are computed from the tokens ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias``
+    ``[B, K]`` is added to the scores of the keys. A token does not see keys of later blocks.
     """
     a = block.attention
     (B, T, _), K = x.shape, keys.shape[1]
@@ -160,12 +169,14 @@ def attend(
 
 
 def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Tensor:
-    """Mean cross-entropy in nats of the hidden words of the answers. In half of the canvases, all
-    four words are hidden.
+    """Return the mean cross-entropy in nats of the hidden words of the answers.
 
-    The second layer attends to all tokens near needles, and to ``SAMPLED`` other tokens. Each of
-    these represents several tokens, so its weight in the softmax is multiplied by their number. So
-    the first layer need not compute all tokens of a long canvas, and a step is much cheaper.
+    In half of the canvases, all four words are hidden.
+
+    The second layer attends to all tokens near needles, and to ``SAMPLED`` other tokens. Each
+    sampled token represents several tokens, so its weight in the softmax is multiplied by their
+    number. Because of the sampling, the first layer does not compute all tokens of a long canvas,
+    and a step is much cheaper.
     """
     canvases = batch.canvases
     B, L = canvases.shape
@@ -184,7 +195,8 @@ def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Ten
     lowest = torch.finfo(torch.float32).min
     bias = torch.where(is_near.gather(1, others), lowest, each)
     chosen = torch.cat((batch.near, others, block), 1)
-    # A token that is near two needles, or near a needle and in the last block, must count once.
+    # Some tokens are near two needles, or near a needle and in the last block. Such a token must
+    # count only once.
     first = torch.zeros(B, batch.near.shape[1])
     first[batch.is_repeated] = lowest
     bias = torch.cat((first, bias, torch.zeros(B, BLOCK_LENGTH)), 1)
@@ -199,9 +211,12 @@ def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Ten
 
 
 class Curriculum:
-    """Canvases that become longer when the denoiser has learned the shorter ones."""
+    """Makes canvases for training.
 
-    ENOUGH, PACE = 0.2, 0.05  # mean loss, and the weight of the last loss in the mean
+    The canvases become longer when the denoiser has learned the shorter canvases.
+    """
+
+    ENOUGH, PACE = 0.2, 0.05  # loss; weight of the last loss
 
     def __init__(self, length: int, tokens: int, seed: int) -> None:
         self.length, self.tokens, self.mean = length, tokens, 1.0
@@ -222,7 +237,7 @@ class Curriculum:
             yield loss
 
     def _batch(self) -> Batch:
-        """A quarter of the steps has shorter canvases."""
+        """Return the batch of one step. In a quarter of the steps, the canvases are shorter."""
         share = torch.rand(2, generator=self.generator).tolist()
         length = self.length
         if share[0] > 0.75:
@@ -243,7 +258,7 @@ class Curriculum:
 
 
 def train(wanted: argparse.Namespace) -> None:
-    """Train on one thread, and save the averaged weights."""
+    """Train on one thread, and save the average of the weights."""
     torch.set_num_threads(1)
     torch.manual_seed(wanted.seed)
     wanted.out.mkdir(parents=True, exist_ok=True)
@@ -295,14 +310,16 @@ def bundle_of(checkpoint: Path, name: str, folder: Path) -> Path:
 
 
 def haystacks(length: int, count: int) -> list[Haystack]:
-    """Haystacks of another seed than those of training. Their needles are in the first 128 tokens."""
+    """Return haystacks that training does not use. Their needles are in the first 128 tokens."""
     generator = torch.Generator().manual_seed(1_000_003)
     return [draw(length, NEEDLES, generator, within=128) for _ in range(count)]
 
 
 def found(bundle: Bundle, way: str, stacks: Sequence[Haystack]) -> tuple[int, int, int]:
-    """Ask a bundle for needles. ``reused`` asks for all needles of a haystack, and the other ways
-    ask for one. Returns the number of right answers, of questions, and of reused tokens.
+    """Ask a bundle for needles.
+
+    The way ``reused`` asks for all needles of a haystack, and the other ways ask for one needle.
+    Returns the number of right answers, of questions, and of reused tokens.
     """
     asked = NEEDLES if way == "reused" else 1
     questions = [

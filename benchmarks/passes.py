@@ -1,11 +1,11 @@
-"""Time a pass of the native runtime, of the same graph in plain ONNX Runtime, and of eager torch.
+"""Time a pass in the native runtime, in plain ONNX Runtime with the same graph, and in eager torch.
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-Measures precisions from fp32 to INT4, and torch in fp32 and bf16. They take turns in one process.
-The native runtime replaces some functions of the graph with its kernels. Plain ONNX Runtime
-computes the operators in the bodies of these functions instead. generation.py compares whole
-generations, and also llama.cpp.
+Measures both runtimes with precisions from fp32 to INT4, and torch in fp32 and bf16. All of them
+take turns in one process. The native runtime replaces some functions of the graph with its kernels.
+Plain ONNX Runtime computes the operators in the bodies of these functions instead. For a comparison
+of whole generations and for llama.cpp, see generation.py.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 
+# requests, tokens in the pass, cached tokens, scored rows.
 PASSES = (
     (1, 32, 224, 32),
     (1, 256, 0, 256),
     (1, 256, 0, 32),
     (4, 32, 224, 32),
     (8, 32, 224, 32),
-)  # (B, T, S, R)
+)
 PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
-    """The graph, opened with the same options as in the native runtime."""
+    """Open the graph with the same options as the native runtime."""
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
@@ -52,8 +53,9 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def onnx_pass(
     engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int
 ) -> Callable[[], Any]:
-    """A pass of the graph that returns the same results as in the loop: the best tokens and their
-    probabilities.
+    """Return a function that runs the graph.
+
+    The results are the same as in the loop: the best tokens and their probabilities.
     """
     rng = np.random.default_rng(0)
     feeds = {
@@ -71,7 +73,7 @@ def onnx_pass(
 
 
 def native_pass(bundle: dlm_runtime.Bundle, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-    """A function that returns the seconds that the native runtime's engine takes for a pass."""
+    """Return a function that runs a pass and returns the seconds of the native runtime's engine."""
     return lambda: bundle.time_passes(T, S, R, 1, B)[0]
 
 

@@ -1,15 +1,16 @@
-"""Measure what requests gain that start with the same tokens, as system prompts and conversations do.
+"""Measure how much time a prefix cache saves for requests that start with the same tokens.
 
     python benchmarks/prefix.py [--requests 64] [--shared 2000] [--own 50] [--turns 10] [--rounds 3]
         [--precision int8] [--threads 2] [--json FILE]
 
-The random block-causal denoiser of benchmarks/blocks.py (12 layers, d 768, grouped queries, blocks
-of 32) answers with 32 tokens. Each round measures a scheduler with its prefix cache and a scheduler
+Prompts start with the same tokens if they share a system prompt, or in a conversation. The random
+block-causal denoiser of benchmarks/blocks.py (12 layers, d 768, grouped queries, blocks of 32)
+answers with 32 tokens. Each round measures a scheduler with its prefix cache and a scheduler
 without it, in turns. Prints medians over the rounds, with the smallest and the largest value:
 
 - `first tokens`: milliseconds from submitting a request until its first tokens are decided. The
   requests run one after another.
-- `tokens/s`: all requests are submitted at once.
+- `tokens/s`: generated tokens per second when all requests are submitted at once.
 - `turns`: milliseconds of each turn of a conversation. Each turn adds the tokens of a user, and an
   answer.
 
@@ -50,7 +51,7 @@ def tokens_of(rng: random.Random, count: int) -> list[int]:
 def conversation(
     scheduler: Scheduler, system: list[int], said: Sequence[list[int]]
 ) -> tuple[list[float], list[int]]:
-    """The milliseconds of each turn, and the last canvas."""
+    """Return the milliseconds of each turn, and the last canvas."""
     history, found = list(system), []
     for words in said:
         began = time.perf_counter()

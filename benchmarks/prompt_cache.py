@@ -1,15 +1,16 @@
-"""Measure how fast a prompt cache opens, and how much sooner the first tokens are decided.
+"""Measure how fast a prompt cache opens, and how much time it saves before the first tokens.
 
     python benchmarks/prompt_cache.py [--tokens 2000] [--caches fp16,fp32] [--rounds 21] [--threads 2]
         [--json FILE]
 
-The denoiser has the cache of LLaDA2-mini: 20 layers, 4 key heads of size 128, blocks of 32. Its
-other sizes are small, because they do not change the size of the cache. The weights are random.
+The denoiser's cache has the shape of LLaDA2-mini's cache: 20 layers, 4 key heads of size 128,
+blocks of 32. Its other sizes are small, because they do not change the size of the cache. The
+weights are random.
 
-Each round opens the file, which the kernel already holds in memory. Then a request whose prompt
-starts with the saved tokens is timed until its first tokens are decided, with the saved prompt and
-without. Prints medians, with the smallest and the largest value. Also prints whether both requests
-give the same canvas.
+Each round opens the file, which is already in the kernel's page cache. Then the script sends a
+request whose prompt starts with the saved tokens, and measures the time until its first tokens are
+decided. This is done with and without the prompt cache. Prints medians, with the smallest and the
+largest value. Also prints whether both requests give the same canvas.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def bundle_of(cache: str) -> Path:
 
 
 def first_tokens(bundle: Bundle, prompt: list[int]) -> tuple[float, list[int]]:
-    """The milliseconds until the first tokens, and the canvas."""
+    """Return the milliseconds until the first tokens are decided, and the canvas."""
     began, first, canvas = time.perf_counter(), 0.0, []
     for event in bundle.stream(tokens=prompt, **ASKED):
         if not first and event.committed:

@@ -2,9 +2,9 @@
 
     python benchmarks/quantise.py [--recipes int8,int4,...] [--data examples/demo/heldout.jsonl] [--json FILE]
 
-Shows size, masked cross-entropy by mask ratio, agreement, flips, passes and exact match. Bundles
-are calibrated on the demo's calibration.jsonl and judged on held-out commands. They also generate
-an answer to each of these commands.
+Prints the size, the masked cross-entropy by mask ratio, the agreement, the flips, the passes and
+the exact matches. Bundles are calibrated on the demo's calibration.jsonl and judged on held-out
+commands. Each bundle also generates an answer to each of these commands.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,
 def measure(
     checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build one precision and judge it on ``data``. Then answer every command twice: with the
-    threshold of the preset, and with the fitted threshold.
+    """Build one precision and judge it on ``data``. The bundle then answers every command twice:
+    with the threshold of the preset, and with the fitted threshold.
     """
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])

@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
     if (pthread_create(&started[i], NULL, run, &parts[i]) != 0) return 1;
   }
   for (long i = 0; i < threads; ++i) pthread_join(started[i], NULL);
-  volatile double kept = parts[0].result; /* so that the compiler keeps the loops */
+  volatile double kept = parts[0].result; /* the compiler must not remove the loops */
   (void)kept;
   const double amount = is_read ? (double)each : (double)TURNS * SUMS * LANES;
   printf("%.0f\n", amount * (double)threads / parts[0].best_s);

@@ -9,11 +9,12 @@ The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; d 4096, 32 
 vocabulary 126464, bf16, shards with an index) and random weights. Arguments after ``--``, such as
 ``--judged``, ``--calib-samples`` and ``--no-verify``, are passed to every ``dlm-export build``.
 
-Each step runs in a new process. It reports its seconds, its stages, its highest anonymous and
-mapped memory, the bytes that it read from and wrote to the disk, and the bytes of its read and
-write calls. Before each step, the files are dropped from the system's cache. The same run measures
-the rates of this machine. Then ``inspect`` and ``plan`` run on the headers of a checkpoint of 100 B
-parameters. At the end, all files are removed. With --keep, they stay, and the next run uses them.
+Each step runs in a new process. For each step, the script reports the seconds, the stages, the
+highest anonymous memory, and the highest mapped memory. It also reports how many bytes the step
+read from the disk and wrote to the disk, and the bytes of its read and write calls. Before each
+step, the files are dropped from the system's cache. The script also measures the rates of this
+machine. Then ``inspect`` and ``plan`` run on the headers of a checkpoint of 100 B parameters. At
+the end, all files are removed. With --keep, the files are not removed, and the next run uses them.
 """
 
 from __future__ import annotations
@@ -97,31 +98,34 @@ def header(shapes: Shapes) -> tuple[bytes, int]:
 def values(
     name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Yield the bits of bf16 weights in pieces. Weights have a normal distribution that keeps
-    activations near unit size. The weights of norms are near one.
+    """Yield bf16 weights in pieces, as their bits.
+
+    The weights have a normal distribution with which activations stay near unit size. The weights
+    of norms are near one.
     """
     is_norm = len(shape) == 1
     scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
     scaled = (1 + 0.1 * pool if is_norm else pool * np.float32(scale)).view(np.uint32) >> 16
     bits, left = scaled.astype(np.uint16), math.prod(shape)
     while left:
-        start = int(
-            rng.integers(POOL // 2)
-        )  # a new place each time, so no two tensors or pieces are equal
+        # Each piece starts at a new random place, so no two pieces are equal.
+        start = int(rng.integers(POOL // 2))
         piece = bits[start : start + min(left, POOL // 2)]
         left -= piece.size
         yield piece
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
-    """Write config.json, the index and its shards. Returns the bytes of weights. With
-    ``has_data=False``, only the headers are written, and the data are holes in the files.
+    """Write config.json, the index and its shards.
+
+    Returns the bytes of the weights. With ``has_data=False``, only the headers are written. In
+    place of the data, the files have holes.
     """
     shapes = llada_shapes(config)
     files = shards(shapes)
     rng = np.random.default_rng(0)
     pool = rng.standard_normal(POOL, np.float32) if has_data else np.empty(0, np.float32)
-    shutil.rmtree(folder, ignore_errors=True)  # left by a run that ended while it wrote
+    shutil.rmtree(folder, ignore_errors=True)  # a run that ended early may have left files
     folder.mkdir(parents=True)
     weight_map, total = {}, 0
     for i, names in enumerate(files):
@@ -137,9 +141,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
         total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(
-        json.dumps(config)
-    )  # last, so its presence means that all files are complete
+    # This file is written last. If it exists, all other files are complete.
+    (folder / "config.json").write_text(json.dumps(config))
     return total
 
 
@@ -147,8 +150,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop the files from its cache, so that the next reader reads them from the
-    disk.
+    """Ask the system to drop the files from its cache.
+
+    The next reader then reads them from the disk.
     """
     for path in folder.rglob("*"):
         if path.is_file():
@@ -158,8 +162,9 @@ def forget(folder: Path) -> None:
 
 
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
-    """Run a command of dlm-export in a separate process and print its row. Returns the row with the
-    JSON output of the command.
+    """Run a command of dlm-export in a separate process and print its row.
+
+    Returns the row with the JSON output of the command.
     """
     forget(reads)
     text, moved = watched([*DLM_EXPORT, *arguments, "--json"])
@@ -195,8 +200,8 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """The bytes per second when a large file is written and flushed to the disk, and when it is
-    read back.
+    """Return the bytes per second of writing a large file to the disk, and of reading the file
+    again. The write is flushed.
     """
     path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
     try:
@@ -220,7 +225,10 @@ def disk_rates(folder: Path) -> dict[str, float]:
 
 
 def measure_machine(folder: Path) -> dict[str, Any]:
-    """The rates of disk, memory and arithmetic. ``dlm-export bench`` measures the last two."""
+    """Return the rates of disk, memory and arithmetic.
+
+    ``dlm-export bench`` measures memory and arithmetic.
+    """
     from dlm_export.planning import roofline
 
     probe = folder / "disk"
@@ -250,8 +258,8 @@ def carry(
     checkpoint = folder / "checkpoint"
     config = llada_config(n_layers=layers, **REAL, **IDS)
     parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
-    # The size of an int8 bundle, the largest of the usual bundles: one byte per weight including
-    # padding, and four bytes per value of the embedding table.
+    # The size of an int8 bundle, which is the largest of the usual bundles. It has one byte per
+    # weight (including padding) and four bytes per value of the embedding table.
     bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
     kept = (checkpoint / "config.json").exists()
     if kept and json.loads((checkpoint / "config.json").read_text()) != config:
@@ -332,7 +340,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = ROOT / "build" / "benchmarks" / "real-size"
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the files, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the files are removed
     try:
         require_room(folder, PROBE_BYTES)
         measured = measure_machine(folder)

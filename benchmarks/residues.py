@@ -3,7 +3,7 @@
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5
     python benchmarks/residues.py antiberty|sapiens-heavy|sapiens-light CHECKPOINT
 
-The weights are those of the two PyPI packages. The repository contains no files of these packages.
+The weights come from the two PyPI packages. The repository contains no files of these packages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ SAPIENS_CHAINS = {"heavy": "checkpoint_vh.pt", "light": "checkpoint_vl.pt"}
 def residue_tokenizer(
     names: Sequence[str], *, special: Sequence[str], unknown: str, start: str, end: str
 ) -> str:
-    """The tokenizer.json of a vocabulary in which each residue is one token. ``start`` and ``end``
-    are added around a sequence.
+    """Return the tokenizer.json of a vocabulary in which each residue is a token.
+
+    The tokenizer adds ``start`` before a sequence and ``end`` after it.
     """
     vocab = {name: number for number, name in enumerate(names)}
     made = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
@@ -49,8 +50,9 @@ def write(folder: Path, config: dict[str, Any], state: dict[str, Any], tokenizer
 
 
 def antiberty_checkpoint(package: Path, folder: Path) -> Path:
-    """Convert AntiBERTy, a BERT of 26 M parameters. Its heads for species, chain and grafting are
-    left out.
+    """Convert AntiBERTy, a BERT of 26 M parameters.
+
+    Its heads for species, chain and grafting are left out.
     """
     trained = package / "trained_models"
     source = trained / "AntiBERTy_md_smooth"
@@ -66,7 +68,7 @@ def antiberty_checkpoint(package: Path, folder: Path) -> Path:
 
 
 def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
-    """Convert one of the two RoBERTas of Sapiens, which fairseq wrote, for heavy or light chains."""
+    """Convert a RoBERTa of Sapiens, for heavy or light chains. fairseq wrote its files."""
     source = package / "models" / "v1"
     with torch.serialization.safe_globals([argparse.Namespace]):
         stored = torch.load(source / SAPIENS_CHAINS[chain], map_location="cpu", weights_only=True)
@@ -105,7 +107,7 @@ def _table(state: dict[str, Any]) -> torch.Tensor:
     return table
 
 
-# The names of fairseq, and those of transformers.
+# Maps the names of parameters in fairseq to the names in transformers.
 _FAIRSEQ = {
     "decoder.lm_head.": "lm_head.",
     "decoder.sentence_encoder.": "roberta.",
@@ -125,7 +127,7 @@ _FAIRSEQ = {
 
 
 def package_folder(name: str) -> Path:
-    """The folder of an installed package, which is not imported."""
+    """Return the folder of an installed package, without importing the package."""
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
         raise SystemExit(f"{name} is not installed: see the first lines of this script")

@@ -1,21 +1,20 @@
-"""Compare three ways to serve requests that arrive at random times: one at a time, in batches, and
-with a scheduler.
+"""Compare three ways to serve requests that arrive at random times.
 
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf]
         [--rounds 5] [--json FILE]
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
 Each line of the file has a `prompt`. A load is the rate at which requests arrive, relative to the
-rate at which they can be served one at a time. With "inf", all requests arrive at once. The times
-of arrival are the same for all ways:
+rate at which they can be served one at a time. With "inf", all requests arrive at once. All three
+ways get the same times of arrival:
 
 - `alone` runs one request after another.
 - `batches` starts the waiting requests together, at most eight. When all of them are done, it
   starts the next batch.
 - `scheduler` starts a request as soon as there is room for it.
 
-The latency of a request is measured from its arrival. Prints medians over interleaved rounds, and
-how many canvases differ from those of single runs.
+The latency of a request is measured from its arrival. The ways take turns, round after round.
+Prints medians over the rounds, and how many canvases differ from the canvases of single runs.
 
 `--cost` takes the JSON of `dlm-export bench BUNDLE --cost --json`. Schedulers that know this cost
 are then measured too. `--pass-ms` limits the expected milliseconds of their passes. For these
@@ -49,7 +48,7 @@ result.
 
 
 def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
-    """Start a thread that submits the requests, by number, each at its time."""
+    """Start a thread that submits each request at its time. A request is passed as its number."""
 
     def run() -> None:
         began = time.perf_counter()
@@ -65,8 +64,9 @@ def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> thread
 def in_batches(
     bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int
 ) -> Done:
-    """Start up to ``most`` waiting requests together. When all of them are done, start the next
-    batch.
+    """Start up to ``most`` waiting requests together.
+
+    When all of them are done, start the next batch.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: Done = {}
@@ -135,7 +135,7 @@ Way = Callable[[Bundle, list[dict[str, Any]], Sequence[float]], Done]
 
 
 def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
-    """The ways to serve requests that are compared, by name."""
+    """Return the ways to serve requests, by name."""
     found: dict[str, Way] = {
         "alone": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 1),
         "batches": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 8),
@@ -148,7 +148,7 @@ def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
 
 
 def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dict[str, float]:
-    """The figures of one round."""
+    """Return the figures of one round."""
     latencies = sorted(done[number][0] - moment for number, moment in enumerate(moments))
     return {
         "tokens_per_s": sum(out.completion_tokens for _, out in done.values())

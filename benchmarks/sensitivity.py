@@ -3,13 +3,14 @@
     python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05]
         [--samples 32] [--json FILE]
 
-The estimate for all layers takes one forward sweep and one backward sweep over the denoiser. The
-exact loss takes a run of the whole denoiser for each layer. The denoisers are the demo, and random
-LLaDA and Dream denoisers (d 256, 4 layers). Prints Spearman's rank correlation of the losses, the
-ratios of estimated to exact loss (10th, 50th and 90th percentile), and the seconds of both methods.
+To estimate the losses of all layers, one forward sweep and one backward sweep over the denoiser are
+enough. For the exact losses, the whole denoiser must run once for each layer. The denoisers are the
+demo, and random LLaDA and Dream denoisers (d 256, 4 layers). Prints Spearman's rank correlation of
+the losses, the ratios of estimated to exact loss (10th, 50th and 90th percentile), and the seconds
+of both methods.
 
-Then runs ``--precision auto`` on the demo with either method. Prints the bytes of the weights, and
-the measured increase of masked cross-entropy.
+Then runs ``--precision auto`` on the demo with each of the two methods. Prints the bytes of the
+weights, and the measured increase of masked cross-entropy.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ DREAM = {
 
 
 def sources(folder: Path) -> dict[str, Source]:
-    """The denoisers of the comparison."""
+    """Return the denoisers of the comparison."""
     return {
         "demo": open_source(ROOT / "examples" / "demo-denoiser"),
         "random LLaDA": open_source(
@@ -69,7 +70,7 @@ def sources(folder: Path) -> dict[str, Source]:
 
 
 def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data, list[State]]:
-    """The calibration data, and the states of ``count`` of its samples."""
+    """Return the calibration data, and the states of ``count`` samples."""
     options = samples.CalibrationOptions(samples=count, states_per_sample=8)
     data = samples.load_data(
         source.network, source.path, write_text(source.text, folder).tokenizer, options
@@ -79,7 +80,7 @@ def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data,
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's rank correlation of two lists of losses ``[layers]``."""
+    """Return Spearman's rank correlation of two lists of losses ``[layers]``."""
     return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
 
 
@@ -120,7 +121,7 @@ def search(
     *,
     exact: bool,
 ) -> dict[str, Any]:
-    """Run ``--precision auto`` under a budget."""
+    """Run ``--precision auto`` with a budget."""
     preset, policy = samples.threshold_preset(source.network, source.presets, None)
     began = time.perf_counter()
     chosen = data.calibration[:judged]

@@ -3,17 +3,18 @@
     python benchmarks/serve.py SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
 
 SERVER is the program that examples/embed/README.md builds. Each line of the file has a `prompt`.
-wrk must be installed. It keeps a number of connections busy, and sends the next request on a
-connection as soon as the last one is answered. The stages are:
+wrk must be installed. wrk uses a fixed number of connections, and sends the next request on a
+connection as soon as the previous request is answered. The stages are:
 
-- load: requests per second and latencies with 1, 4 and 16 connections. A server that shares passes
-  among 16 requests takes turns with one that runs one request at a time. Prints medians of the
+- load: requests per second and latencies with 1, 4 and 16 connections. Two servers take turns: one
+  shares passes among 16 requests, and one runs a single request at a time. Prints medians of the
   rounds.
 - soak: 16 connections. Reports the server's resident memory every ten seconds.
-- overload: 64 clients on a server that accepts 4 + 8 requests. A client that gets status 429 waits
-  for the time in Retry-After. The number of requests sent is compared with the number answered.
-- stop: 16 clients. SIGTERM is sent while they run. The number of accepted requests is compared with
-  the number answered.
+- overload: 64 clients use a server that runs 4 requests and queues 8 requests. A client that gets
+  status 429 waits for the time in Retry-After. The script compares the number of sent requests with
+  the number of answered requests.
+- stop: 16 clients. The script sends SIGTERM to the server while the clients run. It compares the
+  number of accepted requests with the number of answered requests.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class Server:
         return int(re.findall(r"VmRSS:\s*(\d+)", status)[0])
 
     def stop(self) -> dict[str, int]:
-        """Stop the service. Returns the counts that the service reported: answers by status,
-        ``taken`` and ``gone``.
+        """Stop the service.
+
+        Returns the counts that the service reported: answers by status, ``taken`` and ``gone``.
         """
         self.process.send_signal(signal.SIGTERM)
         said = self.process.communicate(timeout=60)[1]
@@ -95,8 +97,10 @@ class Server:
 
 
 def wrk(server: Any, folder: Path, connections: int, seconds: float) -> dict[str, float]:
-    """Run wrk once on the port of a server. ``requests`` is the number of answers. ``refused`` is
-    how many of them had a status other than 2xx.
+    """Run wrk once on the port of a server.
+
+    ``requests`` is the number of answers. ``refused`` is the number of answers with a status other
+    than 2xx.
     """
     command = [
         "wrk",
@@ -127,7 +131,7 @@ def load(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     str(running),
                     *arguments.limits,
                 )
-                wrk(server, folder, connections, 2)  # warm
+                wrk(server, folder, connections, 2)  # warm-up
                 rows.setdefault((connections, name), []).append(
                     wrk(server, folder, connections, arguments.seconds)
                 )

@@ -1,16 +1,17 @@
-"""Attack ``dlm-export serve`` and measure how long other requests wait meanwhile.
+"""Attack ``dlm-export serve`` and measure how long other requests wait during the attack.
 
     python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--kept] [--elsewhere]
         [--json FILE]
 
-One server answers all attacks. A polite client sends one chat after another, first for a few
-seconds alone and then during the attack. Each chat uses a new connection, or with --kept the same
-connection. With --elsewhere, the attacker attacks a second server on the same machine. The delays
-of the polite client then show what the attack costs because both servers share the processor. Each attack runs in a process
-of its own with the lowest priority, so that its own processor time delays nobody. All attackers
-except "wrong keys" have a valid key. Prints a row for each attack as Markdown:
+The same server gets all attacks. A polite client sends one chat after another. At first, the polite
+client is alone for a few seconds. Then the attack runs at the same time. Each chat uses a new
+connection, or with --kept the same connection. With --elsewhere, the attacker attacks a second
+server on the same machine. The polite client's delays then show the cost of sharing the processor.
+Each attack runs in a separate process with the lowest priority, so that the processor time of the
+attacker itself does not delay the polite client. All attackers except "wrong keys" have a valid
+key. Prints a row for each attack as Markdown:
 
-- got: what the attacker got, with the number of times.
+- got: the results that the attacker got, with the number of each result.
 - p50 and longest: latencies of the polite client without and during the attack.
 - pass: the mean time of a denoiser pass without the attack.
 - memory: the largest resident memory of the server during the attack.
@@ -57,12 +58,12 @@ class Target:
         return socket.create_connection((self.host, self.port), timeout=MOST_S)
 
     def head(self, path: str, *lines: str, key: str = KEY) -> bytes:
-        """The head of a POST request, without the empty line."""
+        """Return the head of a POST request, without the empty line at its end."""
         first = (f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", *lines)
         return "".join(f"{line}\r\n" for line in first).encode()
 
     def post(self, body: bytes, path: str = CHAT, key: str = KEY) -> str:
-        """The status of a request on a new connection."""
+        """Send a request on a new connection and return the status of the response."""
         with self.connect() as client:
             length = f"content-length: {len(body)}"
             client.sendall(self.head(path, length, "connection: close", key=key) + b"\r\n" + body)
@@ -74,8 +75,8 @@ class Target:
 
 
 def status_of(client: socket.socket) -> str:
-    """The status of the response that arrives on a connection."""
-    from serving_process import read_all  # shapes adds its folder to the path
+    """Return the status of the response that arrives on a connection."""
+    from serving_process import read_all  # the import of shapes adds the tests' folder to the path
 
     found = read_all(client)
     return found.split(b" ", 2)[1].decode() if found.startswith(b"HTTP/") else "closed"
@@ -102,7 +103,7 @@ def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
     return +found
 
 
-# ---- Attacks. Each returns what it got, with the number of times. ----
+# ---- Attacks. Each returns its results, with the number of each result. ----
 
 
 def slow_headers(target: Target) -> Counter[str]:
@@ -120,7 +121,7 @@ def slow_body(target: Target) -> Counter[str]:
 
 
 def slow_reader(target: Target) -> Counter[str]:
-    """Ask for many large responses, and read nothing."""
+    """Ask for many large responses, and never read them."""
     poll = select.poll()
     clients = {}
     for _ in range(50):
@@ -131,7 +132,7 @@ def slow_reader(target: Target) -> Counter[str]:
         request = f"GET /openapi.json HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
         client.send(200 * request.encode())
         clients[client.fileno()] = client
-        poll.register(client, 0)  # errors only
+        poll.register(client, 0)  # report only errors
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:
@@ -144,7 +145,9 @@ def slow_reader(target: Target) -> Counter[str]:
 
 
 def gigabyte_body(target: Target) -> Counter[str]:
-    """Announce 1 GiB, or send it in chunks without a length, until the server stops that."""
+    """Announce a body of 1 GiB, or send 1 GiB in chunks without a length, until the server stops
+    it.
+    """
     found: Counter[str] = Counter()
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     for at in range(20):
@@ -163,7 +166,7 @@ def gigabyte_body(target: Target) -> Counter[str]:
 
 
 def tiny_requests(target: Target) -> Counter[str]:
-    """100,000 requests on 8 connections, 20 at a time on each."""
+    """Send 100,000 requests on 8 connections, 20 at a time on each connection."""
     found: Counter[str] = Counter()
     clients = [target.connect() for _ in range(8)]
     request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -200,19 +203,19 @@ def invalid_utf8(target: Target) -> Counter[str]:
 
 
 def unknown_keys(target: Target) -> Counter[str]:
-    """Bodies of 1 MiB with as many unknown fields as they can have."""
+    """Send bodies of 1 MiB with as many unknown fields as possible."""
     fields = b",".join(b'"%x":0' % number for number in range(104_000))
     return repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 20)
 
 
 def many_lists(target: Target) -> Counter[str]:
-    """Bodies of 1 MiB with as many lists as they can have."""
+    """Send bodies of 1 MiB with as many lists as possible."""
     body = json.dumps({"model": target.model, "prompt": []}).encode()
     return repeated(target, [body[:-2] + b"[]," * 349_000 + b"[]]}"], 20, path="/v1/completions")
 
 
 def largest_bodies(target: Target) -> Counter[str]:
-    """Bodies that the limits still allow: 16,000 unknown fields, or 262,000 numbers."""
+    """Send the largest bodies that the limits allow: 16,000 unknown fields, or 262,000 numbers."""
     fields = b",".join(b'"%x":0' % number for number in range(16_000))
     numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), b"1," * 261_999)
     found = repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 10)
@@ -220,7 +223,7 @@ def largest_bodies(target: Target) -> Counter[str]:
 
 
 def schema(number: int) -> dict[str, Any]:
-    """A schema whose automaton has 2 ** 60 states. Each number makes another one."""
+    """Return a schema whose automaton has 2 ** 60 states. Each number gives a different schema."""
     pattern = f"^(a|b|{number})*a(a|b){{60}}$"
     made = {"name": "x", "schema": {"type": "string", "pattern": pattern}}
     return {"type": "json_schema", "json_schema": made}
@@ -235,7 +238,7 @@ def same_exploding_schema(target: Target) -> Counter[str]:
 
 
 def header_injection(target: Target) -> Counter[str]:
-    """Line breaks in headers whose value the response repeats."""
+    """Send line breaks in headers whose value the response repeats."""
     found: Counter[str] = Counter()
     for at in range(500):
         value = (b"a\rset-cookie: b", b"a\nset-cookie: b", b"a%0d%0aset-cookie: b", b"a\x00b")[
@@ -263,7 +266,7 @@ def wrong_keys(target: Target) -> Counter[str]:
 
 
 def connections(target: Target) -> Counter[str]:
-    """2,000 connections that send nothing, for 8 seconds."""
+    """Open 2,000 connections for 8 seconds, and send nothing."""
     clients = [target.connect() for _ in range(2000)]
     time.sleep(8)
     poll = select.poll()
@@ -316,7 +319,7 @@ class Polite:
         self.client = HTTPConnection(target.host, target.port, timeout=MOST_S)
 
     def ask(self) -> float | None:
-        """The milliseconds of one chat, or None if it failed."""
+        """Send one chat and return its milliseconds, or None if the chat failed."""
         began = time.perf_counter()
         try:
             body = self.target.chat()
@@ -339,7 +342,7 @@ class Polite:
 
 
 def passes(served: Any) -> tuple[float, float]:
-    """The seconds in passes so far, and the number of passes."""
+    """Return the seconds in passes so far, and the number of passes."""
     text = served.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
     labels = f'{{model="{served.model}"}}'
@@ -352,7 +355,7 @@ def passes(served: Any) -> tuple[float, float]:
 def measured(
     name: str, served: Any, polite: Polite, target: Target, before_s: float
 ) -> dict[str, Any]:
-    """Run one attack on ``target``. Returns its row."""
+    """Run one attack on ``target``, and return its row of the table."""
     end = time.monotonic() + before_s
     seconds_before, passes_before = passes(served)
     alone = polite.latencies(lambda: time.monotonic() > end)
@@ -435,7 +438,7 @@ def main() -> int:
             target = Target(other.host, other.port, other.model)
             polite = Polite(Target(served.host, served.port, served.model), arguments.kept)
             for _ in range(20):
-                polite.ask()  # warm
+                polite.ask()  # warm-up
             for name in names:
                 rows.append(measured(name, served, polite, target, arguments.before))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

@@ -2,11 +2,12 @@
 
     python benchmarks/serve_soak.py BUNDLE [--minutes 10] [--clients 8] [--every 30] [--json FILE]
 
-Each client sends one request after another: a whole answer or a stream, with or without
-`diffusing`, a schema, several answers, or a wrong field. In two of three requests, the client
-disconnects: while it sends, before the answer, or in the middle of a stream. Prints the resident
-memory at intervals. Exits with 1 if a request that its client did not leave was not answered, or if
-the server still runs requests after all clients have left.
+Each client sends one request after another. The requests are random: they ask for a whole answer or
+a stream, with or without `diffusing`, with a schema, for several answers, or with a wrong field. In
+two of three requests, the client disconnects while it sends the request, before the answer, or in
+the middle of a stream. Prints the resident memory at intervals. Exits with 1 in two cases: a
+request was not answered although its client stayed connected, or the server still runs requests
+after all clients have left.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SCHEMA = {
 
 
 def body_of(draw: random.Random, model: str) -> dict[str, Any]:
-    """A random request."""
+    """Return the body of a random request."""
     message = {"role": "user", "content": draw.choice(PROMPTS)}
     body: dict[str, Any] = {"model": model, "messages": [message]}
     body["max_tokens"] = draw.choice((16, 32, 64, 256))
@@ -57,7 +58,10 @@ def body_of(draw: random.Random, model: str) -> dict[str, Any]:
 
 
 class Soak:
-    """Runs requests from several threads. ``ended`` counts in which ways they ended."""
+    """Runs requests from several threads.
+
+    ``ended`` counts the requests by the way in which they ended.
+    """
 
     def __init__(self, served: Any) -> None:
         self._served = served
@@ -104,7 +108,7 @@ class Soak:
 
     @staticmethod
     def _read_some(client: socket.socket, seconds: float) -> str:
-        """Read for a time, then leave."""
+        """Read for some time, then disconnect."""
         end = time.monotonic() + seconds
         said = b""
         while (left := end - time.monotonic()) > 0:
@@ -120,14 +124,14 @@ class Soak:
 
 
 def running(served: Any) -> int:
-    """The requests that the server runs or that wait there."""
+    """Return the number of requests that run or wait in the server."""
     lines = served.client.get("/metrics").text.splitlines()
     names = ("dlm_scheduler_running{", "dlm_scheduler_waiting{")
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(names))
 
 
 def main() -> int:
-    from serving_process import serving  # shapes adds its folder to the path
+    from serving_process import serving  # the import of shapes adds the tests' folder to the path
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

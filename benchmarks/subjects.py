@@ -1,10 +1,9 @@
-"""Trained networks whose weights can be replaced by rounded weights. They are judged in torch, in
-fp32.
+"""Trained networks whose weights can be replaced by rounded weights, to judge the rounded weights.
 
-Only the weights are rounded. Activations, norms and an untied embedding table do not change. The
-demos are judged by the loss at masked positions of held-out commands. Each command is masked at
-seven ratios. SmolLM2 is autoregressive, so it is judged by the loss of the next token, on text of
-the Jargon File.
+All networks are computed in torch in fp32. Only the weights are rounded. Activations, norms and an
+untied embedding table do not change. The demos are judged by the loss at masked positions of
+held-out commands. Each command is masked at seven ratios. SmolLM2 is autoregressive. It is judged
+by the loss of the next token, on text from the Jargon File.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Weights = Callable[[LinearSpec], np.ndarray]
 
 
 class Subject(ABC):
-    """A network, the data on which it is judged, and the states on which solvers calibrate."""
+    """A network, with the data for judging it and the states for calibrating solvers."""
 
     def __init__(self, name: str, source: Source, options: CalibrationOptions) -> None:
         self.name, self.source, self.options = name, source, options
@@ -58,19 +57,19 @@ class Subject(ABC):
 
     @abstractmethod
     def logits(self) -> list[np.ndarray]:
-        """The logits of all predictions that are judged, in parts that match ``truth``."""
+        """Return the logits of all predictions that are judged, in parts that match ``truth``."""
 
     truth: list[np.ndarray]
     whose: np.ndarray
     """The number of the sample to which each prediction belongs."""
 
     def matrix(self, layer: LinearSpec) -> np.ndarray:
-        """The weight of a layer as an fp32 matrix ``[K, N]``."""
+        """Return the weight of a layer as an fp32 matrix ``[K, N]``."""
         w = self.source.parameters.read(layer.weight, np.dtype(np.float32))
         return w.T if layer.is_tied else w
 
     def loss(self) -> float:
-        """The loss of the network with its original weights, as a mean over predictions."""
+        """The mean loss of the network's predictions with its original weights."""
         mask = self.source.network.mask_token_id
         own = zip(self.reference, self.truth, strict=True)
         losses = [
@@ -80,11 +79,11 @@ class Subject(ABC):
         return float(np.concatenate(losses).mean())
 
     def judge(self, weights: Weights, *, is_untied: bool = False) -> dict[str, Any]:
-        """The loss, and the agreement with the original network, if its weights are replaced by
-        these.
+        """Replace the network's weights by ``weights``, and return its loss and its agreement with
+        the original network.
 
-        ``is_untied`` applies to a tied network. Tokens are then looked up in the original table,
-        and only the head uses the new weights.
+        ``is_untied`` only matters for a tied network. If it is True, tokens are looked up in the
+        original table, and only the head uses the new weights.
         """
         with torch.no_grad():
             for layer in self.layers.values():
@@ -105,8 +104,9 @@ class Subject(ABC):
         return metrics.summarise(metrics.Rows.join(parts), self.whose, count, SEED)
 
     def _look_up_exactly(self) -> RemovableHandle:
-        """Make the network look up rows of the original table. The head still uses the rounded
-        rows.
+        """Make the network look up rows of the original table.
+
+        The head still uses the rounded rows.
         """
         table = self.table
         assert table is not None
@@ -119,8 +119,9 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """Round the layers that match a pattern to one of ``FORMATS`` with a solver. Results are
-        cached.
+        """Round the layers that match a pattern to one of ``FORMATS`` with a solver.
+
+        Results are cached.
         """
         key = solver, name, layers
         if key not in self._solved:
@@ -138,7 +139,7 @@ class Subject(ABC):
         return self._solved[key]
 
     def states(self) -> list[State]:
-        """The calibration states. They are computed once."""
+        """The calibration states, which are computed once."""
         if self._states is None:
             source, options = self.source, self.options
             data = samples.load_data(source.network, source.path, self.tokenizer(), options)
@@ -186,9 +187,10 @@ class Demo(Subject):
 
 
 class SmolLM2(Subject):
-    """SmolLM2, judged on ``count`` passages. Its weights are distributed in a four-bit format. With
-    ``fill_steps``, each weight is first moved at random within its step, so that no format can find
-    the original grid.
+    """SmolLM2, judged on ``count`` passages.
+
+    Its weights are distributed in a four-bit format. With ``fill_steps``, each weight is first
+    moved at random within its step, so that no format can find the original grid.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

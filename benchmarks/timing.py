@@ -1,5 +1,6 @@
-"""Interleaved timing: contestants take turns, round after round, so that noise affects all of them
-alike.
+"""Interleaved timing.
+
+Contestants take turns, round after round, so that noise affects all contestants equally.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def clocked(run: Callable[[], Any]) -> Callable[[], float]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """The median and quartiles in ms. A single value is its own median and quartiles."""
+    """Return the median and quartiles in ms.
+
+    For a single value, all three are equal to this value.
+    """
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return {
         "median_ms": round(median * 1e3, 3),
@@ -34,8 +38,9 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def interleave(
     runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 2
 ) -> dict[str, dict[str, float]]:
-    """Call each contestant in turn, ``rounds`` times after the warm-ups. Returns the spread of the
-    seconds that each reported.
+    """Call each contestant in turn, ``rounds`` times after the warm-ups.
+
+    Returns the spread of the seconds that each contestant reported.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_ups + rounds):
@@ -47,7 +52,7 @@ def interleave(
 
 
 def cell(row: dict[str, Any]) -> str:
-    """The median and quartiles with a suitable number of digits."""
+    """Return the median and quartiles as text with a suitable number of digits."""
     digits = 1 if row["median_ms"] < 1000 else 0
     return " .. ".join(f"{row[name]:.{digits}f}" for name in ("q1_ms", "q3_ms")).join(
         (f"{row['median_ms']:.{digits}f} (", ")")
@@ -55,8 +60,8 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def show(title: str, rows: dict[str, dict[str, float]], baseline: str) -> None:
-    """Print the medians, the quartiles and the ratios to the baseline, which is part of the same
-    run.
+    """Print the medians, the quartiles and the ratios to ``baseline``, which must be one of the
+    rows.
     """
     print(title)
     for name, row in rows.items():

@@ -20,7 +20,7 @@ def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
         watching = Watched(process)
         try:
             text, _ = process.communicate()
-        except BaseException:  # after Ctrl-C or a signal, the command must not go on running
+        except BaseException:  # after Ctrl-C or a signal, the command must not continue to run
             process.terminate()
             raise
     seconds = time.perf_counter() - began
@@ -28,7 +28,10 @@ def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def figures(path: Path) -> dict[str, int]:
-    """The lines ``name: number`` of a file under /proc/PID. Values in kB are converted to bytes."""
+    """Read the lines ``name: number`` of a file under /proc/PID.
+
+    Values in kB are converted to bytes.
+    """
     found = {}
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -47,8 +50,9 @@ def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 class Watched:
-    """Records the highest memory of a process and the bytes that it read and wrote. Takes a sample
-    every ``SAMPLE_S`` seconds.
+    """Records the highest memory of a process and the bytes that it read and wrote.
+
+    Takes a sample every ``SAMPLE_S`` seconds.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -68,15 +72,17 @@ class Watched:
                 FileNotFoundError,
                 ProcessLookupError,
                 PermissionError,
-            ):  # the process has just ended
+            ):  # the process ended just before
                 break
             for name in self.peak:
                 self.peak[name] = max(self.peak[name], status.get(name, 0))
             time.sleep(SAMPLE_S)
 
     def row(self) -> dict[str, int]:
-        """The bytes, by name. ``disk`` counts accesses to storage. ``calls`` counts the bytes of
-        read and write calls, including cached ones.
+        """Return the bytes by name.
+
+        ``disk`` counts bytes that were read from and written to storage. ``calls`` counts the bytes
+        of all read and write calls, including cached reads.
         """
         self.thread.join()
         names = {

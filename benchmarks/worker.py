@@ -1,4 +1,4 @@
-"""Run one contestant in its own process.
+"""Run one contestant in a separate process.
 
     python benchmarks/worker.py SIZE NAME THREADS
 
@@ -23,7 +23,7 @@ from dlm_export.planning.bench import peak_rss_bytes
 
 
 def make(name: str, size: str, threads: int) -> Contestant:
-    """The contestant with this name. The module ``contestants`` lists the names."""
+    """Return the contestant with this name. The module ``contestants`` lists the names."""
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
         return Native(size, kind, threads)
@@ -35,15 +35,17 @@ def make(name: str, size: str, threads: int) -> Contestant:
 
 
 class Server:
-    """Answers the requests to one contestant. Prepared passes are kept between rounds."""
+    """Answers the requests to one contestant. Passes are prepared once and used in all rounds."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         self.passes: dict[tuple[int, ...], Callable[[], float]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a request. ``peak_rss_bytes`` in the answer is the peak memory of the process
-        so far, including mapped files.
+        """Carry out a request.
+
+        ``peak_rss_bytes`` in the answer is the peak memory of the process so far, including mapped
+        files.
         """
         kind = request.pop("do")
         try:
@@ -67,7 +69,7 @@ class Server:
 def main() -> None:
     size, name, threads = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep the output of libraries out of the answers
+    os.dup2(2, 1)  # libraries that write to stdout must not disturb the answers
     server = Server(make(name, size, int(threads)))
     for line in sys.stdin:
         print(json.dumps(server.answer(json.loads(line))), file=answers, flush=True)

@@ -1,9 +1,9 @@
 """Makes random calls of the C ABI in any order, and checks them against a model of the handles.
 
 Usage: ``abi_machine.py EXAMPLES STEPS``. Hypothesis chooses the calls. The program runs in a
-separate process, so that a crash fails one test and does not end the test run. It uses the library
-that $DLM_RUNTIME_LIBRARY names. A handle is either NULL or valid, because the header defines no
-other state.
+separate process, so that a crash fails one test and does not end the test run. The variable
+$DLM_RUNTIME_LIBRARY names the library to test. Every handle that is passed is either NULL or valid,
+because the header allows no other handles.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ lib = _native.library()
 
 
 def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Choose a valid value nine times in ten. Most calls must succeed, because later calls depend
-    on them.
+    """Choose a valid value with probability 0.9.
+
+    Most calls must succeed, because later calls depend on them.
     """
     return st.integers(0, 9).flatmap(lambda drawn: wrong if drawn == 9 else right)
 
 
 WRONG_NUMBERS = st.sampled_from([-1, 0, 1, 3, CANVAS + 1, 1 << 24, (1 << 31) - 1, -(1 << 31)])
 NUMBERS = usually(st.integers(0, 24), WRONG_NUMBERS)
-NO_STATUS = ("dlm_job_wait",)  # these functions return another number instead of a status
+NO_STATUS = ("dlm_job_wait",)  # these functions return a number that is not a status
 IDS = st.integers(0, VOCAB - 1)
 TOKENS = usually(
     st.lists(IDS, max_size=20), st.lists(IDS | st.sampled_from([-1, VOCAB, 1 << 30]), max_size=20)
@@ -81,8 +82,10 @@ def policies(draw: st.DrawFn) -> Any:
 
 
 class Calls(RuleBasedStateMachine):
-    """A bundle with one session, one scheduler and its jobs. ``inside`` is the number of session
-    calls in progress, since callbacks can make calls too.
+    """Random calls on a bundle with one session, one scheduler and its jobs.
+
+    ``inside`` is the number of session calls in progress. It can exceed 1, because callbacks can
+    make calls too.
     """
 
     def __init__(self) -> None:
@@ -148,7 +151,7 @@ class Calls(RuleBasedStateMachine):
     def no_callback_has_raised(self) -> None:
         assert not self.raised, self.raised
 
-    # ---- What every call owes ----
+    # ---- Checks after every call ----
 
     def _is_known(self, status: int) -> int:
         assert 0 <= status <= BUSY
@@ -248,7 +251,7 @@ class Calls(RuleBasedStateMachine):
         status = self._said(lib.dlm_bundle_from_callback(C.byref(told), self.run, None, *report))
         if status != OK:
             assert not self.bundle
-        elif refused:  # what is taken with other sizes: not what the callback fills
+        elif refused:  # the callback cannot fill the arrays of a bundle with other sizes
             lib.dlm_bundle_destroy(self.bundle)
             self.bundle = C.c_void_p()
         made = lib.dlm_session_create(
@@ -431,7 +434,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def hand_in_nothing(self) -> None:
-        """Call every function that takes a handle, with NULL for all arguments."""
+        """Call every function that has a handle as an argument. All arguments are NULL."""
         numbers = (C.c_int32, C.c_size_t, C.c_double, BeforePassFn, PassFn)
         for name, (result, arguments) in _native.HEADER.functions.items():
             if name.endswith(("field_at", "kernel_set_at", "status_name", "version")):

@@ -19,7 +19,7 @@ LOCAL_SCHEMES = ("about", "blob", "chrome", "data", "devtools")
 
 
 def missing() -> str | None:
-    """The program or package that a test with a browser needs and that is missing, or None."""
+    """Return the name of a missing program or package that browser tests need, or None."""
     try:
         import selenium  # noqa: F401
     except ModuleNotFoundError:
@@ -30,7 +30,7 @@ def missing() -> str | None:
 
 
 class Browser:
-    """A window of the browser. ``driver`` is selenium's."""
+    """A window of the browser. ``driver`` is selenium's driver."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -73,7 +73,7 @@ class Browser:
         actions.perform()
 
     def press_together(self, modifier: str, key: str) -> None:
-        """Press a key while a modifier is held."""
+        """Press a key while a modifier key is down."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         ActionChains(self.driver).key_down(modifier).send_keys(key).key_up(modifier).perform()
@@ -84,7 +84,7 @@ class Browser:
         return [each["message"] for each in lines if each["level"] != "INFO"]
 
     def hosts(self) -> set[str]:
-        """Each host, with its port, that a page has asked for something since the last call."""
+        """Return the hosts, with ports, to which a page has sent requests since the last call."""
         found = set()
         for entry in self.driver.get_log("performance"):
             event = json.loads(entry["message"])["message"]
@@ -98,7 +98,10 @@ class Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A browser without windows on the screen, until the block ends."""
+    """Open a browser without windows on the screen.
+
+    The browser is closed at the end of the block.
+    """
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 

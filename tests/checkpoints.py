@@ -63,8 +63,10 @@ def dream_config(**changes: Any) -> dict[str, Any]:
 
 
 def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny Qwen3 that was converted to a denoiser (A2D). Its heads are wider
-    than hidden size / number of heads, and queries and keys have a norm per head.
+    """The config.json of a tiny Qwen3 that was converted to a denoiser (A2D).
+
+    Its heads are wider than hidden size / number of heads, and queries and keys have a norm per
+    head.
     """
     return {
         "architectures": ["A2DQwen3LMHeadModel"],
@@ -123,8 +125,9 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 
 
 def sdar_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny SDAR, with the released keys. They are those of Qwen3 and the block
-    length.
+    """The config.json of a tiny SDAR, with the released keys.
+
+    These are the keys of Qwen3 and the block length.
     """
     other = {
         "architectures": ["SDARForCausalLM"],
@@ -136,8 +139,9 @@ def sdar_config(**changes: Any) -> dict[str, Any]:
 
 
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny Fast-dLLM v2, with the released keys. They are those of Qwen2.5 and
-    the block length. There is no mask token.
+    """The config.json of a tiny Fast-dLLM v2, with the released keys.
+
+    These are the keys of Qwen2.5 and the block length. The config does not name a mask token.
     """
     other = {
         "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -154,8 +158,9 @@ def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
 
 
 def llada2_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny LLaDA2, with the released keys. It has 16 experts in 4 groups, and
-    its first layer is dense.
+    """The config.json of a tiny LLaDA2, with the released keys.
+
+    It has 16 experts in 4 groups, and its first layer is dense.
     """
     return {
         "architectures": ["LLaDA2MoeModelLM"],
@@ -195,7 +200,7 @@ def llada2_config(**changes: Any) -> dict[str, Any]:
 
 def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``), with the
-    released keys, which are those of Qwen3-MoE.
+    released keys. These are the keys of Qwen3-MoE.
     """
     mixture = {
         "num_experts": 8,
@@ -232,14 +237,16 @@ def bert_config(**changes: Any) -> dict[str, Any]:
 
 
 def roberta_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny RoBERTa. Positions start after the padding token's."""
+    """The config.json of a tiny RoBERTa. Positions start after the id of the padding token."""
     other = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta", "type_vocab_size": 1}
     return bert_config(**other | {"pad_token_id": 1, "eos_token_id": 2} | changes)
 
 
 def modern_bert_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny ModernBERT, with the keys of the release. Every third layer is
-    global, and the others see three tokens on each side.
+    """The config.json of a tiny ModernBERT, with the keys of the release.
+
+    In every third layer, a token sees all tokens. In the other layers, a token sees three tokens on
+    each side.
     """
     return {
         "architectures": ["ModernBertForMaskedLM"],
@@ -297,12 +304,12 @@ def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``: Qwen2's."""
+    """Released tensor names and shapes, ``[out, in]``. They are the same as in Qwen2."""
     return _qwen_shapes(config, bias=True)
 
 
 def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``: Qwen3's."""
+    """Released tensor names and shapes, ``[out, in]``. They are the same as in Qwen3."""
     head_norms = {"q_norm": (config["head_dim"],), "k_norm": (config["head_dim"],)}
     return _qwen_shapes(config, bias=config["attention_bias"], attention=head_norms)
 
@@ -361,7 +368,7 @@ def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``: Qwen3-MoE's."""
+    """Released tensor names and shapes, ``[out, in]``. They are the same as in Qwen3-MoE."""
     shapes = a2d_qwen3_shapes(config)
     for i in range(config["num_hidden_layers"]):
         if i not in config["mlp_only_layers"]:
@@ -371,7 +378,7 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a BERT, with those that it does not need: a pooler and the next-sentence head."""
+    """The tensors of a BERT, including unused ones: a pooler and the next-sentence head."""
     shapes = _encoder_shapes(config, "bert")
     d, head = config["hidden_size"], "cls.predictions"
     shapes |= {"bert.pooler.dense.weight": (d, d), "bert.pooler.dense.bias": (d,)}
@@ -457,8 +464,9 @@ def _gated_shapes(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, .
 def _qwen_shapes(
     config: dict[str, Any], *, bias: bool, attention: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of a network with Qwen's layout. ``attention`` has the weights that only some of
-    these layouts have.
+    """The shapes of a network with Qwen's layout.
+
+    ``attention`` contains further weights of attention, which only some of these layouts have.
     """
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -508,8 +516,9 @@ SHAPES = {
 def random_tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Random weights that keep activations near unit size. They spread the logits, so that
-    predictions are not all tied.
+    """Make random weights.
+
+    Activations stay near unit size, and the logits differ enough that predictions are not tied.
     """
     noise = torch.randn(shape, generator=generator)
     if name.endswith("orm.bias"):
@@ -564,11 +573,12 @@ def write_checkpoint(
 # ---- Quantised, in the layout of modelopt's unified export ----
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# In both layouts, the names of matrices end like this; the name of LLaDA's head ends like this too.
 LINEARS = (
     "proj.weight",
     "attn_out.weight",
     "ff_out.weight",
-)  # the names of matrices in both layouts, and of LLaDA's head, end like this
+)
 
 
 def quantised_fp8(
@@ -587,16 +597,17 @@ def quantised_fp8(
 def quantised_nvfp4(
     base: str, w: torch.Tensor, *, input_amax: float | None = 3.5
 ) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales in NVFP4. A byte has two codes, the first of them in
-    the low four bits.
+    """A weight ``[out, in]`` and its scales in NVFP4.
+
+    Each byte contains two codes. The first code is in the low four bits.
     """
     rows, inputs = w.shape
     scale_2 = w.float().abs().amax() / (6 * 448)
     groups = w.float().view(rows, inputs // 16, 16)
     scale = (groups.abs().amax(-1) / (6 * scale_2)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     scaled = groups / (scale.float() * scale_2)[..., None]
-    # If two values are equally near, this takes the first. No exporter rounds like this, but every
-    # reader must accept it.
+    # If two values are equally near, the first value is used. Exporters round differently, but a
+    # reader must accept this result too.
     magnitude = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
     codes = (magnitude + 8 * (scaled < 0)).view(rows, inputs).to(torch.uint8)
     tensors = {

@@ -1,4 +1,4 @@
-"""Checkpoints and bundles that many tests share. Each is built once per test session."""
+"""Checkpoints and bundles that many tests share. Each of them is made once per test session."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dlm_export.graph import trace
 # For tiny denoisers, a second thread costs more time than it saves, especially on a busy machine.
 torch.set_num_threads(1)
 
-# Files that share slow fixtures (engines, the demo) run on the same worker. Every other file is a
-# separate group. All workers share the folder of the native build.
+# Files that share slow fixtures (engines, the demo) run on the same worker. Each other test file is
+# a separate group. All workers use the same folder for the native build.
 GROUPS = {
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "engines": (
@@ -32,7 +32,7 @@ GROUPS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # runs before pytest-xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # this hook must run before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Assign each test to a group for pytest-xdist's ``--dist loadgroup``."""
     of = {name: group for group, names in GROUPS.items() for name in names}

@@ -1,15 +1,16 @@
-"""A reference for constrained requests: it finds the text of a block token by token, in exact
-arithmetic.
+"""A reference implementation of constrained requests, with single tokens and exact arithmetic.
 
 The native loop computes the same result with classes of tokens and edges. The reference considers
-the texts that the automaton accepts and that contain the decided tokens. It returns the most likely
-of them, or draws one. After the last scored position, it is enough that some text is possible.
+all texts that the automaton accepts and that agree with the decided tokens. It returns the most
+likely text, or a random text. Positions after the last scored position do not count: it only
+matters that some valid text fits there.
 
-Texts are compared by three numbers in this order. The first is the number of ruled-out tokens
-(logit -inf), where fewer is better. When a text is drawn, the second is the number of tokens that
-``top_p`` and ``top_k`` cut. The third is the sum of the logits. Logits are integer multiples of
-2^-149 here, so the sums are exact. If two texts are equally likely, the text with the lower id at
-the first position where they differ is chosen.
+Texts are compared by three numbers, in this order. The first number is the number of ruled-out
+tokens (logit -inf) in the text, and fewer is better. The second number only matters when a random
+text is drawn. It is the number of tokens in the text that ``top_p`` and ``top_k`` exclude, and
+fewer is better. The third number is the sum of the logits, and more is better. Logits are integer
+multiples of 2^-149 here, so the sums are exact. If two texts are equally likely, the text with the
+lower id at the first position where they differ is chosen.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 
 
 class Weight(NamedTuple):
-    """The weight of one text, or the combined weight of several texts. It is a tuple, so ``max``
-    finds the best text.
+    """The weight of one text, or the combined weight of several texts.
+
+    A weight is a tuple, so ``max`` finds the best text.
     """
 
     kept: int  # minus the number of ruled-out tokens
     within: int  # minus the number of cut tokens
     logits: (
-        int  # sum over the other tokens of logit minus the row's best logit, in units of 1 / _UNIT
+        int  # sum over all other tokens of (logit - best logit of the row), in units of 1 / _UNIT
     )
     texts: float = (
         0.0  # logarithm of the number of texts, relative to the best one; 0 for a single text
@@ -62,7 +64,10 @@ NOTHING = Weight(0, 0, 0)
 
 
 def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
-    """Weight of one token. ``logit`` is finite or -inf in float32; ``best`` is the best of its row."""
+    """Weight of one token.
+
+    ``logit`` is a finite float32 or -inf. ``best`` is the best logit of the row.
+    """
     if logit == -np.inf:
         return Weight(-1, 0, 0)
     (a, b), (c, d) = float(logit).as_integer_ratio(), float(best).as_integer_ratio()
@@ -80,8 +85,10 @@ def total(weights: list[Weight], temperature: float) -> Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """An automaton over tokens. ``following`` int64 ``[Q, V]`` is the next state for each state and
-    token, or -1 if the token is not allowed. ``ends`` bool ``[Q]`` marks accepting states.
+    """An automaton over tokens.
+
+    ``following`` int64 ``[Q, V]`` is the next state for each state and token, or -1 if the token is
+    not allowed. ``ends`` bool ``[Q]`` marks accepting states.
     """
 
     following: np.ndarray
@@ -100,17 +107,18 @@ def _by_tokens(automaton: Automaton) -> _Tokens:
     return _Tokens(by_class[:, automaton.token_class], automaton.distances == 0)
 
 
-# The tokens allowed at one position, and a function that gives each token's weight.
+# The tokens that are allowed at one position, and a function that returns a token's weight.
 Position = tuple[np.ndarray, Callable[[int], Weight]]
 
 
 class Texts:
-    """All texts that an automaton accepts over some positions. The weight of a text is the sum of
-    the weights of its tokens.
+    """All texts that an automaton accepts over some positions.
+
+    The weight of a text is the sum of the weights of its tokens.
 
     To draw a text, sums of weights are computed from the last position to the first. Then tokens
-    are drawn from the first position to the last. This is forward filtering, backward sampling
-    (Carter and Kohn, 1994) with the directions exchanged.
+    are drawn from the first position to the last. This is the algorithm "forward filtering,
+    backward sampling" (Carter and Kohn, 1994), with the two directions exchanged.
     """
 
     def __init__(
@@ -121,8 +129,10 @@ class Texts:
         ends: np.ndarray,
         temperature: float,
     ) -> None:
-        """The texts start in ``state``. ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q +
-        1]`` marks accepting states. With temperature 0, only the best text is computed.
+        """The texts start in ``state``.
+
+        ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q + 1]`` marks accepting states. With
+        temperature 0, only the best text is computed.
         """
         self.following, self.state, self.temperature = following, state, temperature
         met = [{state}]
@@ -145,8 +155,8 @@ class Texts:
                     for token in {token for way in ways.values() for token, _ in way}
                 }
             )
-        # For each position: state -> weight of all texts from this state on. With temperature 0,
-        # the weight of the best one.
+        # For each position, maps a state to the combined weight of all texts that continue from
+        # this state. With temperature 0, it is the weight of the best of these texts.
         self.ahead: list[dict[int, Weight]] = [{at: NOTHING for at in met[-1] if ends[at]}]
         for ways, weights in zip(reversed(self.steps), reversed(self.weights), strict=True):
             found = dict[int, Weight]()
@@ -159,7 +169,9 @@ class Texts:
             self.ahead.insert(0, found)
 
     def _ways(self, position: int, state: int) -> Iterable[tuple[int, int, Weight]]:
-        """Yield each allowed token, its next state, and the weight of texts that continue so."""
+        """Yield each allowed token, the state after it, and the weight of the texts that start with
+        it.
+        """
         for token, to in self.steps[position][state]:
             if to in self.ahead[position + 1]:
                 yield token, to, self.weights[position][token] + self.ahead[position + 1][to]
@@ -175,7 +187,10 @@ class Texts:
         return np.array(found, np.int64)
 
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
-        """Draw one text, int64 ``[N]``. From position ``first`` on, uses this pass's noise."""
+        """Draw one text, int64 ``[N]``.
+
+        The random numbers of this pass are used from position ``first`` on.
+        """
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
             noise = gumbels(seed, passes, first + position, self.following.shape[1])
@@ -215,8 +230,9 @@ class Constrained(Proposer):
         automaton: Automaton,
         canvas: Canvas,
     ) -> None:
-        """``eos_token_id`` is the only end token that is written. Raises ValueError if no text
-        fits.
+        """``eos_token_id`` is the only end token that is written.
+
+        Raises ValueError if no text fits.
         """
         super().__init__(mask_token_id, policy)
         self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
@@ -235,8 +251,8 @@ class Constrained(Proposer):
         )
 
     def _ahead(self, canvas: Canvas) -> dict[int, np.ndarray]:
-        """For each position: whether the rest of the canvas has room for a text from each state,
-        bool ``[Q + 1]``. The last entry is False.
+        """For each position, return bool ``[Q + 1]``: True for each state from which some text fits
+        into the rest of the canvas. The last entry is always False.
         """
         found = {self.last: np.append(self.tokens.ends, False)}
         for position in range(self.last - 1, self.first - 1, -1):
@@ -313,8 +329,9 @@ class Constrained(Proposer):
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Mark the tokens that ``top_p`` or ``top_k`` cuts, bool ``[M, V]``. A text uses a cut
-        token only if no text has fewer of them.
+        """Mark the tokens that ``top_p`` or ``top_k`` excludes (cuts), bool ``[M, V]``.
+
+        A text with cut tokens is only chosen if no text has fewer cut tokens.
         """
         behind = wide - wide[np.arange(len(best)), best][:, None]
         return ~kept_tokens(

@@ -39,7 +39,7 @@ PIECES = (
 
 
 class Longest(Vocabulary):
-    """A vocabulary whose tokenizer always takes the longest possible token."""
+    """A vocabulary whose tokenizer always chooses the longest possible token."""
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
         fits = [
@@ -124,7 +124,7 @@ _END = 256
 
 
 def byte_automaton(content: Content | str, limits: CompileLimits | None = None) -> ByteAutomaton:
-    """The texts of a constraint, as its automaton over a vocabulary of single bytes."""
+    """Compile a constraint for a vocabulary of single bytes, and return its automaton."""
     wanted = Content("regex", content) if isinstance(content, str) else content
     made = compile_content(
         wanted, limits, vocabulary=_BYTES, vocab_size=len(_BYTES.tokens), ends=(_END,)
@@ -136,14 +136,15 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
             group = found.edge_groups[edge]
             classes = found.group_classes[found.group_starts[group] : found.group_starts[group + 1]]
             table[state, np.isin(found.token_class, classes)] = found.edge_states[edge]
-    # The last state follows an end token, so it is left out.
+    # The last state is only reached by an end token. It is left out here.
     distances = np.asarray(found.distances[:-1], np.int32)
     return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0, distances)
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
-    """The state after a token, or -1 if the token is not allowed. It is computed from the arrays as
-    they are documented.
+    """Return the state after a token, or -1 if the token is not allowed.
+
+    The result is computed from the arrays as their documentation says.
     """
     for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
         group = automaton.edge_groups[edge]
@@ -158,9 +159,11 @@ def following(automaton: Automaton, state: int, token: int) -> int:
 def drawn_text(
     texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False
 ) -> str:
-    """A random text that an automaton accepts: about ``length`` random bytes, followed by a
-    shortest way to the end. For half of the bytes, the next state is chosen first, so that rare
-    states are also reached.
+    """Return a random text that an automaton accepts.
+
+    The text consists of about ``length`` random bytes and the shortest possible ending. For half of
+    the random bytes, the next state is chosen first and then the byte, so that the text also
+    reaches rare states.
     """
     table = texts.table[:, :128] if is_ascii else texts.table
     distances = shortest_ends(texts, is_ascii)
@@ -184,8 +187,9 @@ def drawn_text(
 def drawn_texts(
     texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False
 ) -> set[str]:
-    """Random texts that an automaton accepts, including one of the shortest. If the automaton
-    accepts fewer than ``count`` texts, fewer are returned.
+    """Return ``count`` random texts that an automaton accepts, including a shortest text.
+
+    If the automaton accepts fewer texts, the result has fewer texts.
     """
     if shortest_ends(texts, is_ascii)[0] == len(texts.table):
         return set()
@@ -194,8 +198,10 @@ def drawn_texts(
 
 
 def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
-    """The smallest number of bytes from each state to an accepting state. If no ASCII text leads
-    there, it is the number of states.
+    """Return the smallest number of bytes from each state to an accepting state.
+
+    With ``is_ascii``, only ASCII texts count. If no text leads to an accepting state, the result is
+    the number of states.
     """
     if not is_ascii:
         return texts.distances
@@ -215,8 +221,10 @@ def one_class(
     edges: Sequence[tuple[int, int]],
     distances: Sequence[int],
 ) -> Constraint:
-    """A constraint whose tokens ``tokens`` form a single class. ``edges``, which are sorted, are
-    the pairs of states between which this class leads.
+    """Make a constraint in which ``tokens`` form a single class.
+
+    ``edges`` is a sorted list of pairs of states: the class leads from the first state to the
+    second state.
     """
     classes = [0 if token in tokens else -1 for token in range(vocab_size)]
     starts = [

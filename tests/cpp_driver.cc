@@ -1,5 +1,5 @@
-// Tests the promises of dlm_runtime.hpp on a callback denoiser. The call that ran a callback
-// rethrows its exceptions, handles can be moved, and a job may be destroyed before its request
+// Tests dlm_runtime.hpp with a callback denoiser. If a callback throws an exception, the call that
+// ran the callback throws it again. Handles can be moved. A job may be destroyed before its request
 // ends. Prints "N passed, M failed".
 #include <atomic>
 #include <cstdio>
@@ -23,7 +23,7 @@ void check(bool holds, const char* claim) {
   if (!holds) std::printf("FAILED: %s\n", claim);
 }
 
-// The status that a call throws, or DLM_OK if it throws nothing.
+// Returns the status that a call throws, or DLM_OK if the call does not throw.
 template <class Call>
 dlm_status status_of(Call call) {
   try {
@@ -44,7 +44,7 @@ bool throws_seven(Call call) {
   }
 }
 
-// Position p is surely token 2 + p % 5.
+// Predicts token 2 + p % 5 at position p, with a high probability.
 dlm_status run_pass(void*, const dlm_pass* pass) {
   for (int32_t i = 0; i < pass->batch * pass->rows; ++i) {
     const int32_t request = i / pass->rows;
@@ -195,7 +195,7 @@ void test_schedulers() {
   scheduler.run(true);
   check(throws_seven([&] { thrown.result(); }), "what a job's step throws comes out of its result");
 
-  // Jobs are destroyed while passes run. Their functions are called until their requests have
+  // Jobs are destroyed while passes run. The functions of a job are called until its request has
   // ended.
   std::atomic<int> called{0};
   std::thread passes([&] { scheduler.run(); });

@@ -26,8 +26,8 @@ def load(checkpoint: Path) -> Denoiser:
 def under_native_loop(
     denoiser: Denoiser, note: Callable[[CallbackPass], None] = lambda p: None
 ) -> Bundle:
-    """A bundle whose passes torch computes, including the cache. The loop is the native one, and
-    the network is that of the reference. ``note`` is called with every pass.
+    """Return a bundle that runs the native loop, but whose passes and cache are computed by the
+    reference's torch denoiser. ``note`` is called with every pass.
     """
     c = denoiser.network
     (cache,) = set(c.cache_shapes())
@@ -69,11 +69,13 @@ def under_native_loop(
 
 
 class ArithmeticDenoiser:
-    """A denoiser without weights. Its tokens and probabilities are integer hashes of the canvas,
-    which are exact on every machine.
+    """A denoiser without weights.
 
-    The prediction of a row depends on its position, its token and the number of masked positions.
-    ``past`` is ignored. The denoiser counts its passes.
+    It computes tokens and probabilities as integer hashes of the canvas, so the results are equal
+    on every machine.
+
+    The prediction of a row depends on the row's position, the row's token and the number of masked
+    positions. ``past`` is ignored. The denoiser counts its passes.
     """
 
     def __init__(
@@ -109,6 +111,6 @@ class ArithmeticDenoiser:
             p.top_probs[i] = prob, prob / 4
             if p.entropy is not None:
                 p.entropy[i] = -(1 - prob)
-            if p.logits is not None:  # their best token is the same
+            if p.logits is not None:  # the logits have the same best token as the probabilities
                 p.logits[i] = (7 * np.arange(self.info.vocab_size) + token) % 16 / 8
                 p.logits[i, token] = 2

@@ -24,7 +24,8 @@ from dlm_export.tensorrt.estimate import EngineOptions
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
-# All formats that TensorRT-RTX builds, each on every kind of device that supports it.
+# All formats for which TensorRT-RTX builds engines, each with every kind of device that supports
+# the format.
 BUILDS = {
     "fp16": ("rtx5090",),
     "bf16": ("rtx5090",),
@@ -37,7 +38,7 @@ BUILDS = {
 LONGEST, BLOCK = 512, 32  # the demo's canvas and the block of its default preset, in tokens
 
 _bundles: dict[tuple[object, ...], Path] = {}
-# They are removed at the end of the test session.
+# These folders are removed at the end of the test session.
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -49,8 +50,10 @@ def gpu_bundle(
     engines: bool = False,
     rotate_down: bool = False,
 ) -> Path:
-    """A bundle of ``source`` for GPUs, which tests must not change. With ``engines``, TensorRT-RTX
-    builds its engines on this machine.
+    """Build ``source`` for GPUs.
+
+    Tests must not change the bundle. With ``engines``, TensorRT-RTX also builds the engines on this
+    machine.
     """
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
@@ -94,8 +97,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def edit_device_graph(bundle: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
-    """Change ``device.onnx`` of a bundle in place and update its hashes in the manifest. A defect
-    of the exporter would look like this.
+    """Change ``device.onnx`` of a bundle in place and update its hashes in the manifest.
+
+    The result looks like a bundle that a defective exporter wrote.
     """
     path = bundle / "device.onnx"
     model = onnx.load(path, load_external_data=False)

@@ -2,8 +2,8 @@
 
 Its classes, methods, arguments and enumerations come from tests/golden/tensorrt_api.json, which
 describes real bindings. An unknown name raises AttributeError, and a call with other arguments
-raises TypeError. Every call is recorded in ``module.calls``. The bindings are those of
-TensorRT-RTX; ``RTX_ONLY`` and ``FLAGS`` list where standard TensorRT differs.
+raises TypeError. Every call is recorded in ``module.calls``. The JSON file describes the bindings
+of TensorRT-RTX. ``RTX_ONLY`` and ``FLAGS`` list the differences of standard TensorRT.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # the version in JetPack 7.0
+# These names are missing in TensorRT 10.3, the version in JetPack 6.
 STREAMING = {
     "IStreamWriter",
     "build_serialized_network_to_stream",
-}  # these are missing in 10.3, the version of JetPack 6
-# By NvInfer.h of 10.14, standard TensorRT cannot set a compute capability, because an engine only
-# runs on the kind of GPU that builds it.
+}
+# According to NvInfer.h of 10.14, standard TensorRT cannot set a compute capability. An engine of
+# standard TensorRT only runs on the kind of GPU that built it.
 RTX_ONLY = {
     "ComputeCapability",
     "num_compute_capabilities",
@@ -43,7 +44,7 @@ INSPECTED = dict(
 
 
 class Number(enum.Enum):
-    """Like an enumeration of pybind11: it is not an int, but can be converted to one."""
+    """Like an enumeration of pybind11. A member is not an int, but can be converted to an int."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -51,8 +52,8 @@ class Number(enum.Enum):
 
 @dataclass
 class Device:
-    """How the fake behaves: the parsed network, the size of the engine, its log, and the output of
-    its inspector.
+    """Settings of the fake: the parsed network, the size of the engine, log messages, and the
+    output of the inspector.
 
     ``network`` is a result of ``describe``. If None, the fake calls ``describe``. If
     ``engine_bytes`` is None, the engine is as large as the weights. ``logs`` are messages, with
@@ -71,8 +72,8 @@ def describe(path: Path) -> dict[str, Any]:
     """Describe the network that TensorRT's parser makes of a device graph, as plain values for
     JSON. Only the parts that the audit reads are included.
 
-    Constants are layers with the output ``<initialiser>_output``. The matrix of a multiplication
-    passes through a shuffle layer.
+    A constant is a layer with the output ``<initialiser>_output``. Between a matrix and its
+    multiplication, there is a shuffle layer.
     """
     import onnx
 
@@ -141,8 +142,9 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def module(device: Device | None = None) -> Any:
-    """The fake module, for ``sys.modules["tensorrt"]``. ``calls`` has ``(name, arguments by name)``
-    in the order of the calls.
+    """The fake module, for ``sys.modules["tensorrt"]``.
+
+    ``calls`` has ``(name, arguments by name)`` in the order of the calls.
     """
     device = device or Device()
     absent = RTX_ONLY | (STREAMING if device.is_old else set())
@@ -167,9 +169,8 @@ def module(device: Device | None = None) -> Any:
 
 
 def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type:
-    base: type = (
-        bytes if name == "IHostMemory" else object
-    )  # before Python 3.12, only bytes can share their memory
+    # Before Python 3.12, a Python class cannot export a buffer, so a bytes object is used.
+    base: type = bytes if name == "IHostMemory" else object
     described = API["classes"][name]
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
 
@@ -220,7 +221,10 @@ def _method(
 def _bind(
     trt: Any, signature: list[list[Any]], arguments: Any, named: Any
 ) -> dict[str, Any] | None:
-    """Bind arguments to the names of a signature, if they fit it in number, name and type."""
+    """Bind arguments to the names of a signature.
+
+    Their number, names and types must fit the signature.
+    """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
         inspect.Parameter(name, kind, default=None if has_default else inspect.Parameter.empty)
@@ -253,8 +257,9 @@ def _is(trt: Any, text: str, value: Any) -> bool:
 
 
 class _Behaviour:
-    """The methods and properties that do more than record a call. They are named
-    ``<class>_<method>`` and ``<class>_get_<property>``.
+    """The methods and properties that do more than record a call.
+
+    Their names are ``<class>_<method>`` and ``<class>_get_<property>``.
     """
 
     def __init__(self, trt: Any, device: Device) -> None:
@@ -402,7 +407,10 @@ class _Behaviour:
         return json.dumps({"Layers": [self._shown(layer) for layer in matmuls], "Bindings": []})
 
     def _shown(self, layer: Any) -> dict[str, Any]:
-        """A layer in the inspector's output. Quantisation is merged into the multiplication."""
+        """Return a layer as the inspector prints it.
+
+        The quantisation is part of the multiplication's layer.
+        """
         path = layer.name.partition("/")[0]
         types = self.device.shown_as.get(path) or [self._codes(tensor) for tensor in layer.inputs]
         tensors = [

@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
   dlm_session* session = NULL;
   const dlm_result* result = NULL;
   dlm_status status = DLM_OUT_OF_MEMORY;
-  int32_t* tokens = calloc(count + 1, sizeof *tokens); /* never 0 elements */
+  int32_t* tokens = calloc(count + 1, sizeof *tokens); /* at least 1 element */
   for (size_t i = 0; tokens != NULL && i < count; ++i) {
     if (read_int32(argv[3 + i], &tokens[i])) continue;
     fprintf(stderr, "generate: \"%s\" is not a token id\n", argv[3 + i]);

@@ -1,4 +1,7 @@
-"""Hostile files of every kind. Reading each of them must fail, or using it must exceed a limit."""
+"""Hostile files of every kind.
+
+A program must fail to read such a file, or exceed a limit when it uses the file.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,10 @@ def _template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:
 
 
 def harmless() -> dict[str, Any]:
-    """A valid tokenizer.json for a denoiser of 160 ids. Hostile ones are changed copies of it."""
+    """A valid tokenizer.json for a denoiser of 160 ids.
+
+    The hostile tokenizers are changed copies.
+    """
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [_added("<mask>", 150, special=True), _added("<end>", 151, special=True)]
     return {
@@ -312,7 +318,8 @@ def configs() -> dict[str, dict[str, Any]]:
         True,
     )
     single = {f"{key} is {value!r:.20}": {key: value} for key in keys for value in values}
-    for key in ("rms_norm_eps", "rope_theta", "vocab_size"):  # embedding_size decides
+    # embedding_size is used instead of vocab_size.
+    for key in ("rms_norm_eps", "rope_theta", "vocab_size"):
         del single[f"{key} is {1 << 24}"]
     return single | {
         "an architecture that clears the screen": {"architectures": ["\x1b[2J\0\u202e"]},
@@ -452,7 +459,7 @@ def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
 
 
 def goldens() -> dict[str, bytes]:
-    """Golden files with the right names and wrong contents."""
+    """Golden files whose arrays have the right names and wrong contents."""
 
     def archive(
         provenance: bytes, compression: int = zipfile.ZIP_STORED, said: int | None = None
@@ -475,7 +482,7 @@ def goldens() -> dict[str, bytes]:
                 )
                 made.writestr(f"{name}.npy", array.getvalue())
         data = out.getvalue()
-        if said is not None:  # sizes in the central directory of the first entry
+        if said is not None:  # the sizes of the first entry, in the central directory
             at = data.index(b"PK\1\2")
             data = data[: at + 20] + struct.pack("<II", said, said) + data[at + 28 :]
         return data

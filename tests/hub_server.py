@@ -1,9 +1,10 @@
 """A local server with the protocol of the Hugging Face hub, for tests that load checkpoints by
 name.
 
-It serves one folder as the repository ``org/tiny``, and counts the bytes that it sends of each
-file. Tests can switch on faults for single files: ``cut`` ends a download halfway, ``forged`` lists
-a wrong hash, and ``hidden`` answers 404 for a file that is listed.
+It serves one folder as the repository ``org/tiny``, and counts the bytes that it sends for each
+file. Tests can make single files faulty. The download of a file in ``cut`` ends halfway. A file in
+``forged`` has a wrong hash in the listing. For a file in ``hidden``, the server answers 404
+although the file is listed.
 """
 
 from __future__ import annotations

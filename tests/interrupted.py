@@ -1,6 +1,6 @@
 """Runs builds and ends them with a signal at a chosen file operation.
 
-The builds run in processes that are forked from one that has already imported all modules. As a
+Each build runs in a forked process. The parent process has already imported all modules. As a
 script, ``interrupted.py KIND FOLDER [CHECKPOINT]`` interrupts builds in FOLDER and prints its
 findings as JSON lines.
 """
@@ -39,7 +39,10 @@ NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
 def fake_build(out: Path, name: str, force: bool) -> None:
-    """Write files in the same way as a build, within a millisecond. ``name`` marks the bundle."""
+    """Write files in the same way as a build, but within a millisecond.
+
+    ``name`` is stored in the bundle.
+    """
     with staged(out, force=force, needed_bytes=0) as folder:
         (folder / "denoiser.onnx").write_text(f"graph of {name}")
         (folder / "engines").mkdir()
@@ -55,8 +58,9 @@ def fake_build(out: Path, name: str, force: bool) -> None:
 
 
 def fake_name(out: Path) -> str:
-    """The name of the complete bundle at this path. Raises AssertionError if there is anything
-    else.
+    """The name of the complete bundle at this path.
+
+    Raises AssertionError if there is anything else.
     """
     manifest = json.loads((out / "manifest.json").read_text())
     found = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
@@ -68,16 +72,16 @@ def fake_name(out: Path) -> str:
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    """Run a function in a forked process, like the command line. Returns the exit status (negative
-    for a signal) and the output.
+    """Run a function in a forked process, like the command line.
+
+    Returns the exit status (negative for a signal) and the output.
     """
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
         os.close(read)
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a job in the background is started with this signal ignored
+        # Jobs in the background start with this signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         code, said = 0, ""
         try:
             with dying_by_signal():
@@ -129,7 +133,7 @@ def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
 
 
 def operations(build: Build, out: Path, force: bool) -> int:
-    """Count the operations of a whole build."""
+    """Return the number of file operations in a whole build."""
     log = out.parent.parent / "count"
 
     def work() -> None:
@@ -144,8 +148,9 @@ def operations(build: Build, out: Path, force: bool) -> int:
 def end_at(
     build: Build, out: Path, number: int, sent: signal.Signals, force: bool, with_second: bool
 ) -> dict[str, Any]:
-    """End a build before its operation ``number``. Optionally, a second build to the same path runs
-    right before that.
+    """End a build with a signal before its operation ``number``.
+
+    Optionally, a second build to the same path runs just before the signal.
     """
     seen = out.parent.parent / "second"
     seen.unlink(missing_ok=True)
@@ -174,12 +179,12 @@ def end_at(
 
 
 def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Signals, bool, bool]]:
-    """All cases: the operation, the signal, whether an old bundle exists, and whether a second
-    build follows.
+    """Yield all cases. A case is an operation, a signal, whether an old bundle exists, and whether
+    a second build runs.
 
-    ``total`` has the numbers of operations of a build without and with an old bundle. For a fake
-    build, every operation is combined with SIGKILL and with one other signal. For a real build, 50
-    operations are chosen.
+    ``total`` contains the number of operations of a build, without and with an old bundle. For a
+    fake build, every operation is combined with SIGKILL and with one other signal. For a real
+    build, 50 operations are chosen.
     """
     if kind == "fake":
         for force in (False, True):
@@ -194,16 +199,16 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """End builds in all ways of ``cases``. Reports the bundle that is left, and the bundle after
-    the next build.
+    """End builds in all ways of ``cases``.
+
+    Reports the bundle that is left, and the bundle after the next build.
     """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent
     build(old, "old", False)
     parent.mkdir()
-    total = {
-        force: operations(build, out, force) for force in (False, True)
-    }  # the first bundle is what the second build replaces
+    # The second build replaces the first bundle.
+    total = {force: operations(build, out, force) for force in (False, True)}
     for number, sent, force, with_second in cases(kind, total):
         shutil.rmtree(parent)
         parent.mkdir()
@@ -221,8 +226,10 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
 
 
 def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
-    """Builds of a checkpoint that differ in the length of their canvas. Their graphs are traced
-    here, before any fork.
+    """Return a function that builds a checkpoint.
+
+    Different builds have canvases of different lengths. The graphs are traced here, before any
+    fork.
     """
     import torch
     from traces import trace_once
@@ -248,7 +255,7 @@ def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
         build(checkpoint, out, options, overrides=Overrides(max_canvas_length=lengths[name]))
 
     def name_of(out: Path) -> str:
-        with dlm_runtime.open(out, engine="none") as bundle:  # this checks every hash
+        with dlm_runtime.open(out, engine="none") as bundle:  # opening checks every hash
             return next(
                 name for name, length in lengths.items() if length == bundle.max_canvas_length
             )

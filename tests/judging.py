@@ -1,5 +1,6 @@
-"""Judges a candidate and a reference on samples that are known beforehand. Both run their loops
-freely.
+"""Judges a candidate and a reference on given samples.
+
+Both generate whole answers with their loops.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def judge(
     free_runs: int | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge a candidate on all held-out samples. The canvases of the frontier are those of the
-    reference.
+    """Judge a candidate on all held-out samples.
+
+    The frontier is computed on the canvases of the reference.
 
     Both loops run freely on the first ``free_runs`` samples (None: on all). ``on_done`` is called
     ``len(samples) + min(free_runs, len(samples))`` times. Raises JudgeError.

@@ -11,9 +11,10 @@ The authors' code is not part of this repository. Check out these four files, an
     RND1          rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
 
 LLADA2 needs transformers 4.57. The script calls the authors' loops without changes. It only
-replaces the network by a small random network, and SDAR's random draws by the most likely tokens.
-Each request is repeated with new weights until no decision of the loop is close, so that rounding
-errors of another machine cannot change a decision.
+replaces the network by a small random network. In SDAR's code, it also replaces random tokens by
+the most likely tokens. A decision of a loop is close if two tokens or positions are almost equally
+good. Each request is repeated with new weights until no decision is close. Rounding errors on other
+machines then cannot change a decision.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ CLOSE = 1e-4
 
 
 class UnsuitableError(Exception):
-    """A decision of the loop is close, or the authors' code fails with these weights."""
+    """Raised if a decision of the loop is close, or if the authors' code fails with these
+    weights.
+    """
 
 
 class KnownTokenError(Exception):
-    """SDAR's sampler would replace a known token."""
+    """Raised if SDAR's sampler would replace a known token."""
 
 
 class Network:
-    """The random network, behind the interfaces that the four loops call. It records its passes."""
+    """The random network, with the interfaces that the four loops call. It records its passes."""
 
     device = torch.device("cpu")
 
@@ -68,12 +71,12 @@ class Network:
         positions = torch.arange(first, first + ids.shape[1])[None]
         features, present = self.denoiser.hidden(ids, positions, past or None)
         logits = self.denoiser.project(features).float()
-        logits[..., MASK] = -1e4  # our loops never predict the mask token
+        logits[..., MASK] = -1e4  # this project's loops never predict the mask token
         self.check(ids[0], logits[0])
         return logits, present
 
     def check(self, ids: Tensor, logits: Tensor) -> None:
-        """Raises UnsuitableError if two tokens or two positions are nearly equally good."""
+        """Raise UnsuitableError if two tokens or two positions are almost equally good."""
         if self.shift:
             ids, logits = ids[1:], logits[:-1]
         probs = logits[ids == MASK].softmax(-1)
@@ -116,7 +119,7 @@ class Network:
 
 
 class KeysAndValues(list[Any]):
-    """The cache that Fast-dLLM v2's loop reads when a text ends."""
+    """The cache object that Fast-dLLM v2's loop reads when a text ends."""
 
     @property
     def key_cache(self) -> list[Tensor]:
@@ -162,7 +165,7 @@ class BlockCached(Network):
         )
 
     def sample_with_top_p(self, logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        """What the released model does at temperature 0."""
+        """Choose the most likely token, as the released model does at temperature 0."""
         probs = logits.softmax(-1)
         return probs.argmax(-1), probs
 
@@ -266,7 +269,7 @@ def run_rnd1(
 
 
 def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
-    """Family, length of the prompt, number of new tokens, options."""
+    """Return the requests: family, length of the prompt, number of new tokens, and options."""
     found: list[tuple[str, int, int, dict[str, Any]]] = []
     for block, steps in ((4, 4), (4, 2), (4, 3), (8, 3), (8, 5)):
         for length in (1, block - 1, block, block + 2, 2 * block + 3):

@@ -4,9 +4,10 @@ builds engines.
 Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs
 installed. The bindings have no stubs, but pybind11 writes each signature into the docstring.
 
-A class is ``{"methods": {name: [signature, ...]}, "properties": {name: whether it can be set}}``. A
-signature is a list of ``[argument, type, whether it has a default]`` without self. It is null for a
-method that is not needed to build engines. An enumeration maps its members to their numbers.
+A class is ``{"methods": {name: [signature, ...]}, "properties": {name: whether the property can be
+set}}``. A signature is a list of ``[argument, type, whether the argument has a default]`` without
+self. If a method is not needed to build engines, its list of signatures is null. An enumeration
+maps its members to their numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorrt_api.json"
-# Class -> the methods whose signatures are kept. Of all other methods, only the name is kept.
+# Maps a class to the methods whose signatures are stored. For all other methods, only the name is
+# stored.
 CLASSES: dict[str, tuple[str, ...]] = {
     "Builder": (
         "__init__",
@@ -64,7 +66,9 @@ ENUMS = (
 
 
 def signatures(name: str, text: str) -> list[list[list[Any]]]:
-    """The signatures at the start of a docstring or in its list of overloads, without self."""
+    """Return the signatures at the start of a docstring or in its list of overloads, without
+    self.
+    """
     found = []
     for line in re.findall(rf"^(?:\d+\. )?({name}\(.*\)) -> ", text, re.MULTILINE):
         if line == f"{name}(*args, **kwargs)":
@@ -122,7 +126,8 @@ def text() -> str:
         "enums": enums,
     }
     lines = json.dumps(golden, indent=1)
-    # Innermost first, so that each signature is on one line and changes are easy to review.
+    # Inner lists are joined first, so that each signature is on one line and changes are easy to
+    # review.
     for _ in range(2):
         lines = re.sub(
             r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]",

@@ -2,9 +2,9 @@ r"""Writes ``runtime/native/src/compile/unicode_tables.cc`` from the tables of R
 
     python tests/make_unicode_tables.py regex/regex-syntax/src/unicode_tables
 
-The folder comes from https://github.com/rust-lang/regex. Its tables are those of the Unicode
-Character Database. Their version decides what ``\w`` and ``\p{Greek}`` mean in expressions.
-``test_unicode_tables.py`` checks that this program would write the same file.
+The folder comes from https://github.com/rust-lang/regex. Its tables contain the data of the Unicode
+Character Database. The version of these tables defines what ``\w`` and ``\p{Greek}`` mean in
+expressions. ``test_unicode_tables.py`` checks that this program would write the same file again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "runtime/native/src/compile/unicode_tables.cc"
-# Properties that have values. For each: its file, its name, and its prefix in the index.
+# The properties that have values. Each entry contains the property's file, its name, and its prefix
+# in the index.
 WITH_VALUES = (
     ("general_category", "General_Category", "gc"),
     ("script", "Script", "sc"),
@@ -42,7 +43,9 @@ def point(written: str) -> int:
 
 
 def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The sets in a file by name. A set is the ascending list of code points at which it starts or
+    """Yield the name of each set in a file, and the set.
+
+    A set is stored as the ascending list of the code points at which one of its ranges starts or
     ends.
     """
     bodies = {}
@@ -58,8 +61,9 @@ def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def number(value: int) -> bytes:
-    """Encode a number with seven bits per byte, lowest bits first. All bytes but the last have the
-    eighth bit set.
+    """Encode a number with seven bits per byte, lowest bits first.
+
+    The eighth bit is 1 in all bytes except the last.
     """
     out = bytearray()
     while value >= 0x80:
@@ -76,11 +80,11 @@ def joined(edges: set[int]) -> bytes:
 
 
 def written_sets(sets: list[tuple[int, ...]]) -> bytes:
-    """Encode each set as a list of earlier sets, and the edges in which their union differs from
-    the set.
+    """Encode each set as a list of earlier sets, and the edges (starts and ends of ranges) of the
+    difference between the set and the union of the earlier sets.
 
-    An edge of a symmetric difference is an edge of exactly one of the sets. So a category such as L
-    needs no further edges after Lu, Ll, Lt, Lm and Lo.
+    The difference contains an edge if exactly one of the two has this edge. For example, the
+    category L is the union of Lu, Ll, Lt, Lm and Lo, so it needs no further edges.
     """
     out = bytearray()
     for place, edges in enumerate(sets):
@@ -131,7 +135,7 @@ def source(folder: Path) -> str:
     listed += [
         (f"={alias}", edges)
         for name, edges in sets_of(texts["property_bool"])
-        for alias in properties.get(name, [])  # InCB cannot be named
+        for alias in properties.get(name, [])  # the property InCB cannot occur in an expression
     ]
     listed += [("perl_word", edges) for _, edges in sets_of(texts["perl_word"])]
     # Small sets come first, because other sets consist of them.

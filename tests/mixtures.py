@@ -1,5 +1,6 @@
-"""Loads the weights of a checkpoint into the mixture-of-experts classes of transformers, which the
-tests compare with our families.
+"""Loads a checkpoint's weights into the mixture-of-experts classes of transformers.
+
+Tests compare these classes with this project's families.
 
 transformers 5 stacks the experts of a layer, and concatenates the gate and up matrices. Its own
 loading code converts released tensors to this form.
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 def qwen3_moe(config: dict[str, Any], **fields: Any) -> transformers.PretrainedConfig:
     """A configuration of transformers' Qwen3-MoE with the sizes of a released configuration.
-    ``fields`` are further ones, whose names differ.
+    ``fields`` contains the fields whose names differ from the released names.
     """
     same = (
         "hidden_size",
@@ -48,8 +49,9 @@ def logits_of(
     ids: torch.Tensor,
     is_visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The logits ``[B, L, V]`` of a transformers class with these ``tensors``, named as in
-    transformers. ``is_visible`` is ``[L, L]``.
+    """Return the logits ``[B, L, V]`` of a transformers class.
+
+    ``tensors`` maps the names in transformers to tensors. ``is_visible`` is a mask ``[L, L]``.
     """
     folder.mkdir()
     config.architectures = [kind.__name__]

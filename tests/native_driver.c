@@ -56,20 +56,20 @@ enum {
 
 typedef struct {
   int32_t shift, element_bytes, eos_at; /* eos_at: a position that predicts EOS, or NOWHERE */
-  int32_t
-      bad_at; /* the pass (counted from 0) that goes wrong, or -1: its last request's last row */
+  int32_t bad_at; /* the pass, counted from 0, in which the last row of the last request is wrong;
+                     -1: no pass */
   dlm_status bad_status;
   int is_token_bad, is_prob_bad, is_entropy_bad;
   int32_t bad_token;
   float bad_value;
-  float top_prob; /* of the best candidate of every other row; 0: about 0.9 and different everywhere
-                   */
+  float top_prob; /* probability of the best candidate in all other rows; 0: about 0.9, different in
+                     each row */
   dlm_session* re_entered;
   /* run() writes these fields under the lock, because two threads may share a denoiser */
   pthread_mutex_t lock;
   int32_t passes, broken_promises;
-  int32_t written[LONGEST]; /* by position: the pass that wrote its keys and values last, counted
-                               from 1 */
+  int32_t written[LONGEST]; /* for each position, the last pass (counted from 1) that wrote its keys
+                               and values */
   int32_t last[4]; /* number of requests, tokens, cached tokens and rows of the last pass */
   int32_t batches[MOST + 1]; /* numbers of passes, by their number of requests */
 } fake;
@@ -97,8 +97,7 @@ static uint8_t cache_byte(const fake* f, int32_t layer, int is_value, int32_t he
                    29 * f->written[position]);
 }
 
-/* The heads are those of all requests of the pass. */
-
+/* Writes the rows of all heads of all requests of the pass. */
 static void write_rows(const fake* f, int32_t layer, int is_value, const dlm_pass* p, uint8_t* to) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
   for (int32_t head = 0; head < p->batch * HEADS; ++head)
@@ -107,8 +106,8 @@ static void write_rows(const fake* f, int32_t layer, int is_value, const dlm_pas
         *to++ = cache_byte(f, layer, is_value, head, p->position_ids[row], byte);
 }
 
-/* Returns 1 if the cached rows are wrong. They must be those of all positions outside the pass,
- * each once, as they were last written. */
+/* Returns 1 if the cached rows are wrong. There must be one row for each position outside the pass,
+ * with the values that were last written for this position. */
 static int is_cache_wrong(const fake* f, int32_t layer, int is_value, const dlm_pass* p,
                           const uint8_t* from) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
@@ -168,10 +167,10 @@ static dlm_status run(void* user, const dlm_pass* p) {
   }
   for (int32_t i = 0; i < p->batch * p->rows; ++i) {
     const int64_t row = p->score_rows[i];
-    if (row < 0 || row >= p->tokens) continue; /* counted above */
+    if (row < 0 || row >= p->tokens) continue; /* this error was counted above */
     const int64_t position = p->position_ids[row];
-    /* Row 0 of a shifted denoiser predicts position 0 as well as position 1. Which of the two it is
-     * does not matter here. */
+    /* Row 0 of a shifted denoiser predicts position 0 as well as position 1. The check does not
+     * distinguish the two positions. */
     const int is_first = position == 0 && p->input_ids[i / p->rows * p->tokens + row] == MASK;
     const int64_t predicted = position + (f->shift == 1 && !is_first ? 1 : 0);
     const int is_bad_row = is_bad && i == p->batch * p->rows - 1;
@@ -233,7 +232,7 @@ static dlm_request options_of(dlm_policy* policy, int32_t new_tokens) {
 
 static const int32_t prompt[] = {1, 2, 3};
 
-/* The options with these given tokens. */
+/* Returns a copy of the options with these given tokens. */
 static dlm_request of(const dlm_request* options, const int32_t* tokens, size_t count) {
   dlm_request request = *options;
   request.tokens = tokens;
@@ -310,7 +309,7 @@ static void test_static_functions(void) {
   memset(&small, 0x55, sizeof small);
   dlm_policy_init(&small, 16);
   CLAIM(small.struct_size == 16 &&
-        ((const unsigned char*)&small)[16] == 0x55); /* no byte after the stated end was written */
+        ((const unsigned char*)&small)[16] == 0x55); /* no byte after the given size was written */
   unsigned char wide[sizeof(dlm_policy) + 8];
   memset(wide, 0x55, sizeof wide);
   dlm_policy_init((dlm_policy*)(void*)wide, sizeof wide);
@@ -375,8 +374,8 @@ static void test_engines_by_name(const char* path) {
     dlm_session_destroy(session);
   }
   dlm_bundle_destroy(bundle);
-  /* TensorRT's headers, the driver, or an engine in the bundle is missing. The error for the first
-   * of these must have a message. */
+  /* TensorRT's headers, the driver, or an engine in the bundle is missing. The first error
+   * must have a message. */
   char message[400] = "";
   dlm_open_options_init(&options, sizeof options);
   options.engine = "tensorrt";
@@ -535,7 +534,7 @@ static void test_wrong_requests_are_refused(void) {
   CLAIM(f.passes == 0);
   dlm_request plain = of(&good, tokens, 3);
   SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_OK);
-  plain.prompt = "a"; /* in addition to the tokens */
+  plain.prompt = "a"; /* a prompt and tokens must not be passed together */
   SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_INVALID_ARGUMENT);
   plain.tokens = NULL, plain.token_count = 0, plain.prompt_size = 1; /* this bundle has no text */
   SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_UNSUPPORTED);
@@ -607,7 +606,7 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_POLICY(factor, -1.0, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(entropy_bound, -0.1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(timestep_eps, 0.0, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* not for argmax */
+  REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* argmax does not allow a temperature */
   REFUSE_POLICY(temperature, (double)NAN, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(select, "sample", DLM_INVALID_ARGUMENT); /* at temperature 0 */
   REFUSE_POLICY(top_p, 1.5, DLM_INVALID_ARGUMENT);
@@ -667,7 +666,7 @@ static void test_wrong_logits_requests_are_refused(void) {
   SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 1, logits, V), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step),
-                 DLM_INVALID_ARGUMENT); /* logits has dropped the request */
+                 DLM_INVALID_ARGUMENT); /* the call of logits ended the running request */
   is_usable(session, &f, __LINE__);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -685,12 +684,13 @@ static void test_steps(void) {
   const dlm_result* result = garbage;
   CLAIM(dlm_session_step(NULL, &step) == DLM_INVALID_ARGUMENT && step == NULL);
   step = garbage;
-  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* before any start */
+  SESSION_STATUS(dlm_session_step(session, &step),
+                 DLM_INVALID_ARGUMENT); /* no request was started */
   CLAIM(step == NULL);
   SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, NULL), DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
-  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK); /* drops the running request */
+  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK); /* ends the running request */
   int32_t steps = 0, committed = 0;
   do {
     if (!SESSION_STATUS(dlm_session_step(session, &step), DLM_OK)) break;
@@ -755,7 +755,7 @@ static void test_step_callbacks(void) {
   size_t length = 99;
   options.on_step = watch;
   for (int32_t stop_at = 1; stop_at <= 8;
-       ++stop_at) { /* the last callback comes when everything is decided */
+       ++stop_at) { /* the last call is made when all positions are decided */
     watcher w = {0, stop_at, NULL, {0}};
     options.user = &w;
     SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_CANCELLED);
@@ -820,8 +820,8 @@ static void test_every_call_asks_before_each_of_its_passes(void) {
         SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
         while (a.calls < 4 && dlm_session_step(session, &step) == DLM_OK) continue;
         SESSION_STATUS(dlm_session_step(session, &step),
-                       stop_at > 0 ? DLM_INVALID_ARGUMENT : DLM_OK); /* dropped */
-        if (stop_at == 0) --a.calls, --f.passes; /* does not count the call above */
+                       stop_at > 0 ? DLM_INVALID_ARGUMENT : DLM_OK); /* the request was ended */
+        if (stop_at == 0) --a.calls, --f.passes; /* the step call above does not count */
       }
       if (call == 4)
         SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 4), wanted);
@@ -928,7 +928,7 @@ static void test_canvases_of_every_kind_are_filled(void) {
     f.element_bytes = variant < 4 ? 4 : 2;
     f.top_prob = variant == 2 || variant == 3
                      ? 7.5f
-                     : 0; /* a softmax cannot give this value, but a graph can */
+                     : 0; /* a softmax never gives this value, but a wrong graph can */
     dlm_bundle* bundle = open_fake(&f);
     dlm_session* session = open_session(bundle);
     for (size_t cache = 0; cache < 3; ++cache) {
@@ -1000,7 +1000,7 @@ static void test_counts(void) {
   CLAIM(stats.nfe == 6 && stats.prefill_s > 0 && stats.passes_s > 0 && f.broken_promises == 0);
   CLAIM(stats.selection_s > 0 && stats.cache_s > 0);
   CLAIM(stats.prefill_s + stats.passes_s + stats.selection_s + stats.cache_s <=
-        stats.total_s); /* no second is counted twice */
+        stats.total_s); /* no time is counted twice */
   policy.cache = "none";
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(stats.prefill_s == 0 && stats.cache_s == 0 && stats.passes_s > 0 && stats.selection_s > 0);
@@ -1010,7 +1010,7 @@ static void test_counts(void) {
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 8 && tokens[5] == EOS && tokens[11] == EOS &&
         tokens[18] == EOS && tokens[10] != EOS);
-  options.policy = NULL; /* the policy of dlm_policy_init, as this is a callback bundle */
+  options.policy = NULL; /* a callback bundle then uses the policy of dlm_policy_init */
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 16);
   dlm_session_destroy(session);
@@ -1062,7 +1062,7 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step),
-                 DLM_INVALID_ARGUMENT); /* timing has dropped the request */
+                 DLM_INVALID_ARGUMENT); /* the timing call ended the running request */
   f.bad_at = f.passes + 1;
   f.bad_status = DLM_ENGINE_FAILED;
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_ENGINE_FAILED);
@@ -1169,8 +1169,8 @@ static void test_results_and_what_ends_requests(void) {
 
 /* ---- Batches ---- */
 
-/* Requests with canvases of the same length, in whose blocks of eight the numbers of masks are
- * equal or differ. canvases[i] has the given tokens of request i. */
+/* Requests with canvases of the same length and blocks of eight. The numbers of masks in a block
+ * may differ between requests. canvases[i] contains the given tokens of request i. */
 typedef struct {
   int32_t canvases[MOST][LONGEST];
   size_t counts[MOST];   /* numbers of given tokens */
@@ -1309,8 +1309,8 @@ static void test_wrong_batches_are_refused_by_number(void) {
   dlm_bundle_destroy(bundle);
 }
 
-/* Every request of a batch gets the same result as when it runs alone, in as many passes. The fake
- * denoiser checks every row of the cache. */
+/* In a batch, every request gets the same result and number of passes as when it runs alone. The
+ * fake denoiser checks every row of the cache. */
 static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
   static const char* const caches[] = {"none", "prefix", "dual"};
   static const char* const commits[] = {"static", "factor", "timestep"};
@@ -1386,7 +1386,8 @@ static void test_requests_are_together_where_they_fit(void) {
   SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);
   CLAIM(f.batches[2] > 0 && f.batches[1] > 0 && f.batches[3] == 0 && f.broken_promises == 0);
   memset(f.batches, 0, sizeof f.batches);
-  policy.cache = "none"; /* then rows need not be moved for all requests in the same way */
+  policy.cache =
+      "none"; /* without a cache, rows need not be moved in the same way for all requests */
   prepare(&s, 19);
   for (int32_t at = 3; at < 11; ++at) s.canvases[2][at] = 5;
   SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);

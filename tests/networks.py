@@ -19,8 +19,9 @@ def make_network(
     qkv_bias: bool = False,
     **fields: Any,
 ) -> NetworkSpec:
-    """A network with the layers that are passed, or with layers that are all alike. ``fields`` are
-    further fields of ``NetworkSpec``.
+    """Describe a network with the given layers, or with equal layers.
+
+    ``fields`` contains further fields of ``NetworkSpec``.
     """
     attention = AttentionSpec(heads, kv_heads, head_size, Rope(1e4), qkv_bias=qkv_bias)
     each = (

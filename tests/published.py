@@ -1,7 +1,8 @@
-"""The small random networks and the requests on which published loops are compared with ours.
+"""The random networks and the prompts with which published loops are compared with this project's
+loops.
 
-``make_published_loops.py`` runs the authors' code on these networks, and ``test_published_loops.py``
-runs ours.
+``make_published_loops.py`` runs the authors' code on these networks, and
+``test_published_loops.py`` runs this project's code.
 """
 
 from __future__ import annotations

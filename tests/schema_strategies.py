@@ -1,4 +1,4 @@
-"""Hypothesis strategies for JSON Schemas that combine and nest all keywords of a draft."""
+"""Hypothesis strategies for JSON Schemas. The schemas combine and nest all keywords of a draft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES: tuple[Any, ...] = (
 NAMES = ("a", "b", "c", "ab")
 PATTERNS = ("^a", "b$", "^[ab]$", "a|c", "^.{2}", "^(?!a)", "", "\\d", "^\\w+$")
 # In jsonschema, additionalProperties ignores patternProperties if its only pattern is empty. So
-# empty patterns are written in another way.
+# empty patterns are written as (?:).
 NAME_PATTERNS = tuple(pattern or "(?:)" for pattern in PATTERNS)
 FORMATS = ("date", "ipv4", "email", "unknown", "uuid", "regex")
 NUMBERS = (0, 1, -1, 2, 1.5, -1.5, 10, -10, 0.5)
@@ -108,7 +108,7 @@ def schemas(draft: int) -> st.SearchStrategy[Any]:
 
 
 def documents(draft: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Strategy for schemas of a draft that have two definitions, to which they can refer."""
+    """Strategy for schemas of a draft. Each schema has two definitions, to which it can refer."""
     made = schemas(draft)
     return st.builds(
         lambda root, x, y: {

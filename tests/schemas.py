@@ -1,6 +1,4 @@
-"""Random JSON Schemas of every supported kind, for tests of the constraints that are made from
-them.
-"""
+"""Random JSON Schemas of every supported kind, for tests of constraints."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ class Served:
 
     Args:
         process: The process.
-        host, port: Its address.
-        model: The name of its first model.
-        client: An httpx client of it.
-        lines: The lines that it wrote to stderr.
-        reader: The thread that reads them.
+        host, port: The address of the server.
+        model: The name of the server's first model.
+        client: An httpx client that is connected to the server.
+        lines: The lines that the process wrote to stderr.
+        reader: The thread that reads these lines.
     """
 
     process: subprocess.Popen[str]
@@ -50,22 +50,22 @@ class Served:
         return self.process.wait(60)
 
     def memory_kib(self, name: str = "VmRSS") -> int:
-        """The resident memory of the process, or with VmHWM, its peak. Linux only."""
+        """Return the resident memory of the process. With VmHWM, return the peak. Linux only."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(rf"{name}:\s*(\d+)", status)[0])
 
     def reset_peak(self) -> None:
-        """Measure the peak of the memory from now on. Linux only."""
+        """Reset the peak of the memory to the current memory. Linux only."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def said(self) -> str:
-        """All of stderr. The process must have ended."""
+        """Return all lines of stderr. The process must have ended."""
         self.reader.join(10)
         return "".join(self.lines)
 
 
 def read_all(client: socket.socket) -> bytes:
-    """What the server sends until it closes the connection."""
+    """Return everything that the server sends until it closes the connection."""
     found = b""
     try:
         while piece := client.recv(1 << 16):
@@ -77,7 +77,7 @@ def read_all(client: socket.socket) -> bytes:
 
 @contextmanager
 def serving(bundle: Path, *arguments: str) -> Iterator[Served]:
-    """Serve a bundle, with further arguments of the command, until the block ends."""
+    """Serve a bundle until the block ends. ``arguments`` are further arguments of the command."""
     import httpx
 
     command = [sys.executable, "-m", "dlm_export.cli", "serve", str(bundle), "--port", "0"]

@@ -1,5 +1,6 @@
-"""Tests of A2D conversions of Qwen3. They have q/k norms per head, and heads wider than hidden size
-/ number of heads.
+"""Tests of A2D conversions of Qwen3.
+
+They have norms of queries and keys per head. A head is wider than hidden size / number of heads.
 
 ``test_capture`` compares the same checkpoints with the Qwen3 class of transformers.
 """
@@ -56,9 +57,7 @@ def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]``. This follows Qwen3's published layer and does not use the exporter's
-    code.
-    """
+    """Compute logits ``[B, L, V]`` as in Qwen3's published layer, without the exporter's code."""
     eps, D = config["rms_norm_eps"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     x = w["model.embed_tokens.weight"][ids]
@@ -110,8 +109,9 @@ def test_what_is_told_of_it(checkpoint: Path) -> None:
 
 
 def test_attention_is_fused_with_the_norms_of_its_heads(bundle: Path) -> None:
-    """Each layer has one call of attention and no other node of it. The other norms are fused with
-    their sums.
+    """In each layer, attention is one call and has no other nodes.
+
+    The norms of layers are fused with the sums before them.
     """
     model = onnx.load(bundle / GRAPH_FILE, load_external_data=False)
     layers = a2d_qwen3_config()["num_hidden_layers"]

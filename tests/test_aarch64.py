@@ -1,8 +1,9 @@
-"""Tests of the native library on 64-bit Arm, cross-compiled and run in an emulator.
+"""Tests of the native library on 64-bit Arm. The library is cross-compiled and runs in an emulator.
 
-They run the library's native tests there, and compare the results of the demo with those on this
-processor. They need g++-aarch64-linux-gnu and qemu-user. The demo also needs ONNX Runtime's library
-for aarch64. `make aarch64` downloads it, or $DLM_AARCH64_ONNXRUNTIME names another copy.
+The tests run the library's native tests in the emulator. They also compare the demo's results in
+the emulator with the results on this processor. The tests need g++-aarch64-linux-gnu and qemu-user.
+The demo also needs ONNX Runtime's library for aarch64. `make aarch64` downloads it, or
+$DLM_AARCH64_ONNXRUNTIME names another copy.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
 HERE = Path(_native.library()._name).parent  # folder of the library for this processor
 DEMO = REPOSITORY / "examples"
+# Number of held-out commands; the number is small, because an emulated pass in fp32 takes seconds.
 PROMPTS, PRESET = (
     {"fp32": 20, "int8": 50},
     "fast-dllm",
-)  # number of held-out commands; an emulated pass in fp32 takes seconds
-# Our kernels and ONNX Runtime's own products add in different orders. In INT8, an activation
-# between two codes may then get either code, and every later layer sees the difference. Differences
-# seen for logits up to 22: 2.7e-5, and in INT8 0.43 with a median of 0.011.
+)
+# On the two processors, kernels add numbers in different orders. In INT8, an activation between two
+# codes may then get either code, which changes the inputs of all later layers. Logits had
+# magnitudes up to 22. They differed by at most 2.7e-5 in fp32, and by at most 0.43 in INT8 (median
+# 0.011).
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
-AGREEING = {"fp32": 1.0, "int8": 0.95}  # share of equal answers, including their passes
-# Linux's text for a Neoverse N1. ONNX Runtime reads this file when it is loaded, and crashes on the
-# text of an x86-64. qemu would show it the latter.
+# Share of commands with the same answer and the same number of passes.
+AGREEING = {"fp32": 1.0, "int8": 0.95}
+# Linux's text for a Neoverse N1. ONNX Runtime reads /proc/cpuinfo when it is loaded. In qemu, it
+# would read the text of this x86-64 machine, and crash.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -63,8 +67,9 @@ CPU revision\t: 1
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command that runs an aarch64 program in the emulator. The emulated processor has dot
-    products, and as few other extensions as possible.
+    """The command that runs an aarch64 program in the emulator.
+
+    The emulated processor has dot-product instructions, and as few other extensions as possible.
     """
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if found is None or shutil.which(CROSS) is None:
@@ -172,8 +177,8 @@ def test_the_c_example_answers_on_aarch64(
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one run. ``lines`` are the passes and the text for each prompt. ``logits`` are
-    those of the first passes, ``[prompts, masks, V]``.
+    """The answers of one run. ``lines`` contains the number of passes and the text for each prompt.
+    ``logits`` ``[prompts, masks, V]`` contains the logits of the first pass for each prompt.
     """
 
     lines: list[str]

@@ -1,5 +1,5 @@
-"""Programs that were compiled against another version of the header still work, and all places that
-list the fields of a policy agree.
+"""Tests of the C ABI: programs work that were compiled with another version of the header, and all
+lists of a policy's fields agree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_a_struct_of_a_size_that_no_header_gave_is_refused_with_a_sentence(
 
 
 def test_a_struct_of_an_older_header_is_filled_up_to_its_end(llada_bundle: Path) -> None:
-    size = _native.Policy.seed.offset + 8  # as if seed had been the last field
+    size = _native.Policy.seed.offset + 8  # a header of a version in which seed was the last field
     room = (ctypes.c_uint8 * ctypes.sizeof(_native.Policy))(*([7] * ctypes.sizeof(_native.Policy)))
     policy = ctypes.cast(room, ctypes.POINTER(_native.Policy))
     _native.library().dlm_policy_init(policy, size)

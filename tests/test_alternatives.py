@@ -1,4 +1,6 @@
-"""The alternatives of each token (``top_log_probs``), beside a computation from the logits."""
+"""Tests of the alternatives of each token (``top_log_probs``), compared with results from the
+logits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def log_probs_of(logits: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def opened(top_k: int, shift: int = 0) -> Iterator[tuple[Bundle, list[bool]]]:
-    """A bundle, and for each pass whether it had to return its logits."""
+    """Open a bundle. Also returns a list that says for each pass whether the pass had to return its
+    logits.
+    """
     had_logits: list[bool] = []
 
     def run(p: CallbackPass) -> None:

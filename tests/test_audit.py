@@ -1,4 +1,6 @@
-"""If a device graph lost a quantisation, the audit names the layer, and no engine is written."""
+"""If a layer of a device graph is not quantised, the audit names the layer, and no engine is
+written.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarra
 
 
 def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
-    """The node that dequantises the codes of a layer. For NVFP4, the result is transposed
-    afterwards.
+    """The node that dequantises the codes of a layer.
+
+    For NVFP4, the result is transposed afterwards.
     """
     node = _producer(model, _matmul(model, layer).input[1])
     return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])
@@ -59,7 +62,7 @@ def _shape(model: onnx.ModelProto, name: str) -> tuple[int, ...]:
 
 
 def drop_weight_pair(model: onnx.ModelProto, layer: str) -> None:
-    """Use the weight as it was before quantisation, in the type of the activations."""
+    """Replace a quantised weight by the original weight, in the type of the activations."""
     node = _matmul(model, layer)
     shape = _shape(model, _dequantiser(model, layer).input[0])
     is_transposed = _producer(model, node.input[1]).op_type == "Transpose"
@@ -68,7 +71,7 @@ def drop_weight_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
-    """Use the input directly, without quantising and dequantising it."""
+    """Use the input of a layer directly, without quantising and dequantising it."""
     node = _matmul(model, layer)
     quantise = _producer(model, _producer(model, node.input[0]).input[0])
     assert quantise.op_type in ("QuantizeLinear", "TRT_FP4DynamicQuantize")
@@ -76,7 +79,7 @@ def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
-    """Quantise the input to FP8 instead."""
+    """Quantise the input of a layer to FP8 instead of its format."""
     drop_activation_pair(model, layer)
     node = _matmul(model, layer)
     scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))
@@ -100,7 +103,7 @@ def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
 
 
 def halve_groups(model: onnx.ModelProto, layer: str) -> None:
-    """INT4 in groups of 32 instead of 64."""
+    """Quantise a layer to INT4 in groups of 32 instead of 64."""
     dequantise = _dequantiser(model, layer)
     inputs, outputs = _shape(model, dequantise.input[0])
     scales = np.full((inputs // 32, outputs), 0.01, ml_dtypes.bfloat16)

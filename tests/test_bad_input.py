@@ -1,7 +1,7 @@
 """For wrong input, the command line prints one sentence that names the input, and exits with the
 right code.
 
-No files are left over.
+Commands that fail leave no files behind.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def sharded(dream_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes builds take the graph of the built bundle. Tracing it again would take seconds."""
+    """Make builds use the graph of the built bundle. Tracing the graph again would take seconds."""
     network = families.read_network(Checkpoint(llada_checkpoint), Overrides())
 
     def built_before(_: object, precision: str, **__: bool) -> trace.Graph:
@@ -612,7 +612,7 @@ def test_a_folder_below_a_file_is_refused(llada_checkpoint: Path, out: Path) -> 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs of the given size."""
+    """Return a function that mounts a tmpfs of a given size."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = []
@@ -644,8 +644,8 @@ def test_a_build_that_will_not_fit_is_refused_before_it_starts(
     _build_fails(llada_checkpoint, out, code=1, says=(f"{out}: needs ", "only 8,388,608 are free"))
 
 
-# The build writes a claim (4 KiB), weights (392 KiB), a graph (15 KiB) and a manifest (3 KiB). Each
-# disk size here is too small for a different one of these files.
+# The build writes a claim (4 KiB), weights (392 KiB), a graph (15 KiB) and a manifest (3 KiB). With
+# each of these disk sizes, a different one of these files does not fit.
 @pytest.mark.parametrize("size", ["64k", "400k", "412k"])
 def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
     llada_checkpoint: Path,
@@ -872,7 +872,7 @@ def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
     _fails("run", llada_bundle, "--threads", 1, *options, code=2, says=says)
 
 
-# Values that the command line accepts, but that a later conversion can reject.
+# Values that the command line accepts, but that may fail in a later conversion.
 ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "number beyond doubles": (("--set", "threshold=" + "9" * 400), "threshold"),
     "score is a list": (("--set", "score=[1]"), "score"),

@@ -1,5 +1,5 @@
-"""Tests of ``dlm-export bench``: its figures mean what it says, and it counts the work of a pass
-correctly.
+"""Tests of ``dlm-export bench``: its output is described correctly, and the work of a pass is
+counted correctly.
 
 The tests do not check times.
 """
@@ -356,8 +356,8 @@ def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array(
         [one["ms"] for one in measured]
     ) - 1
-    # The planted figures must not fit better than the figures that were found. Their constant
-    # counts as the cost of a pass.
+    # The test made the times from known costs. These costs must not fit the times better than the
+    # costs that were found. The constant is the fixed cost of a pass.
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 
@@ -528,7 +528,7 @@ def test_requests_with_the_same_start_are_measured_with_and_without_reuse(
         "differing": 0,
         "compared": 48,
     }
-    # Two pages of 16 tokens are reused by all requests but the first.
+    # All requests except the first reuse two pages of 16 tokens.
     assert [side["cached_tokens"] for side in sides.values()] == [15 * 32, 0]
     assert sides["reused"]["cache_bytes"] < sides["computed"]["cache_bytes"]
     for side in sides.values():
@@ -659,9 +659,9 @@ def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
 
 
 def test_work_of_a_pass_counted_by_hand() -> None:
-    # Matrices: q 16, k and v 8 each, out 16, and gate, up and down 12 each are 84 weights. The head
-    # has 40. There are three norms of 4 and two rows of the embedding, all in fp32. The keys and
-    # values of one layer are 4 numbers per position.
+    # The matrices have 84 weights: q has 16, k and v have 8 each, out has 16, and gate, up and down
+    # have 12 each. The head has 40 weights. There are three norms of 4 weights and two rows of the
+    # embedding, all in fp32. In one layer, the keys and values of a position are 4 numbers.
     network = make_network(**HAND)
     work = work_of(network, {}, tokens=2, cached=3, rows=1)
     assert work == Work(

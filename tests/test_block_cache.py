@@ -1,6 +1,4 @@
-"""Tests of block-causal decoding: the plan of passes, the exact cache, editing, and equality with
-the reference loop.
-"""
+"""Tests of block-causal decoding: planned passes, the exact cache, editing, and the reference loop."""
 
 from __future__ import annotations
 
@@ -35,8 +33,10 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """A published preset for a network with this block length. Its thresholds are so low that
-    random denoisers reach them. None if the network does not support the preset.
+    """A published preset for a network with this block length.
+
+    Its thresholds are so low that random denoisers reach them. None if the network does not support
+    the preset.
     """
     size = (
         {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)}
@@ -53,8 +53,10 @@ def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
-    """Strategy for canvases with given tokens at the start, and sometimes in the middle. The
-    policies are of all kinds that block-causal networks support.
+    """Strategy for canvases, policies and networks.
+
+    The canvases have given tokens at the start, and sometimes in the middle. The policies are of
+    all kinds that block-causal networks support.
     """
     block, shift = draw(st.integers(1, 6)), draw(st.integers(0, 1))
     undecided = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=40)))
@@ -139,8 +141,8 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Prompts and canvases that end at the end of a block and inside a block. Every preset is used,
-    also with another rule or cache.
+    """Strategy for requests. Prompts and canvases end at the end of a block or inside a block.
+    Every preset is used, sometimes with another commit rule or another cache.
     """
     block, shift = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.integers(0, 1))
     name = draw(st.sampled_from(BLOCK_CAUSAL))
@@ -218,8 +220,9 @@ def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize("block", [2, 4, 6])
 def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
-    """The canvases with and without this cache are equal. NFE differs by the passes that only store
-    blocks.
+    """The canvases with and without this cache are equal.
+
+    With the cache, NFE also counts the passes that only store blocks.
     """
     policy = preset(name, block, shift)
     if policy is None:
@@ -233,8 +236,8 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
         with under_native_loop(denoiser) as bundle:
             out = bundle.generate(tokens=tokens, max_new_tokens=3 * block + 1, **policy.as_dict())
         assert out.tokens == plain.tokens
-        # A denoiser that predicts the next position makes a pass over the end of the finished part
-        # in both cases.
+        # A denoiser that predicts the next position needs a pass over the end of the finished part,
+        # with and without the cache.
         is_shared = shift and prompt_length % block == 0
         only_store = (0 if is_shared else out.passes["prefill"]) + (
             0 if shift else out.passes["store"]
@@ -265,8 +268,8 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
                 **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
             )
         assert opened.tokens == stored.tokens
-        # If the first part of a block is given, no pass over this part can start the block. A
-        # separate pass then stores it.
+        # If the first part of a block is given, the block does not start with a pass over this
+        # part. A separate pass then stores the part.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -284,7 +287,10 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits take the best token. With guidance, the canvas without the prompt has another cache."""
+    """Edits write the most likely token.
+
+    With guidance, the canvas without the prompt has a separate cache.
+    """
     policy = preset(name, 4, shift, **changes)
     if policy is None:
         pytest.skip("a denoiser that predicts the next position is not edited")
@@ -300,7 +306,9 @@ def test_draws_and_guidance_over_the_block_cache_are_the_references(
 
 
 def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
-    """The logits of each scored row differ by at most 1e-4 from a pass over the whole canvas."""
+    """In each scored row, the logits differ by at most 1e-4 from the logits of a pass over the
+    whole canvas.
+    """
     worst = 0.0
     for block, shift, prompt_length in [(4, 0, 8), (4, 0, 6), (6, 1, 6), (3, 1, 7)]:
         network = network_of(block, shift)
@@ -343,7 +351,7 @@ def test_a_batch_gives_each_request_what_it_gets_alone(
     block: int, shift: int, name: str, cache: str, prompts: list[int], most: int
 ) -> None:
     """The canvases have the same length, but their prompts end at different positions within
-    blocks. The denoiser is in torch and sees every cached row.
+    blocks. The torch denoiser attends to every cached row, so a wrong row changes its results.
     """
     policy = preset(name, block, shift)
     if policy is None:
@@ -385,9 +393,7 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
 
 
 class Scripted:
-    """A denoiser whose prediction at a position is a function of this position and the tokens of
-    the canvas.
-    """
+    """A denoiser that computes the prediction at a position from the position and the canvas."""
 
     def __init__(self, predict: Any, *, block: int, shift: int = 0) -> None:
         # For each pass: the positions computed, and the rows scored.
@@ -407,8 +413,10 @@ class Scripted:
 
 
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
-    """Positions are first committed as 10. When all positions of the block are decided, the
-    denoiser is sure of 20. Given tokens stay.
+    """The denoiser first predicts the token 10 everywhere.
+
+    When all positions of the block are decided, the denoiser is sure of the token 20. Given tokens
+    do not change.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -421,8 +429,8 @@ def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> Non
     assert out.tokens == [1, 2, 3, 4, 6, 20, 10, 20, 10, 20, 10, 20], (
         "0.9 is not above the threshold"
     )
-    # Three and four positions are committed one by one. In each block, one edit then changes two
-    # tokens, and another edit changes nothing.
+    # Three and four positions are committed one by one. In each block, the first edit pass then
+    # changes two tokens, and the second edit pass changes nothing.
     assert out.passes == {"prefill": 1, "denoise": 3 + 2 + 4 + 2, "store": 1}
     plain = scripted.bundle.generate(
         tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy | {"remask": "none"}
@@ -454,17 +462,18 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
     out = scripted.bundle.generate(tokens=[1] * 8, max_new_tokens=12, **policy)
     assert out.tokens == [1] * 8 + list(range(8, 20))
     assert scripted.passes == [
-        (list(range(8)), [7]),  # stores the prompt; its last row predicts position 8
-        (list(range(8, 16)), [0, 1, 2]),  # predict positions 9 to 11
+        (list(range(8)), [7]),  # this pass stores the prompt, and its last row predicts position 8
+        (list(range(8, 16)), [0, 1, 2]),  # this pass predicts positions 9 to 11
         (list(range(8, 16)), [3, 4, 5, 6]),
-        (list(range(8, 16)), [7]),  # stores the block, and predicts position 16
+        (list(range(8, 16)), [7]),  # this pass stores the block, and predicts position 16
         (list(range(16, 20)), [0, 1, 2]),
     ]
 
 
 def test_a_sub_block_runs_with_its_block_until_its_first_position_is_decided() -> None:
-    """This is the loop of Fast-dLLM v2 with its block cache. The row before a sub-block predicts
-    the first position of the sub-block.
+    """This is the loop of Fast-dLLM v2 with its block cache.
+
+    The row before a sub-block predicts the first position of the sub-block.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -479,7 +488,7 @@ def test_a_sub_block_runs_with_its_block_until_its_first_position_is_decided() -
         (list(range(8, 16)), [0, 1, 2]),
         (list(range(8, 12)), [1, 2]),
         (list(range(8, 12)), [2]),
-        (list(range(8, 16)), [3, 4, 5, 6]),  # the row of position 11 is the least certain
+        (list(range(8, 16)), [3, 4, 5, 6]),  # the prediction for position 11 is the least certain
         (list(range(8, 16)), [3, 5, 6]),
         (list(range(8, 16)), [3, 6]),
         (list(range(8, 16)), [3]),
@@ -494,7 +503,7 @@ def test_a_block_that_holds_an_end_token_is_the_last() -> None:
     assert out.passes == {"prefill": 1, "denoise": 1, "store": 0}
 
 
-# ---- What does not go together ----
+# ---- Invalid combinations ----
 
 
 @pytest.mark.parametrize(

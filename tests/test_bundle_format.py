@@ -1,9 +1,9 @@
-"""Tests of the bundle's format. manifest.schema.json and the native reader must agree, and every
-damage must be rejected.
+"""Tests of the bundle's format. manifest.schema.json and the native reader must agree, and damaged
+bundles must be rejected.
 
-The native reader checks the members ``loop`` and ``files``. The schema checks the members that
-describe a bundle, when Python code reads them. The native library runs in the process of the tests,
-so a crash of the library ends the test run.
+The native reader checks the members ``loop`` and ``files``. When Python code reads the other
+members, the schema checks them. The native library runs in the process of the tests, so a crash of
+the library ends the test run.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = schema()
 VALIDATOR = validator()
+# Members that the native reader reads; of all other members, it only checks the names.
 NATIVE = (
     "schema_version",
     "loop",
     "files",
-)  # members that the native reader reads; it only knows the others by name
-READ = (*NATIVE, "text")  # the last one is read if it is present
+)
+READ = (*NATIVE, "text")  # "text" is read if it is present
 NATIVE_VALIDATOR = VALIDATOR.evolve(
     schema=SCHEMA
     | {
@@ -113,7 +114,7 @@ def _relist(bundle: Path, name: str) -> None:
 
 
 def _seal(entry: dict[str, Any]) -> None:
-    """Seal the entry of an engine, as a writer does in its last step."""
+    """Compute the hash (seal) of an engine's entry, as a writer does in its last step."""
     bare = {key: value for key, value in entry.items() if key != "seal"}
     entry["seal"] = hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
@@ -121,8 +122,9 @@ def _seal(entry: dict[str, Any]) -> None:
 
 
 def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, Any]:
-    """Add a valid entry of a fake engine to a manifest and return the entry. The caller writes the
-    engine's file.
+    """Add a valid entry of a fake engine to a manifest and return the entry.
+
+    The caller writes the engine's file.
     """
     name, content = f"engines/{target}.engine", b"engine"
     files = manifest["files"]
@@ -153,7 +155,10 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
 
 
 def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add made-up effort levels to a manifest. Returns them in the form that ``loop`` has."""
+    """Add made-up effort levels to a manifest.
+
+    Returns the levels in the form of the member ``loop``.
+    """
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
     fitted = {
         "quality": "task",
@@ -194,8 +199,9 @@ def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bo
 
 
 def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
-    """Whether Python's check accepts a manifest. Any error other than a BundleError of one line is
-    a defect and is raised.
+    """Return whether Python's check accepts a manifest.
+
+    Any error other than a BundleError of one line is a defect and is raised.
     """
     try:
         check_manifest(manifest, bundle)
@@ -496,7 +502,7 @@ VALUES = st.recursive(
 
 
 def _retyped(value: Any) -> Any:
-    """The same content as another JSON type."""
+    """Return the same content with another JSON type."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, (dict, list)):
@@ -569,7 +575,7 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
         is_described = _is_described(opened.manifest, shared_bundle)
     assert is_described == VALIDATOR.is_valid(damaged)
     if is_described:
-        with contextlib.suppress(BundleError):  # the sizes may not match each other
+        with contextlib.suppress(BundleError):  # the sizes may contradict each other
             network_of(damaged)
 
 
@@ -726,7 +732,7 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
             if path[-1] != "seal" and "engines" in path:
-                # Otherwise the seal would already be wrong.
+                # Otherwise, the reader would reject the seal before it finds the other damage.
                 _seal(manifest["loop"]["engines"]["rtx5090"])
             _write(shared_bundle, manifest)
             is_taken = _opens(shared_bundle, engine="none")
@@ -744,8 +750,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
     ids=lambda path: ".".join(path) or "root",
 )
 def test_a_key_that_is_there_twice_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
-    # JSON readers differ in which of two equal members they use. All readers must see the same
-    # bundle.
+    # If an object has two members with the same name, some JSON readers use the first member, and
+    # others use the last. All readers must see the same bundle, so such an object is rejected.
     manifest = _read(bundle)
     node = manifest
     for key in path:
@@ -777,7 +783,7 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_again(
     bundle: Path, version: int
 ) -> None:
-    # The fields differ as well, but the error must name the version.
+    # The fields are also different, but the error must name the version.
     _write(
         bundle,
         {
@@ -932,7 +938,9 @@ def test_a_bundle_with_effort_levels_opens_and_says_them(bundle: Path) -> None:
 
 
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path) -> None:
-    """The inputs and outputs of the graph are reordered, and each gets the name of another one."""
+    """The inputs and outputs of the graph get a new order, and each gets the old name of another
+    input or output.
+    """
     import onnx
 
     with dlm_runtime.open(bundle, threads=1) as opened:
@@ -952,7 +960,8 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
         backwards = list(reversed(values))
         del values[:]
         values.extend(backwards)
-    for tensor in model.graph.initializer:  # what an input has that a pass leaves out
+    # The default value of an input that a pass may leave out.
+    for tensor in model.graph.initializer:
         tensor.name = called.get(tensor.name, tensor.name)
     for node in model.graph.node:
         for names in (node.input, node.output):
@@ -1013,7 +1022,7 @@ def test_a_port_that_the_graph_does_not_have_is_refused(bundle: Path) -> None:
     assert "entropy" in _refusal(bundle)
 
 
-# ---- What describes a bundle ----
+# ---- Members that describe a bundle ----
 
 
 def test_a_format_that_nobody_knows_is_refused_by_name(bundle: Path) -> None:
@@ -1145,7 +1154,8 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
     assert _opens(bundle, engine="none")
     _change(bundle, "loop", "engines", "rtx5090", *path, value=value)
     assert VALIDATOR.is_valid(_read(bundle))
-    assert _opens(bundle, engine="none")  # the bundle can be opened to build the engine again
+    # The bundle can still be opened without its engine, to build the engine again.
+    assert _opens(bundle, engine="none")
     message = _refusal(bundle, engine="tensorrt")
     assert "loop.engines.rtx5090: was edited after it was written" in message
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
@@ -1230,7 +1240,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
     _write_with_engine(bundle)
     with pytest.raises(
         DlmError, match=r"TensorRT|CUDA"
-    ):  # the library lacks the engine, or the machine lacks the device
+    ):  # the library was built without this engine, or the machine does not have the device
         dlm_runtime.open(bundle)
 
 
@@ -1313,8 +1323,9 @@ def test_what_is_no_plain_file_is_refused_and_not_read(
 def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     bundle: Path, tmp_path: Path, name: str, at: int
 ) -> None:
-    """Links are rejected even if they lead to the right bytes, and both for the file itself and for
-    a folder of its path.
+    """Links are rejected even if they lead to the right bytes.
+
+    The link may replace the file itself, or a folder of its path.
     """
     if not (bundle / name).exists():
         (bundle / name).parent.mkdir(parents=True)
@@ -1443,8 +1454,8 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime reports some of these damages as internal failures. So the test only requires
-    # that the error is one that a user can fix.
+    # ONNX Runtime reports some of this damage as internal failures. So the test accepts any
+    # DlmError.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 

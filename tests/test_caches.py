@@ -1,5 +1,5 @@
-"""Tests of keys and values in fp16 and INT8: the encoding, the kernels, whole loops compared with
-torch, and errors.
+"""Tests of caches in fp16 and INT8: the encoding, the kernels, whole loops compared with torch, and
+errors.
 
 runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
 """
@@ -48,7 +48,8 @@ CALLS = {
     "int8": "Int8CachedAttention",
 }
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
-# The weights of a softmax are right within 2e-7, and some hundred terms are added in another order.
+# The kernels compute the weights of a softmax with errors up to 2e-7, and add some hundred terms in
+# another order.
 TOLERANCE = 2e-5
 UNJUDGED = QuantiseOptions(effort=Effort("none"))
 
@@ -86,8 +87,9 @@ def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -
 
 
 def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
-    """The rows ``[.., D]`` in the form in which they are stored, in plain numpy. For INT8, each row
-    gets the smallest scale that suffices.
+    """Convert rows ``[.., D]`` to the form in which the cache stores them, in plain numpy.
+
+    For INT8, each row gets the smallest scale that is large enough.
     """
     if cache_dtype != "int8":
         return rows.astype(NUMPY[cache_dtype])
@@ -100,8 +102,8 @@ def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
             out[at][-1] = 127
             continue
         wanted = np.float32(max(np.abs(row).max(), 1e-30)) / np.float32(127)
-        # Mantissas start at 128. A smaller mantissa would give the same scale as a larger one with
-        # a lower exponent.
+        # Mantissas start at 128. A scale with a smaller mantissa can also be written with a
+        # mantissa from 128 on and a lower exponent.
         enough = np.where((scales >= wanted) & (m >= 0), scales, np.inf)
         best = np.unravel_index(enough.argmin(), enough.shape)
         codes = np.round(row / np.float32(scales[best]))
@@ -134,8 +136,9 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, power=st.integers(-110, 110), spread=st.integers(0, 9))
 def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
-    """The rows are arbitrary floats, and floats around every power of two, where the exponent of a
-    scale changes.
+    """The rows contain arbitrary floats, and floats around every power of two.
+
+    At powers of two, the exponent of a scale changes.
     """
     near = np.random.default_rng(spread).uniform(-1, 1, (8, 6)).astype(np.float32)
     near[:, 0] = np.float32(127 * 255) * (
@@ -143,7 +146,7 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     )
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
-    # Above this, 127 times the next larger scale is not a finite float.
+    # For larger numbers, 127 times the next larger scale is not a finite float.
     x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
     stored = attention._store_int8(body, body.inputs[0])
@@ -161,8 +164,7 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     amax = np.abs(x).max(-1, keepdims=True)
     is_finite = np.isfinite(amax[:, 0])
     assert np.isnan(back[~is_finite]).all()
-    # The largest error is half a step. A step is a 127th of the largest number, and up to a 128th
-    # more.
+    # The largest error is half a step. A step is at most (1 + 1/128) / 127 of the largest number.
     step = np.maximum(amax, np.float32(1e-30))[is_finite] / 127 * (1 + 1 / 128)
     assert (np.abs(back - x)[is_finite] <= 0.5001 * step).all()
 
@@ -189,8 +191,10 @@ def _pass(
     D: int,
     rotary_size: int = 0,
 ) -> list[np.ndarray]:
-    """The inputs of a call. Rotations are exact, so both sides must store the same keys. Positions
-    are in any order.
+    """Make the inputs of a call.
+
+    The rotations are exact, so kernel and function must store the same keys. Positions are in any
+    order.
     """
     q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
     past = [
@@ -210,8 +214,9 @@ def _pass(
 
 
 def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
-    """Several requests that share a row of tokens. Each sees some of the cached rows, which may be in
-    several places.
+    """Make the segments of several requests that share a row of tokens.
+
+    Each request sees some of the cached rows. These cached rows may be in several places.
     """
     firsts = np.array(
         [0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64
@@ -279,8 +284,8 @@ def test_kernels_attend_as_the_functions_say(
     visible_block: int | None,
     part: int,
 ) -> None:
-    """Kernels and functions agree in three cases: block-causal and full attention, heads of which
-    only a ``part`` is rotated, and several requests in one row.
+    """Kernels and functions give the same results: with block-causal and full attention, if only a
+    ``part`` of a head is rotated, and with several requests in one row.
     """
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
@@ -314,8 +319,9 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     model = _call(cache_dtype, G * group, G, 0, visible_block, epsilon=1e-3)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
-    # Norms add in another order, so a stored key may be rounded to the next code, which is a 100th
-    # of the row's range.
+    # The kernel and the function compute norms with sums in different orders. So a stored key may
+    # be rounded to the next code, and the distance of two codes is about a 100th of the row's
+    # range.
     keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
@@ -412,7 +418,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
 def checkpoints(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Checkpoints by the number of query heads and key and value heads."""
+    """Return checkpoints with different numbers of query heads and of key and value heads."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):
@@ -427,7 +433,7 @@ def checkpoints(
 def built(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Path]:
-    """Bundles by checkpoint and cache. Each build checks parity."""
+    """Return bundles for each checkpoint and each type of cache. Each build checks parity."""
     folder, found = tmp_path_factory.mktemp("caches"), {}
     for number, (name, checkpoint) in enumerate(checkpoints.items()):
         for cache in ("fp16", "int8"):
@@ -446,8 +452,9 @@ CACHED = [name for name, fields in LOOPS.items() if "cache" in name or "dream-bl
 def test_both_loops_write_the_same_over_a_rounded_cache(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """A number between two codes may get a different code on each side. So one canvas in twenty may
-    differ.
+    """A number between two codes may get a different code in each of the two loops.
+
+    So the test allows one canvas in twenty to differ.
     """
     denoiser, equal = load(checkpoints[name]), 0
     cache_dtype = graph.CACHE_DTYPES[cache]
@@ -481,7 +488,10 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
 def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """Rounding the cache changes the logits, and torch rounds the cache in the same way."""
+    """Rounding the cache changes the logits.
+
+    If torch rounds the cache too, the logits of torch change in the same way.
+    """
     denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
     feeds = {
@@ -527,8 +537,8 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
             for past in (rounded, exact)
         )
     lost = np.abs(plain - found).max()
-    # A code that differs changes one number by a step. Rounding changes all numbers by up to half a
-    # step.
+    # If one code differs, one number changes by a step. Rounding changes all numbers by up to half
+    # a step.
     assert np.abs(expected - found).max() < 0.2 * lost
     assert lost > 0
 
@@ -547,13 +557,13 @@ def test_a_quantised_bundle_takes_a_rounded_cache(llada_checkpoint: Path, tmp_pa
         )
 
 
-# ---- What a token takes ----
+# ---- Bytes per token ----
 
 
 def test_inspect_and_plan_tell_what_a_token_takes(
     built: dict[tuple[str, str], Path], llada_checkpoint: Path
 ) -> None:
-    rows = 2 * 2 * 4  # keys and values, layers, heads of 16
+    rows = 2 * 2 * 4  # keys and values, 2 layers, 4 heads of size 16
     sizes = {"fp32": rows * 16 * 4, "fp16": rows * 16 * 2, "int8": rows * 18}
 
     def told(*arguments: str) -> str:
@@ -652,12 +662,13 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
         dlm_runtime.open(bundle)
 
 
-# ---- What rounding costs ----
+# ---- The loss from rounding ----
 
 
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
-    """Passes over rounded rows are compared with passes over exact rows. int8 loses more than fp16,
-    and both lose little.
+    """Passes that read rounded rows are compared with passes that read exact rows.
+
+    The loss of int8 is larger than the loss of fp16, and both losses are small.
     """
     for cache in ("prefix", "dual"):
         fp16, int8 = (demo_losses[name][cache]["masked"]["kl_mean"] for name in ("fp16", "int8"))
@@ -669,7 +680,7 @@ def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any
 
 @pytest.fixture(scope="module")
 def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The loss in accuracy.json (``cache``) of the demo, for each type of cache."""
+    """Return the member ``cache`` of the demo's accuracy.json, for each type of cache."""
     folder, found = tmp_path_factory.mktemp("demo"), {}
     for cache in ("fp16", "int8"):
         report = build(DEMO_CHECKPOINT, folder / cache, BuildOptions(cache_dtype=cache))

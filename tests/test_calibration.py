@@ -1,5 +1,5 @@
-"""Tests of calibration: the data, the states made from the data, and the statistics that observers
-collect of a layer's inputs.
+"""Tests of calibration: the data, the states that are made from the data, and the statistics of
+layer inputs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's tokenizer, which adds user and assistant tokens to a prompt, and a chat template
-    that does the same in every turn.
+    """The demo's tokenizer, with a chat template for several turns.
+
+    The tokenizer adds user and assistant tokens to a prompt, and the template adds them in every
+    turn.
     """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -325,7 +327,9 @@ def states_of(samples: list[Sample], **options: Any) -> list[State]:
 
 
 def left_to_right(sample: Sample, length: int = 40) -> list[np.ndarray]:
-    """The canvases after each pass of a run that commits one token per pass, from left to right."""
+    """Return the canvases after each pass of a run that commits one token per pass, from left to
+    right.
+    """
     canvas = np.append(sample.tokens[: sample.prompt_length], np.full(length, MASK_ID))
     return [
         np.where(
@@ -397,9 +401,8 @@ def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
     )
     assert points.keys() == {40 - round(point * 39) for point in TRAJECTORY_POINTS}
     assert max(points.values()) - min(points.values()) <= 2
-    assert (
-        len({state.sha256 for state in states}) > 700
-    )  # of 800 states; some are equal, for example with everything masked
+    # Of 800 states, some are equal, for example if all positions are masked.
+    assert len({state.sha256 for state in states}) > 700
 
 
 def test_no_mask_ratio_goes_with_every_nth_sample() -> None:
@@ -537,7 +540,10 @@ def observe(x: np.ndarray, is_masked: Any = False, bucket: int = 0, **options: A
 
 
 def heavy_tailed(count: int = 2000, channels: int = 48, seed: int = 0) -> np.ndarray:
-    """Normally distributed values, in which one channel has large values, as in denoisers."""
+    """Make normally distributed values.
+
+    One channel has larger values than the others, as in denoisers.
+    """
     x = np.random.default_rng(seed).standard_normal((count, channels)).astype(np.float32)
     x[:, 3] *= 40
     return x
@@ -636,8 +642,8 @@ def test_the_entropy_range_loses_nothing_of_a_few_magnitudes_far_apart() -> None
 
 
 def divergences(x: np.ndarray) -> dict[float, float]:
-    """For each range: the divergence that INT8 causes for the magnitudes. This follows the steps of
-    Migacz (GTC 2017) on the values themselves.
+    """Return, for each clipping range, the divergence between the magnitudes and their INT8 values.
+    The computation follows Migacz (GTC 2017), with single values instead of a histogram.
     """
     counts, edges = np.histogram(np.abs(x[x != 0]), 2048, range=(0, float(np.abs(x).max())))
     out = {}

@@ -1,8 +1,8 @@
-"""Compares a denoiser as this project reads it with transformers' classes and with code that a
-checkpoint contains.
+"""Compares this project's denoiser with transformers' classes and with code that a checkpoint
+contains.
 
-When a build checks parity, both sides read config.json through the same adapter. Here, the other
-side uses none of this project's code.
+When a build checks parity, the bundle and the torch denoiser come from the same reader of
+config.json. In these tests, the other side uses none of this project's code.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ KNOWN = {
     architecture for family in families.FAMILIES.values() for architecture in family.architectures
 }
 
-# Layouts with grouped heads, biases, a tied head or another theta than the default. If a family
-# misreads one of these, a test shows it.
+# Layouts with grouped heads, biases, a tied head or a theta that is not the default. If a family
+# misreads one of these settings, a test fails.
 LAYOUTS = {
     "llada": llada_config(n_kv_heads=2, include_qkv_bias=True, auto_map=AUTO_MAP),
     "dream": dream_config(),
@@ -79,8 +79,9 @@ def _layouts(*names: str) -> list[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Before it runs the code of a checkpoint, transformers copies this code to a cache. This
-    fixture moves the cache away from the user's folder.
+    """Before it runs the code of a checkpoint, transformers copies this code to a cache.
+
+    This fixture moves the cache away from the user's folder.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -95,7 +96,7 @@ def run(*arguments: object) -> Result:
 
 
 def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: text) -> Path:
-    """Put the released code beside the weights, with a change to its modelling file."""
+    """Put the released code into the checkpoint's folder, with a change to its modelling file."""
     for file in RELEASED_CODE.glob("*.py"):
         text = file.read_text()
         (checkpoint / file.name).write_text(
@@ -108,8 +109,8 @@ def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: tex
 def captured(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
-    """For each layout: its checkpoint, its golden file, and the output of ``capture --json``. Each
-    is made once.
+    """Return, for each layout, its checkpoint, its golden file, and the output of ``capture
+    --json``. Each of these is made once.
     """
     made: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
 
@@ -150,7 +151,8 @@ def check_logits(checkpoint: Path, found: Golden) -> None:
     for canvas, theirs in zip(found.canvases, found.logits, strict=True):
         with torch.no_grad():
             ours = denoiser(torch.from_numpy(canvas.tokens)[None])[0].numpy()[canvas.rows]
-        # Some hundred fp32 terms are added in another order, as for the tolerance of verify.
+        # The two sides add some hundred fp32 terms in different orders. ``verify`` has the same
+        # tolerance for this reason.
         relative = float(np.abs(ours - theirs).max() / (theirs.max() - theirs.min()))
         assert relative <= 2e-4
 
@@ -173,7 +175,9 @@ def test_a_bundle_equals_the_code_from_outside(
 def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released_code(
     captured: Captured, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happened once: theta was stored under a key that was not read, so 10,000 was used."""
+    """This error happened once: theta was stored under a key that was not read, so the default of
+    10,000 was used.
+    """
     checkpoint, file, _ = captured(name)
     real = folder.read_json
 
@@ -252,8 +256,8 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_class_of_transformers_runs_as_it_is(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No family of this project is a class in transformers, so the test registers its own class
-    there.
+    """transformers contains no class of this project's families, so the test registers its own
+    class there.
     """
     from released_code.modeling_llada import LLaDAModelLM
 
@@ -266,7 +270,7 @@ def test_a_class_of_transformers_runs_as_it_is(
     )
 
 
-# ---- Code that proves nothing ----
+# ---- Code that must not be used for a comparison ----
 
 
 def _replace(old: str, new: str) -> Callable[[str], str]:
@@ -316,7 +320,7 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
-    """A class that should be called with a mask sees everything if it is called without one."""
+    """If a class needs a mask but gets none, every position sees all positions."""
     config = sdar_config(auto_map={"AutoModel": "modeling_sdar.SDARForCausalLM"})
     checkpoint = write_checkpoint(tmp_path / "sdar", config)
     (checkpoint / "modeling_sdar.py").write_text(
@@ -349,8 +353,9 @@ def test_code_that_proves_nothing_is_refused_in_a_sentence(tmp_path: Path, name:
 
 
 def saved_config(name: str, path: Path, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of a layout, saved by the transformers class of its trunk, with the released
-    architecture and ids.
+    """Save the config.json of a layout with the transformers class that has the same layers.
+
+    The architecture and the ids are changed to the released values.
     """
     layout = LAYOUTS[name]
     trunk = {"dream": transformers.Qwen2Config, "a2d-qwen3": transformers.Qwen3Config}[name]

@@ -23,12 +23,13 @@ from click.testing import CliRunner, Result
 from dlm_export.cli import main
 
 LIGHTS = "turn on the kitchen lights"
+# One token per pass, and more tokens than the demo was trained with.
 SLOW = (
     "--preset",
     "llada",
     "--max-new-tokens",
     "400",
-)  # one token per pass, and more tokens than the demo was made for
+)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -95,16 +96,16 @@ def slow(demo_bundle: Path) -> Iterator[Terminal]:
 def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type(f"{LIGHTS}\n")
-    slow.until("░ masked")  # the canvas, while it is denoised
+    slow.until("░ masked")  # the canvas is shown while the answer is generated
     slow.type("\x03")
     slow.until("ended by cancelled")
     slow.until("> ")
     slow.type("half a line")
     slow.until("half a line")
-    time.sleep(
-        0.5
-    )  # if a signal arrives before CPython waits for a key, CPython only handles it after that key
-    slow.type("\x03")  # at the prompt, Ctrl-C starts a new line
+    # If a signal arrives just before CPython waits for a key, CPython handles the signal only after
+    # the key.
+    time.sleep(0.5)
+    slow.type("\x03")  # while the command waits for input, Ctrl-C starts a new line
     slow.until("> ")
     slow.type("/effort low\n")
     assert "this bundle has no levels" in slow.until("\n> ")
@@ -151,7 +152,10 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
 
 
 def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
-    """The denoiser was trained on single commands, and fails if it gets two of them."""
+    """The denoiser was trained on single commands.
+
+    If it gets two commands, its answers are wrong.
+    """
     done = _said(
         demo_bundle,
         f"{LIGHTS}\nremind me to call the garage at seven\n{LIGHTS}\n",
@@ -196,7 +200,7 @@ def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) ->
     process.stdin.flush()
     answer: list[str] = []
     deadline = time.monotonic() + 60
-    # Ctrl-C must come while it answers, and not before
+    # Ctrl-C must arrive while the command generates the answer, and not before
     while not answer and time.monotonic() < deadline:
         if _seconds(process.pid) > 2.0:
             process.send_signal(signal.SIGINT)
@@ -210,7 +214,7 @@ def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) ->
 
 
 def _seconds(pid: int) -> float:
-    """The seconds of processor time that a process has used."""
+    """Return the seconds of processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

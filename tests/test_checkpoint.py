@@ -1,5 +1,5 @@
-"""Checkpoints in the released layouts give the right denoiser, with the right weights, special ids
-and tokenizer.
+"""Checkpoints in the released layouts are read correctly: the weights, the special ids and the
+tokenizer.
 
 The forward passes in this file follow the equations of the published model code, with the released
 names of tensors. They share no code with ``dlm_export.denoiser``.
@@ -179,7 +179,8 @@ def test_logits_equal_an_independent_forward_of_the_released_tensors(
     ids[:, 20:] = config["mask_token_id"]
     expected = forward(config, _tensors(path), ids)
     difference = (_load(path)(ids) - expected).abs().max() / (expected.max() - expected.min())
-    # fp32 sums in another order; a wrong pairing or scale would give 1e-1
+    # The sums in fp32 have different orders. A wrong pairing of features or a wrong scale would
+    # give differences of 0.1.
     assert float(difference) < 1e-5
 
 
@@ -442,7 +443,10 @@ SPECIALS = [
 
 @pytest.fixture(scope="module")
 def byte_level_bpe() -> tokenizers.Tokenizer:
-    """A small tokenizer like that of Qwen2. Its forms in Rust and Python must be the same."""
+    """A small tokenizer like the tokenizer of Qwen2.
+
+    The tests compare its forms in Rust and in Python.
+    """
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(tokenizer.QWEN2_SPLIT), behavior="isolated")
@@ -560,8 +564,8 @@ def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> No
 def test_vocabularies_are_accepted_as_they_were_released_with_their_padding(
     tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, family: str, ids: int, vocab_size: int
 ) -> None:
-    # The same share of padding, for a small vocabulary and rounded up. If this is accepted, the
-    # release is accepted too.
+    # The vocabulary is small, and its share of padding is the share of the release, rounded up. If
+    # this share is accepted, the release is accepted too.
     assert vocab_size - ids <= tokenizer.PADDING_SHARE * vocab_size
     size = _vocab_size(byte_level_bpe)
     padded = size + -(-size * (vocab_size - ids) // ids)
@@ -579,15 +583,15 @@ def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
 
 
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
-    """In LLaDA, vocab_size is the size of the tokenizer, and embedding_size that of the matrices.
-    The matrices decide.
+    """In LLaDA's config, vocab_size is the size of the tokenizer, and embedding_size is the size of
+    the matrices. The denoiser's vocabulary has the size of the matrices.
     """
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
     assert _network(path).vocab_size == 160
     assert _load(path)(torch.tensor([[0, 159]])).shape == (1, 2, 160)
 
 
-# ---- What changes numbers is read in every spelling, or refused ----
+# ---- Settings that change results: every spelling is read or rejected ----
 
 
 def _in_the_form_of_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
@@ -685,7 +689,9 @@ def test_a_config_that_leaves_numbers_open_is_refused(
     ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
 )
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
-    """If these keys are missing, LLaDA's configuration class builds another network than LLaDA."""
+    """If these keys are missing, LLaDA's configuration class uses defaults that describe a
+    different network.
+    """
     path = write_checkpoint(tmp_path, llada_config())
     path.joinpath("config.json").write_text(json.dumps(llada_config(**{key: None})))
     with pytest.raises(CheckpointError, match=f"{key} is missing"):
@@ -714,7 +720,7 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
 def test_positions_that_are_not_scaled_are_read_in_every_spelling(
     tmp_path: Path, config: Callable[..., dict[str, Any]], scaling: Any
 ) -> None:
-    """The released RND1 has ``"rope_scaling": false``."""
+    """For example, the released RND1 contains ``"rope_scaling": false``."""
     path = write_checkpoint(tmp_path, config(rope_scaling=scaling))
     assert _network(path).layers[0].attention.rope.scaling is None
 
@@ -728,7 +734,7 @@ def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
     assert checkpoint.config.unread() == ["attn_logit_softcapping"]
 
 
-# ---- One released tensor to several parameters, and several to one ----
+# ---- Released tensors that contain several parameters, or parts of one parameter ----
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def invoke(*arguments: object, text: str | None = None) -> Result:
 
 def test_inspect_counts_parameters_and_memory(dream_checkpoint: Path) -> None:
     told = json.loads(invoke("inspect", dream_checkpoint, "--json").stdout)
-    # The parameters are 160 x 64 twice, a final norm, and two layers. A layer has q, k and v with
-    # biases, out, gate, up, down and two norms.
+    # The denoiser has two matrices of 160 x 64, a final norm, and two layers. A layer has q, k and
+    # v with biases, out, gate, up, down, and two norms.
     layer = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert told["parameters"] == 2 * 160 * 64 + 64 + 2 * layer
     assert told["stored_bytes"] == 2 * told["parameters"]
@@ -79,7 +79,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
 def test_verify_exits_3_and_names_the_miss(
     llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path
 ) -> None:
-    """A weight was changed but the manifest was not, as after a wrong conversion."""
+    """One weight was changed, and the manifest was updated, as after a wrong conversion."""
     import hashlib
 
     broken = tmp_path / "bundle"

@@ -1,6 +1,4 @@
-"""Tests of the page that compares bundles of one checkpoint: the bundles that it accepts, its
-content, and its data.
-"""
+"""Tests of the page that compares bundles of one checkpoint: accepted bundles, content and data."""
 
 from __future__ import annotations
 
@@ -31,8 +29,9 @@ Judged = Callable[..., Path]
 
 @pytest.fixture
 def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
-    """Make a bundle with made-up results that claims to have this precision. Single results may be
-    changed.
+    """Make a bundle with made-up results.
+
+    Its manifest claims this precision. Single results may be changed.
     """
 
     def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:

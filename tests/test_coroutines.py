@@ -151,7 +151,9 @@ def test_a_closed_scheduler_leaves_no_thread_and_no_descriptor(demo_bundle: Path
     with dlm_runtime.open(demo_bundle) as bundle:
         with bundle.scheduler() as warm:
             asyncio.run(_awaited(warm))
-        gc.collect()  # objects of other tests would be freed later
+        # Free the objects of other tests now, because they would be freed during this test
+        # otherwise.
+        gc.collect()
         threads, files = threading.active_count(), descriptors()
         for is_awaited in (True, False):
             with bundle.scheduler() as one:

@@ -1,6 +1,4 @@
-"""Tests of bundles that run on any NVIDIA GPU through ONNX Runtime: their graphs, their results on
-the CPU, and errors.
-"""
+"""Tests of bundles for the target ``cuda``: their graphs, their results on the CPU, and errors."""
 
 from __future__ import annotations
 

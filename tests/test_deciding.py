@@ -1,4 +1,4 @@
-"""Tests of decisions: probabilities equal brute force, answers are consistent, errors are named."""
+"""Tests of decisions: probabilities equal an enumeration of all answers, and errors are named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def compile_parts(
 def run_with(
     constraint: Constraint, logits: np.ndarray, visible_block: int | None = None
 ) -> Generation:
-    """Run a decision after one token. The denoiser always predicts ``logits`` ``[L, V]``."""
+    """Run a decision after a prompt of one token.
+
+    The denoiser predicts ``logits`` ``[L, V]`` in every pass.
+    """
 
     def run(p: CallbackPass) -> None:
         rows = logits[p.position_ids[p.score_rows] - 1].astype(np.float64)
@@ -88,22 +91,25 @@ def run_with(
 
 
 class Answers:
-    """All answers to some questions, for brute force."""
+    """All answers to some questions, to enumerate them."""
 
     def __init__(self, parts: Parts, is_open: bool, vocabulary: Vocabulary) -> None:
         self.is_open, self.vocabulary = is_open, vocabulary
         choices = [[part] if isinstance(part, str) else part for part in parts]
         self.questions = [at for at, part in enumerate(parts) if not isinstance(part, str)]
         self.sizes = [len(choices[at]) for at in self.questions]
-        self.picked: dict[bytes, list[int]] = {}  # by answer: the option of each question
+        # Maps each answer to the chosen option of each question.
+        self.picked: dict[bytes, list[int]] = {}
         for picked in itertools.product(*(range(len(each)) for each in choices)):
             text = "".join(each[at] for each, at in zip(choices, picked, strict=True)).encode()
             assert text not in self.picked
             self.picked[text] = [picked[at] for at in self.questions]
 
     def next_tokens(self, part: bytes, is_whole: bool) -> Iterator[tuple[int, bytes, bool]]:
-        """The tokens that may follow a part of an answer, each with the part that it leads to.
-        After a whole answer, ``part`` is that answer.
+        """Yield the tokens that may follow the start ``part`` of an answer.
+
+        Each token is returned with the longer start that it makes. After the end of an answer,
+        ``part`` stays the whole answer.
         """
         if is_whole:
             yield from ((token, part, True) for token in (range(MASK) if self.is_open else ENDS))
@@ -127,13 +133,13 @@ class Answers:
                 yield token, after, False
 
     def options(self, before: bytes, question: int) -> set[int]:
-        """The options of a question in the answers that start with ``before``."""
+        """Return the options of a question that occur in the answers that start with ``before``."""
         return {picked[question] for text, picked in self.picked.items() if text.startswith(before)}
 
     def weights(self, before: bytes, logits: np.ndarray, is_last: bool) -> dict[bytes, float]:
-        """The weights of all sequences of tokens after ``before``, one token for each row of the
-        logits, added up by the part of an answer that they spell. If ``is_last``, only whole
-        answers count.
+        """Enumerate all sequences of tokens after ``before``, with one token for each row of the
+        logits. Returns the sum of the weights of the sequences for each start of an answer that
+        they make. If ``is_last``, only whole answers count.
         """
         probs = np.exp(logits.astype(np.float64))
         found: dict[bytes, float] = {}
@@ -198,8 +204,10 @@ def test_probabilities_equal_brute_force(
     seed: int,
     kind: type[Vocabulary],
 ) -> None:
-    """For random logits, over all token sequences of all answers. Options share tokens, are
-    prefixes of others, and differ in length. Some tokens cross from one question into the next.
+    """The logits are random, and all token sequences of all answers are enumerated.
+
+    Options share tokens, differ in length, and are prefixes of other options. Some tokens contain
+    the end of one option and the start of the text after it.
     """
     parts = parts_of(questions, between, ends_in_slot and not is_open)
     answers = Answers(parts, is_open, kind(TOKENS))
@@ -211,7 +219,7 @@ def test_probabilities_equal_brute_force(
     logits = random_logits(room, spread, seed)
     weights = answers.weights(b"", logits, is_last=True)
     found = run_with(constraint, logits).option_probs
-    if found is None:  # no pass was needed, because only one answer fits into the room
+    if found is None:  # no pass ran, because only one answer fits into the room
         assert len(weights) == 1
         return
     total = sum(weights.values())
@@ -237,8 +245,10 @@ def test_probabilities_equal_brute_force(
 def test_block_causal_probabilities_equal_brute_force(
     questions: list[list[str]], between: str, block: int, seed: int, kind: type[Vocabulary]
 ) -> None:
-    """Each block is one pass. Its texts divide the probability of the options that agree with the
-    tokens committed before.
+    """Each block takes one pass.
+
+    The pass divides the probability of the committed tokens among the options that agree with these
+    tokens.
     """
     parts = parts_of(questions, between, ends_in_slot=False)
     answers = Answers(parts, False, kind(TOKENS))
@@ -278,7 +288,7 @@ def test_block_causal_probabilities_equal_brute_force(
 
 def test_one_token_options_have_the_softmax_of_their_logits() -> None:
     logits = np.zeros((3, VOCAB), np.float32)
-    logits[0, [0, 1, 5]] = [2.0, 1.0, 9.0]  # the third token is no option
+    logits[0, [0, 1, 5]] = [2.0, 1.0, 9.0]  # the third token does not start an option
     found = run_with(compile_parts([["a", "b"], ","]), logits).option_probs
     wanted = np.exp([2.0, 1.0]) / np.exp([2.0, 1.0]).sum()
     assert found == pytest.approx(list(wanted))

@@ -1,6 +1,4 @@
-"""Tests of the trained demo denoiser as a user sees it. It turns a command into a call, through the
-native runtime.
-"""
+"""Tests of the trained first demo, which turns a command into a call, in the native runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ sys.path.insert(0, str(EXAMPLES / "demo"))
 HELD_OUT = [
     json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()
 ]
-MATCH_FLOOR = 0.95  # the model card has the figure for all 600 commands
+MATCH_FLOOR = 0.95  # examples/README.md has the figure for all 600 commands
 COMMAND = "remind me to call the garage at seven tomorrow"
 LONG_COMMAND = (
     "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
@@ -71,7 +69,7 @@ def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed(
     ],
 )
 def test_make_fits_effort_levels_of_the_demos(target: str, checkpoint: str, bundle: str) -> None:
-    """The examples of --effort work on the bundles that make builds."""
+    """The documented examples of --effort work on the bundles that ``make`` builds."""
     made = subprocess.run(
         ["make", "-nB", target], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
     ).stdout
@@ -274,7 +272,7 @@ def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) 
         validator.validate(json.loads(out.text))
         right += same_call(out.text, row["completion"])
     assert right / 60 >= MATCH_FLOOR
-    # The denoiser was trained for other texts, but must still answer by the schema.
+    # The denoiser was trained on other texts, but the answer must still be valid by the schema.
     out = demo.generate(
         prompt="what is the weather like", max_new_tokens=constraint.shortest, constraint=constraint
     )

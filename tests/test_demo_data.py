@@ -1,5 +1,7 @@
-"""Tests of the demo's data, without torch. The data depends only on a seed, its splits are
-disjoint, and its calls can be parsed and copied from the commands.
+"""Tests of the demo's data, without torch.
+
+The data depends only on a seed. Training data and held-out data are disjoint. Calls can be parsed,
+and their values can be copied from the commands.
 """
 
 from __future__ import annotations

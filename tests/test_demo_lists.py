@@ -1,5 +1,6 @@
-"""Tests of the second demo, which is block-causal, as a user sees it. It turns a command with
-several requests into a list of calls.
+"""Tests of the trained second demo.
+
+It is block-causal, and turns a command with several requests into a list of calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The data of the second demo follows its rules, and its training uses the states that occur in
+"""Tests of the second demo: its data follows the rules, and its training uses states that occur in
 decoding.
 """
 
@@ -44,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Fixed(random.Random):
-    """A random generator that draws nothing. The test sets the results that it needs."""
+    """A random generator whose results the test sets."""
 
     def __init__(self, draws: list[float], choices: list[object]) -> None:
         super().__init__(0)
@@ -130,8 +130,8 @@ def test_results_are_of_earlier_calls_that_have_one(training: list[several.Reque
                 if call["arguments"].get("time", "").startswith(f"${index}"):
                     assert "time" in json.loads(request.completion)[int(index) - 1]["arguments"]
                     continue
-                # A place near a destination that was itself the result of a search is the only
-                # indirect case.
+                # A place near a destination may refer to a destination that is itself the result of
+                # a search. This is the only indirect reference.
                 assert giver in several.RESULTS, request
                 assert call["name"] != "navigate" or giver == "find_place"
     assert references > 300

@@ -1,4 +1,6 @@
-"""The third demo: more passes give more right grids, and its data follows the rules of sudoku."""
+"""Tests of the third demo: with more passes, more grids are right, and its data follows the
+rules.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_the_published_parallel_loop_gives_right_grids_in_fewer_passes(grids: Bu
 def test_effort_levels_are_fitted_at_the_answer_length_of_the_bundle(
     folder: Path, tmp_path: Path
 ) -> None:
-    """A preset's block has 32 tokens, and this denoiser was trained with 20."""
+    """The presets have blocks of 32 tokens. This denoiser was trained with answers of 20 tokens."""
     shutil.copytree(folder, tmp_path / "fitted")
     data = CalibrationOptions(data=EXAMPLES / "demo-sudoku" / "calibration.jsonl")
     levels = fit_bundle(tmp_path / "fitted", EffortOptions(data, samples=8), Silent())
@@ -81,7 +83,8 @@ def test_a_grid_is_right_by_its_rows_columns_quarters_and_clues() -> None:
     assert not sudoku.is_right(PUZZLE, answer.replace("\n", ""))
     assert not sudoku.is_right(PUZZLE, answer[:-1])
     assert not sudoku.is_right(PUZZLE, None)
-    # Only the quarters, only the columns, and only the rows have a digit twice.
+    # In the first grid, only quarters contain a digit twice. In the second grid, only columns do,
+    # and in the third grid, only rows do.
     for cells in ("1234234134124123", "1234341212343412", "1313424231312424"):
         assert not sudoku.is_grid(cells)
     assert len(sudoku.grids()) == len(set(sudoku.grids())) == 288

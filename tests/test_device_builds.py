@@ -1,5 +1,6 @@
-"""Tests of engines that are built on the device: the files that a build prepares for it, and the
-command that builds them, with a fake TensorRT.
+"""Tests of engines that are built on the device, with a fake TensorRT.
+
+A build prepares the files for the device, and a command on the device builds the engine.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ SCHEMA = schema()
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A copy of the demo in nvfp4 for thor, in the state in which a build without the device leaves
-    it.
-    """
+    """A copy of the demo in nvfp4 for thor, as a build on a machine without the device writes it."""
     return copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
 
 
@@ -51,7 +50,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-# ---- Here ----
+# ---- On the machine that builds the bundle ----
 
 
 def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(
@@ -120,7 +119,7 @@ def test_the_command_for_the_device_says_here_that_it_is_for_the_device(
     assert contents(bundle) == before
 
 
-# ---- There ----
+# ---- On the device ----
 
 
 def test_the_command_on_the_device_goes_through_to_the_builder(
@@ -393,7 +392,7 @@ main(sys.argv[4:])
 def test_a_device_without_the_export_extra_finishes_its_engine(
     bundle: Path, tmp_path: Path, missing: list[str]
 ) -> None:
-    network = tmp_path / "network.json"  # without it, the parser of the fake would need onnx
+    network = tmp_path / "network.json"  # with this file, the parser of the fake does not need onnx
     network.write_text(json.dumps(describe(bundle / "device.onnx")))
     given = (json.dumps(missing), str(Path(__file__).parent), str(network))
     command = [sys.executable, "-c", ON_DEVICE, *given, "engine", str(bundle), "--target", "thor"]
@@ -480,14 +479,15 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
     assert inputs[0] == inputs[1]
 
 
-# ---- Ended half-way ----
+# ---- Commands that are killed ----
 
 
 def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(
     bundle: Path, on_device: Callable[..., Any]
 ) -> None:
-    """The command is killed at every operation on its files. The manifest must never list an engine
-    that is missing or is another one.
+    """The command is killed at every operation on its files.
+
+    The manifest must never list an engine that is missing, or an engine that is not in its file.
     """
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0

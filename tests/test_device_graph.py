@@ -1,9 +1,8 @@
-"""device.onnx, from which engines are built, computes the same results as denoiser.onnx, which is
-judged.
+"""device.onnx computes the same results as denoiser.onnx.
 
-The denoisers are tiny and random. ONNX Runtime runs both graphs if it has all of their operators.
-TensorRT's own operator and bf16 run in onnx.reference. NVFP4 is implemented here from its
-definition, without this project's code.
+Engines are built from device.onnx, but denoiser.onnx is judged. The denoisers are tiny and random.
+ONNX Runtime runs both graphs if it has all of their operators. TensorRT's own operator and bf16 run
+in onnx.reference. NVFP4 is implemented here from its definition, without this project's code.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from safetensors.numpy import load_file
 from dlm_calibration.formats import pack_nibbles, quantise_weight
 
 BF16 = ml_dtypes.bfloat16
-# Half the distance between two neighbouring numbers at 1.
+# Half the distance between 1 and the next larger number.
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
 def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The E2M1 codes and E4M3 group scales of ``x`` [.., K]. Groups have 16 values. Their scale is
-    amax / (6 * scale), or 1 for zeros.
+    """Return the E2M1 codes and E4M3 group scales of ``x`` [.., K].
+
+    A group has 16 values. The scale of a group is amax / (6 * scale), or 1 if all values are zero.
     """
     wide, whole = x.astype(np.float32), np.float32(scale)
     groups = wide.reshape(*x.shape[:-1], -1, 16)
@@ -97,8 +97,8 @@ def _feed(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 def _session(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
-    # The graph runs as it is written. Fused kernels would round at other places, depending on how a
-    # graph is written.
+    # The graph runs without optimisation. Fused kernels would round at other places, depending on
+    # the form of the graph.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
@@ -137,8 +137,8 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
 ) -> None:
     bundle = _bundle(checkpoint, precision, "fp16", target)
     feed = _feed(onnx.load(bundle / "device.onnx", load_external_data=False))
-    # The same kernels get the same values. For INT8, a zero point of 128 on a CPU and of 0 in
-    # TensorRT mean the same values.
+    # The same kernels get the same values. For INT8, codes with the zero point 128 on a CPU and
+    # codes with the zero point 0 in TensorRT mean the same values.
     judged, device = (
         _session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx")
     )
@@ -149,14 +149,15 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
 @pytest.mark.parametrize(
     ("precision", "activations", "tolerance"),
     [
-        # Matrix products round their partial sums at other places. This makes a few roundings of
-        # the logits' range.
+        # The two graphs round partial sums of matrix products at different places. The logits may
+        # differ by a few rounding errors of their range.
         ("bf16", "bf16", 4 * 2.0**-8),
         ("int8", "bf16", 4 * 2.0**-8),
         ("int4", "bf16", 4 * 2.0**-8),
-        # An input on the other side of a rounding boundary gets the neighbouring code, which is
-        # 1/16 or 1/4 away. With 64 inputs per layer, a few of these change a logit. The formats
-        # below have no such boundary and are exact up to rounding.
+        # If an input is close to a rounding boundary, the two graphs may give it neighbouring
+        # codes, which differ by 1/16 or 1/4. With 64 inputs per layer, a few such inputs change a
+        # logit. The formats above do not quantise activations, so their results are exact up to
+        # rounding.
         ("fp8", "bf16", 0.08),
         ("nvfp4", "fp16", 0.16),
         ("nvfp4", "bf16", 0.16),
@@ -180,8 +181,9 @@ def test_a_device_graph_computes_what_was_judged(
 
 
 def _operands(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
-    """For each layer: the names of the two operands of its multiplication. The metadata of nodes
-    names the layer.
+    """Return the names of the two operands of each layer's multiplication.
+
+    The metadata of a node names its layer.
     """
     found = {}
     for node in model.graph.node:
@@ -215,8 +217,9 @@ def test_the_weights_of_both_graphs_are_the_same_values(
     device, judged = values
     assert device.keys() == judged.keys()
     for layer, ours in device.items():
-        # TensorRT's form of the graph multiplies the two scales of NVFP4 in the graph's type, and
-        # ONNX Runtime's form in fp32. So the product is rounded once more, and so is the value.
+        # TensorRT's form of the graph multiplies the two scales of NVFP4 in the graph's type. ONNX
+        # Runtime's form multiplies them in fp32. So in TensorRT's form, the product of the scales
+        # is rounded once more, and the value too.
         limit = 2 * ROUNDING[activations] if precision == "nvfp4" else 0.0
         assert np.all(np.abs(ours - judged[layer]) <= limit * np.abs(judged[layer])), layer
 
@@ -265,14 +268,14 @@ def test_both_graphs_have_the_same_ranges_of_activations(
         for name in ("device.onnx", "denoiser.onnx")
     )
     assert device == judged
-    assert len(device) == 2 * 4  # of q, k and v; of out; of gate and up; of down
+    assert len(device) == 2 * 4  # the inputs of q, k and v; of out; of gate and up; of down
 
 
 # ---- Bytes ----
 
 
 def _external(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
-    """For each initialiser outside the graph's file: location, offset and length."""
+    """Return the location, offset and length of each initialiser outside the graph's file."""
     return {
         value.name: {entry.key: entry.value for entry in value.external_data}
         for value in model.graph.initializer

@@ -1,7 +1,6 @@
-"""Tests of the documentation. Its commands run, its programs compile, its links have a target, and
-the names that it uses exist.
+"""Tests of the documentation: commands run, programs compile, links have a target, and names exist.
 
-The tests follow README, "Add a model family" and three tutorials like a reader, on tiny denoisers
+The tests run the commands of README, "Add a model family" and three tutorials, with tiny denoisers
 and in one process. Commands that take minutes or download something are listed in ``LEFT_OUT`` and
 checked in another way. All Python samples are run, and all C samples are compiled.
 """
@@ -50,11 +49,12 @@ EMBED = SITE / "tutorials" / "embed-in-c.md"
 DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
-# The part of README that a terminal shows at once, and the part that a new reader reads.
+# Limits of README: a line must fit into a terminal, and a new reader must be able to read the whole
+# file.
 COLUMNS, LINES = 100, 150
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
-# those that need a server.
+# the samples that need a server.
 SAMPLES = [
     page
     for page in (README, *DOCS)
@@ -62,12 +62,12 @@ SAMPLES = [
     and "\n```python\n" in page.read_text()
 ]
 
-# The folders that replace the placeholders of pages in these tests. README's bundle is where its
-# programs look for it.
+# The folders that replace the placeholders of pages in these tests. The programs in README open
+# build/demo.
 PLACEHOLDERS = {"CHECKPOINT": "checkpoint", "BUNDLE": "build/demo"}
 
-# Commands that are not run: how they begin, and the reason. The files that they name are checked
-# instead.
+# Commands that are not run: the start of the command, and the reason. The test checks that the
+# files that these commands name exist.
 LEFT_OUT = {
     "make": "takes minutes, and is what runs this test; the targets are in the Makefile",
     "pip install": "fetches packages; the extras and files are in the tree",
@@ -79,8 +79,8 @@ LEFT_OUT = {
 }
 
 # A program that runs commands (JSON: a folder and words for each) one by one in one process, so
-# that torch is imported only once. It prints [exit code, output]. dlm_export is imported from the
-# folder in the first argument, even if another one is installed.
+# that torch is imported only once. For each command, it prints [exit code, output]. dlm_export is
+# imported from the folder in the first argument, even if a different dlm_export is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder
@@ -117,8 +117,9 @@ for folder, words in json.loads(sys.argv[2]):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language and its text. If the line before it names a file as ```PATH`:``,
-    also that file.
+    """A fenced block, with its language and its text.
+
+    If the line before the block names a file as ```PATH`:``, ``path`` is this name.
     """
 
     language: str
@@ -175,7 +176,7 @@ def _quoted(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-# ---- What is followed ----
+# ---- The pages whose commands run ----
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ class Followed:
 
 @dataclass(frozen=True)
 class Tour:
-    """The results of all commands of the pages that are followed. Also the folders in which the
-    commands of README and of "Add a model family" ran.
+    """The results of all commands that ran, and the folders in which the commands of README and of
+    "Add a model family" ran.
     """
 
     readme: Path
@@ -320,8 +321,8 @@ def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
 
 
 def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: Tour) -> None:
-    """This is the purpose of the page: a family whose tensors do not match ours one to one, and a
-    layer that earlier families do not have.
+    """The family of the page has tensors that do not match this project's parameters one to one,
+    and a layer that earlier families do not have.
     """
     source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
     assert "Piece(" in source
@@ -360,8 +361,9 @@ def test_the_python_programs_of_a_page_run(
 
 
 def write_c_sample(folder: Path) -> str:
-    """Write README's C program to ``app.c``. Returns the lines of README that compile it, and one
-    line that runs it.
+    """Write README's C program to ``app.c``.
+
+    Returns the lines of README that compile it, and one line that runs it.
     """
     (folder / "app.c").write_text(
         next(block.text for block in _blocks(README) if block.language == "c")
@@ -428,7 +430,7 @@ def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Pa
     assert done.stdout == f"{wanted}\n"
 
 
-# ---- What commands name ----
+# ---- Options and files in commands ----
 
 
 def _cli(words: list[str]) -> click.Command:
@@ -467,7 +469,8 @@ def test_every_command_line_is_one_that_its_program_takes(
     of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        monkeypatch.setattr(kind, "exists", False)  # the file belongs to the reader
+        # The reader must have this file, so it need not exist here.
+        monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):
         if words[0] == "dlm-export":
@@ -517,7 +520,7 @@ def test_what_is_left_out_is_still_in_the_pages() -> None:
         assert any(words[: len(start.split())] == start.split() for words in commands), start
 
 
-# ---- What the text says ----
+# ---- The text of pages ----
 
 
 def test_readme_is_read_in_one_sitting() -> None:
@@ -678,8 +681,9 @@ def test_the_chart_of_readme_shows_the_results() -> None:
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
-    """The unit names programs and folders of a reader. They are replaced by ones that every machine
-    has.
+    """The unit names programs and folders that only the reader has.
+
+    The test replaces them by programs and folders that every machine has.
     """
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
@@ -705,4 +709,4 @@ def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None
         timeout=60,
         check=False,
     )
-    assert "broken.service" in broken.stderr  # shows that the tool reports errors at all
+    assert "broken.service" in broken.stderr  # this proves that the tool reports errors

@@ -1,5 +1,6 @@
-"""Tests of ``dlm-export doctor``: its findings on made-up machines. Odd files, programs or
-libraries must not make it fail.
+"""Tests of ``dlm-export doctor`` on made-up machines.
+
+Unusual files, programs or libraries must not make it fail.
 """
 
 from __future__ import annotations
@@ -297,8 +298,9 @@ def _judged(
     engines: dict[str, object],
     targets: list[str],
 ) -> dict[tuple[str, str], Finding]:
-    """The findings about a bundle for GPUs with these engines. It is made from a bundle for the
-    CPU.
+    """Return the findings about a bundle for GPUs with these engines.
+
+    The bundle is made from a bundle for the CPU.
     """
     manifest = json.loads((bundle / "manifest.json").read_text())
     manifest["loop"]["graph"]["device_file"] = "device.onnx"
@@ -590,7 +592,10 @@ def test_a_native_library_that_does_not_load_is_a_finding(
 
 
 def test_the_native_library_says_which_tensorrt_it_was_compiled_for() -> None:
-    """doctor searches the library for certain marks. They are in the library's sources."""
+    """doctor searches the library's file for certain marks.
+
+    The library's sources must contain these marks.
+    """
     assert (
         NO_TENSORRT.decode()
         in (SOURCE / "src" / "engines" / "tensorrt" / "no_tensorrt.cc").read_text()

@@ -1,5 +1,5 @@
-"""Tests of effort levels: the loops that become levels, the data on which levels are fitted, and
-bundles with levels.
+"""Tests of effort levels: the choice of loops, the data for fitting levels, and bundles with
+levels.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
         assert levels["low"].nfe <= high.nfe / 2
     else:
         assert levels["low"].quality >= (1 - LOSSES["low"]) * high.quality
-    if high.quality == 0:  # then all levels are the preset
+    if high.quality == 0:  # in this case, all levels are the preset
         return
-    for point in curve:  # no other point of the curve is as good with fewer passes
+    for point in curve:  # the curve has no point with at least this quality and fewer passes
         for level in ("medium", "low"):
             assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
 
@@ -95,8 +95,8 @@ def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> Non
 
 
 class Rushed(Scripted):
-    """A denoiser that is only right if it gets enough time: at thresholds above ``needed``, or with
-    one token per pass.
+    """A denoiser that is only right with enough passes: at thresholds above ``needed``, or with one
+    token per pass.
     """
 
     def __init__(self, needed: float) -> None:
@@ -144,8 +144,9 @@ BLOCKWISE = Policy(commit="threshold", threshold=0.6, block_length=4, cache="blo
 
 
 class Stored(Rushed):
-    """A denoiser that takes one more pass for each of three blocks if separate passes store the
-    blocks.
+    """A denoiser with three blocks.
+
+    If separate passes store the blocks, it takes one more pass per block.
     """
 
     def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:

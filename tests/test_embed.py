@@ -1,8 +1,9 @@
 """Builds every example of embedding the runtime as its page says, and runs it.
 
 C and C++ programs run under sanitizers. The examples in Rust and Go and the service are built as
-well. The project needs g++, so it is always there. Tests that need cargo, go, libmicrohttpd or
-jansson are skipped if these are missing, and the reason names them.
+well. g++ is always present, because the project needs it. Tests that need cargo, go, libmicrohttpd
+or jansson are skipped if a program or library is missing. The reason for skipping names the missing
+one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def compile_cxx(output: Path, source: Path, library: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(demo_bundle: Path) -> dict[str, str]:
-    """Python's answers to the prompts, and to each prompt as a chat under ``chat: PROMPT``."""
+    """Python's answers to the prompts.
+
+    The keys are ``PROMPT`` for a prompt, and ``chat: PROMPT`` for a chat with this message.
+    """
     out = {}
     with dlm_runtime.open(demo_bundle) as bundle:
         for prompt in PROMPTS:
@@ -127,7 +131,7 @@ def test_ctrl_c_ends_a_request_with_what_it_has(cancel: Path, demo_bundle: Path)
             & 1 << signal.SIGINT - 1
         ):
             time.sleep(0.001)
-        process.send_signal(signal.SIGINT)  # the signal waits until the program takes it
+        process.send_signal(signal.SIGINT)  # the signal is pending until the program handles it
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert re.fullmatch(r"cancelled: \d+ passes, [1-9]\d* positions undecided\n", said)
@@ -150,7 +154,7 @@ def test_threads_come_to_what_one_session_comes_to(
 
 @pytest.mark.slow
 def test_sixty_four_sessions_share_the_weights(demo_bundle: Path, tmp_path: Path) -> None:
-    """Memory grows with the canvases and passes of the sessions, but not by the weights."""
+    """Each session needs memory for its canvas and its passes, but not for the weights."""
     threads = compile_c(
         tmp_path / "threads", EXAMPLE / "threads.c", embedding.prefix() / "lib", "-O2"
     )
@@ -227,7 +231,10 @@ def wrapper_variables(
 def cargo(
     wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """A function that runs cargo. The folder ``cargo("where")`` has the programs that it builds."""
+    """A function that runs cargo.
+
+    ``cargo("where")`` returns the folder with the programs that cargo builds.
+    """
     program, target = found("cargo"), tmp_path_factory.mktemp("rust")
     home = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
     variables = {
@@ -302,8 +309,9 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """The library is linked statically without any setting. With the feature ``shared``, the crate
-    uses the build script that the wrapper documents.
+    """The library is linked statically without any setting.
+
+    With the feature ``shared``, the crate uses the build script that the wrapper documents.
     """
     is_shared = kind == "shared"
     features = ', features = ["shared"]' if is_shared else ""
@@ -405,7 +413,7 @@ def serve(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 
 @dataclass
 class Service:
-    """A running server. After it has stopped, also its output."""
+    """A running server. After the server has stopped, ``said`` contains its output."""
 
     process: subprocess.Popen[str]
     port: int
@@ -449,8 +457,9 @@ class Service:
 
 @pytest.fixture(scope="session")
 def started(serve: Path, demo_bundle: Path) -> Callable[..., Any]:
-    """``with started(*options) as service`` runs the service on a free port. Memory leaks are
-    reported when it stops.
+    """``with started(*options) as service`` runs the service on a free port.
+
+    Memory leaks are reported when it stops.
     """
 
     @contextmanager
@@ -662,7 +671,7 @@ def test_what_is_under_way_is_finished_when_the_service_stops(started: Callable[
             response = kept.getresponse()
             assert (response.status, response.getheader("Connection")) == (503, "close")
         except (ConnectionError, OSError):
-            pass  # all requests were finished by then, and the connection was closed
+            pass  # the server had already finished all requests and closed the connection
         assert [each.result()[0] for each in asked] == [200] * 5
         service.said = service.process.communicate(timeout=60)[1]
         assert service.process.returncode == 0, service.said

@@ -1,6 +1,4 @@
-"""Tests of errors before an engine is built: the exit code, the advice, and that no files are left
-over.
-"""
+"""Tests of errors before an engine is built: the exit code, the advice, and no files are left."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def test_a_build_that_cannot_be_is_refused_and_leaves_nothing(
     _nothing_left(out)
 
 
-# ---- A bundle that is there ----
+# ---- Existing bundles ----
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +271,7 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
 
 
 class _Untouched:
-    """A module that fails the test if any attribute of it is read."""
+    """A module that fails the test if code reads any of its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was asked for")

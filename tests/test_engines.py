@@ -1,5 +1,5 @@
-"""Tests of engines that TensorRT-RTX builds on this machine without a GPU: their content, their
-entries in the manifest, and errors.
+"""Tests of engines that TensorRT-RTX builds on this machine without a GPU: content, manifest and
+errors.
 
 No test runs an engine, because that needs the GPU for which it was built.
 """
@@ -59,7 +59,7 @@ def fp16(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=BUILDS)
 def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
-    """For a precision: its targets, and the bundle with their engines."""
+    """Return a precision, its targets, and the bundle with an engine for each target."""
     return request.param, BUILDS[request.param], demo_engines(request.param)
 
 
@@ -74,8 +74,7 @@ def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(
         asked = dict.fromkeys(layers, {"fp16": "float16", "bf16": "bfloat16"}[precision])
     else:
         asked = recipe.formats(layers)
-        # The checkpoint is stored in bf16. So activations are bf16, and so are layers that stay in
-        # full precision.
+        # The checkpoint is stored in bf16. So activations and layers in full precision are bf16.
         asked = {layer: "bfloat16" if name == "high" else name for layer, name in asked.items()}
     assert sorted(manifest["loop"]["engines"]) == sorted(manifest["audits"]) == sorted(names)
     for audit in manifest["audits"].values():
@@ -146,7 +145,8 @@ def test_the_native_reader_takes_a_bundle_with_engines(
 def test_an_engine_takes_its_weights_and_little_more(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    # One wide layer. In the engines of the demo, kernels take most of the space.
+    # The denoiser has one wide layer, so that weights take most of the space. In engines of the
+    # demo, kernels take most of the space.
     config = llada_config(d_model=1024, n_heads=16, n_kv_heads=16, mlp_hidden_size=4096, n_layers=1)
     source = write_checkpoint(tmp_path_factory.mktemp("wide"), config)
     sizes = {}
@@ -160,7 +160,7 @@ def test_an_engine_takes_its_weights_and_little_more(
     assert sizes["nvfp4"][1] < sizes["fp16"][1] / 2
 
 
-# ---- What reaches the builder ----
+# ---- Settings of the builder ----
 
 
 class Seen:
@@ -172,7 +172,10 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """TensorRT-RTX itself. Its configuration is kept after a build."""
+    """The real TensorRT-RTX.
+
+    Its configuration is stored after a build, so that tests can read it.
+    """
     kept = Seen()
 
     class Builder(trt.Builder):  # type: ignore[misc,name-defined]
@@ -232,7 +235,7 @@ def test_tensorrt_rtx_which_keeps_no_timings_takes_no_cache_of_them(
     assert not cache.exists()
 
 
-# ---- A bundle that is there already ----
+# ---- Existing bundles ----
 
 
 def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
@@ -281,9 +284,7 @@ def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
 
 
 class Interrupting:
-    """A progress display that presses Ctrl-C, or kills the process, after the first step of the
-    builder.
-    """
+    """A progress display that sends a signal to this process after the builder's first step."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number, self.total, self.steps = number, 0, 0
@@ -322,7 +323,7 @@ def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(
     assert 0 < progress.steps < progress.total, "the builder went on to its end"
 
 
-# ---- Damaged since ----
+# ---- Files that were damaged after the build ----
 
 
 def _truncate(bundle: Path) -> None:
@@ -357,9 +358,8 @@ def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -
         path.unlink()
     run = ("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4)
     assert "engine" in dlm_export(*run).stderr
-    assert (
-        dlm_export(*run, "--engine", "onnxruntime").exit_code == 0
-    )  # this graph is not the one from which the engine was built
+    # The engine was built from a different graph.
+    assert dlm_export(*run, "--engine", "onnxruntime").exit_code == 0
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--force").exit_code == 0
     assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["version"] == trt.__version__
     assert path.stat().st_size == read_manifest(fp16)["files"]["engines/rtx5090.engine"]["bytes"]
@@ -416,7 +416,7 @@ def test_inspect_shows_a_bundles_engines(fp16: Path) -> None:
     assert told == read_manifest(fp16)
 
 
-# ---- What the builder refuses ----
+# ---- Graphs that the builder rejects ----
 
 
 @pytest.fixture
@@ -441,7 +441,7 @@ def test_an_input_that_the_builder_would_ignore_stops_the_build(unbuilt: Path) -
     def edit(model: onnx.ModelProto) -> None:
         past = next(value for value in model.graph.input if value.name == "past_key.0")
         model.graph.input.add().CopyFrom(past)
-        model.graph.input[-1].name = "past_key.6"  # the name belongs to a layer that does not exist
+        model.graph.input[-1].name = "past_key.6"  # this layer does not exist
 
     edit_device_graph(unbuilt, edit)
     before = contents(unbuilt)

@@ -1,6 +1,4 @@
-"""Tests of mixtures of experts as operators: their definition is the documented sum, and all
-kernels compute this sum.
-"""
+"""Tests of mixtures of experts as operators: definition and kernels compute the documented sum."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 1
 tile, panels that are not full, and more than one band.
 """
 SIMULATED = ("FP8Experts", "NVFP4Experts", "NVFP4WeightExperts")
-RANGE = 4.0  # of the activations, from which their scales are made
+RANGE = 4.0  # the range of the activations, from which their scales are computed
 Arrays = dict[str, np.ndarray]
 
 
 def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
-    """Tokens, their experts and weights, and matrices of experts ``[E, K, N]``. The last expert is
-    never chosen.
+    """Make tokens, the chosen experts and factors of each token, and matrices of experts ``[E, K,
+    N]``. The last expert is never chosen.
     """
     tokens, count, inputs, hidden, active = shape
     rng = np.random.default_rng(seed)
@@ -88,8 +86,9 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
 
 
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
-    """The quantised matrices of each expert, by stack. In NVFP4, the matrices of a stack share a
-    scale.
+    """The quantised matrices of each expert, by stack (such as gate).
+
+    In NVFP4, the matrices of a stack have the same global scale.
     """
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
     ranges = {
@@ -102,7 +101,7 @@ def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
 
 
 def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """``laid_out`` for formats for which a CPU has no arithmetic."""
+    """Like ``laid_out``, for formats that are simulated on a CPU."""
     found = {each: given[each] for each in ("x", "chosen", "weights")}
     for stack, weights in rounded(given, name).items():
         if name == "FP8Experts":
@@ -179,8 +178,8 @@ def test_kernels_compute_the_definition(
             found = run(name, inputs, attributes, has_kernels=True)
         except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as err:
             pytest.skip(str(err)[:80])
-        # Floats are added in another order. A value on a boundary between two codes could change
-        # one of many products by 1/127.
+        # The two sides add floats in different orders. If a value is on a boundary between two
+        # codes, one of many products could change by 1/127.
         assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
 
 
@@ -209,7 +208,7 @@ def test_formats_that_are_simulated_compute_with_the_values_they_stand_for(
                 seen(gate / (1 + np.exp(-gate)) * up * weight) @ matrices["down"][expert]
             )[0]
     found = run(name, *laid_out(given, name), has_kernels=has_kernels)[0]
-    # A feature on a boundary between two codes could get either code, but none of these features is
+    # A feature on a boundary between two codes could get either code. In this test, no feature is
     # on a boundary.
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 

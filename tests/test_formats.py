@@ -1,4 +1,4 @@
-"""Quantised values, codes and packed bytes equal those of ONNX's reference, and those of modelopt
+"""Quantised values, codes and packed bytes are the same as in ONNX's reference, and as in modelopt
 if it is installed.
 """
 
@@ -40,8 +40,9 @@ CODE_TYPES = {
 
 
 def _weight(rows: int = 96, columns: int = 40, seed: int = 0) -> np.ndarray:
-    """A weight with heavy tails, as in trained networks. One column and some groups are zero, and
-    there is one minus zero.
+    """A weight with heavy tails, as in trained networks.
+
+    One column and some groups are zero, and there is one minus zero.
     """
     w = np.random.default_rng(seed).standard_t(3, (rows, columns)).astype(np.float32) * np.float32(
         0.05
@@ -69,7 +70,7 @@ def _evaluate(
 
 
 def _codes_tensor(q: QuantisedWeight) -> onnx.TensorProto:
-    """The codes as an ONNX initialiser, made from the bytes that we would write."""
+    """Make an ONNX initialiser from the bytes that this project writes for the codes."""
     if q.format == "nvfp4":
         raw = pack_nibbles(q.codes).tobytes()
     elif q.format == "int4":
@@ -178,7 +179,7 @@ def test_activations_by_rows_are_those_of_onnx(largest: float) -> None:
 def test_nvfp4_activations_are_those_of_standard_onnx_operators() -> None:
     x = np.random.default_rng(3).standard_t(3, (5, 64)).astype(np.float32)
     x[2, 16:32] = 0
-    amax = 4.0  # some groups exceed it
+    amax = 4.0  # some groups have larger values
     # Groups whose scale is halfway between two codes of E4M3.
     x[3, ::16] = np.float32([17, 19, 21, 23]) * np.float32(6 * activation_scale("nvfp4", amax))
     x[3] = np.where(np.arange(64) % 16 == 0, x[3], x[3].clip(-0.01, 0.01))
@@ -283,8 +284,8 @@ def test_nvfp4_bytes_are_those_of_modelopt(dtype: str) -> None:
         assert np.array_equal(ours.dequantise(), values.numpy().T)
 
 
-# Magnitudes from the subnormal numbers of fp32 to almost its largest value. If scales can underflow
-# or overflow, these values show it.
+# Magnitudes from fp32's subnormal numbers to almost fp32's largest number. If scales can underflow
+# or overflow, these values make a test fail.
 _finite = st.floats(-(2.0**120), 2.0**120, width=32)
 _matrices = st.tuples(
     st.integers(1, 3),
@@ -319,18 +320,17 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     assert (np.asarray(q.scales, dtype=np.float32) > 0).all()
     assert q.shape == w.shape == values.shape
     assert (values[w == 0] == 0).all()
-    # The largest distance to a code, in units of the scale. The last two codes of E4M3 are 416 and
-    # 448, those of E2M1 are 4 and 6.
+    # The largest distance from a value to the nearest code, in units of the scale. It occurs
+    # between the two largest codes. For E4M3, these codes are 416 and 448. For E2M1, they are 4 and
+    # 6.
     half_step = {"int8": 0.5, "int4": 0.5, "fp8": 16, "nvfp4": 1}[format]
     if format == "nvfp4":
         assert q.global_scale is not None
         steps = np.repeat(q.scales.astype(np.float64).T * float(q.global_scale), 16, axis=0)
-        shortfall = (
-            6 * 2.0**-10 * float(q.global_scale)
-        )  # of 6 steps relative to amax, if E4M3 rounds down a subnormal number
-        tiny = max(
-            shortfall, 2688 * 2.0**-117
-        )  # values below the smallest global scale all become zero
+        # The error of the largest code, 6, if E4M3 rounds down a subnormal scale.
+        shortfall = 6 * 2.0**-10 * float(q.global_scale)
+        # All values below the smallest global scale become zero.
+        tiny = max(shortfall, 2688 * 2.0**-117)
     else:
         steps = (
             np.repeat(q.scales, 8, axis=0)[: len(w)]
@@ -340,7 +340,7 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
         tiny = 448 * 2.0**-126
     error = np.abs(values.astype(np.float64) - w)
     allowed = half_step * steps.astype(np.float64)
-    if format == "int4":  # the largest value of a group may be up to two steps beyond the last code
+    if format == "int4":  # the largest value of a group may be up to two steps above the last code
         allowed[np.isin(q.codes.astype(int), (-8, 7))] *= 4
     assert (error <= np.maximum(allowed, tiny) * (1 + 1e-5)).all()
 
@@ -497,9 +497,8 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     fake = quantise_activation(x, "int8", None)
     assert np.isfinite(fake).all()
     assert fake[1] == 0
-    assert np.abs(fake - x).max() <= (
-        0.01 * largest if largest > 1 else largest
-    )  # the second value is smaller than any scale
+    # The second value is smaller than every scale.
+    assert np.abs(fake - x).max() <= (0.01 * largest if largest > 1 else largest)
 
 
 @pytest.mark.parametrize("format", NUMBER_FORMATS)

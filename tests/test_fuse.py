@@ -1,5 +1,7 @@
-"""Tests of ``fuse``. A fused graph computes the same numbers with fewer operators. Graphs for which
-``fuse`` is not made stay unchanged.
+"""Tests of ``fuse``.
+
+A fused graph computes the same numbers with fewer operators. Graphs that ``fuse`` does not know
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ Build = Callable[[str, str, bool], Path]
 
 @pytest.fixture(scope="module")
 def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
-    """Build a family in a precision, with or without fusing. Each is built once, and tests must not
-    change it.
+    """Build a family in a precision, with or without fusing.
+
+    Each bundle is built once, and tests must not change it.
     """
     with tempfile.TemporaryDirectory() as folder:
         normed = write_checkpoint(Path(folder) / "checkpoint", a2d_qwen3_config(), seed=7)
@@ -63,7 +66,7 @@ def _network(checkpoint: Path) -> NetworkSpec:
 
 
 def _calls(model: onnx.ModelProto) -> Counter[str]:
-    """Count the nodes of our domain, and the nodes that they replace."""
+    """Count the nodes of the domain ``dlm_export``, and the nodes that they replace."""
     replaced = {"Attention", "RotaryEmbedding", "Softmax", "TopK", "Sigmoid"}
     return Counter(
         node.op_type
@@ -77,7 +80,7 @@ def _load(bundle: Path) -> onnx.ModelProto:
 
 
 def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[str, np.ndarray]:
-    """The inputs of a pass with two rows, over a cache whose rows are in any order."""
+    """The inputs of a pass over two canvases. The rows of the cache are in random order."""
     rng = np.random.default_rng(4)
     feeds = {
         "input_ids": rng.integers(0, 150, (2, T)),
@@ -120,8 +123,8 @@ def _check_same(
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn"])
 def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
     before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
-    # The functions are inlined, so only the order in which the engine adds may differ. fp32 logits
-    # are around 10.
+    # The functions are inlined, so the two graphs only differ in the order in which the engine adds
+    # numbers. The fp32 logits are around 10.
     _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
     _check_same(_in_reference(before), _in_reference(after), 0)
 
@@ -141,7 +144,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
         "Candidates": 1,
         "Int8Linear3": layers,  # q, k, v
         "Int8GatedLinear": layers,
-        "Int8Linear": 2 * layers + 1,  # after attention, down, and the head
+        "Int8Linear": 2 * layers + 1,  # the layers after attention, the down layers, and the head
     }
     assert _calls(_load(built(family, "int4-rtn", True))) == {
         "CachedAttention": layers,
@@ -184,7 +187,7 @@ def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
     assert after["CachedAttention"] == 0
     assert after["Attention"] == before["Attention"] == 2
     assert after["RotaryEmbedding"] == before["RotaryEmbedding"] == 4
-    assert after["Candidates"] == 1  # of logits, which are fp32
+    assert after["Candidates"] == 1  # on the logits, which are fp32
 
 
 def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(
@@ -199,7 +202,7 @@ def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(
         assert all(node.domain != DOMAIN for node in model.graph.node)
 
 
-# ---- What does not look as expected ----
+# ---- Graphs with an unexpected form ----
 
 
 def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
@@ -208,11 +211,13 @@ def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
 
 
 def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
-    """Fuse a changed graph. It must compute the same before and after. Returns the functions that
-    it calls.
+    """Fuse a changed graph.
 
-    ``plain`` lists the modules whose operators must stay, by module path with _ for a dot, and how
-    the reason begins.
+    Before and after fusing, it must compute the same results. Returns the functions that the fused
+    graph calls.
+
+    ``plain`` lists the modules whose operators must not be fused. A key is the path of a module,
+    with _ instead of each dot. The value is the start of the reason.
     """
     before = ir.to_proto(traced.model)
     fused = fuse.fuse(traced)
@@ -254,7 +259,8 @@ def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(
     silu = next(node for node, _ in _nodes(traced, "Sigmoid")[0].outputs[0].uses())
     product = next(node for node, _ in silu.outputs[0].uses())
     up = next(i for i, value in enumerate(product.inputs) if value is not silu.outputs[0])
-    product.replace_input_with(up, silu.outputs[0])  # squared; `up` now has no reader
+    # The product is now squared, and no node uses the output of `up`.
+    product.replace_input_with(up, silu.outputs[0])
     assert _check_fused(traced, blocks_0_mlp="gate and up are not used")["Int8GatedLinear"] == 1
 
 
@@ -317,7 +323,8 @@ def test_norms_of_queries_and_keys_go_into_attention(built: Build) -> None:
     calls = _calls(model)
     layers = a2d_qwen3_config()["num_hidden_layers"]
     assert (calls["NormedCachedAttention"], calls["AddNorm"]) == (layers, 2 * layers)
-    assert [node.op_type for node in model.graph.node].count("RMSNormalization") == 1  # the first
+    # Only the first norm of the network.
+    assert [node.op_type for node in model.graph.node].count("RMSNormalization") == 1
 
 
 @pytest.mark.parametrize(
@@ -348,7 +355,7 @@ def test_heads_that_are_normed_in_another_way_keep_their_operators(
 def test_a_sum_that_is_normed_over_another_axis_stays(built: Build, llada_checkpoint: Path) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     for norm in _nodes(traced, "RMSNormalization")[1:3]:
-        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last axis, under another number
+        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last axis, counted from the start
     assert _check_fused(traced)["AddNorm"] == 2
 
 

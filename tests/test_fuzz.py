@@ -1,8 +1,7 @@
-"""Tests of the native library under hostile use: fuzz targets, random calls, threads, and
-allocations that fail.
+"""Tests of the native library: fuzz targets, random calls, threads, and allocations that fail.
 
-The fuzz targets (``runtime/native/fuzz``) run on their seeds and on every input that ever made one
-of them fail. If clang is installed, libFuzzer generates more inputs (docs/guides/developing.md).
+The fuzz targets (``runtime/native/fuzz``) run on their seeds and on all inputs that once made a
+target fail. If clang is installed, libFuzzer generates more inputs (docs/guides/developing.md).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def test_inputs_that_made_a_target_fail_do_not_any_more(
 
 @pytest.mark.slow
 def test_new_inputs_find_nothing() -> None:
-    """Runs libFuzzer for a few seconds per target. ``make fuzz`` runs longer."""
+    """libFuzzer runs for a few seconds per target. With ``make fuzz``, it runs longer."""
     if not any(
         shutil.which(name, path=TOOLS)
         for name in ("clang++", *(f"clang++-{n}" for n in range(14, 31)))
@@ -57,12 +56,12 @@ def test_new_inputs_find_nothing() -> None:
     assert len(re.findall(r"^\w+: [1-9][\d,]* executions", out, re.MULTILINE)) == len(TARGETS)
 
 
-# ---- Any calls ----
+# ---- Random calls ----
 
 
 def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:
-    # The C++ library is preloaded too, because AddressSanitizer looks for __cxa_throw when it
-    # starts, and Python does not have it.
+    # The C++ library is preloaded too. AddressSanitizer searches for __cxa_throw when it starts,
+    # and Python does not contain this symbol.
     preload = [
         succeed(tool("g++"), f"-print-file-name={name}").strip()
         for name in ("libasan.so", "libstdc++.so.6")
@@ -111,7 +110,7 @@ def test_threads_race_for_nothing() -> None:
     """This test runs under ThreadSanitizer."""
     options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_SANITIZE=thread", "-DDLM_BUILD_TESTS=ON"]
     folder = build(REPOSITORY / "build" / "native-tsan", *options)
-    # ThreadSanitizer needs addresses at which newer kernels put other things
+    # newer kernels may place mappings at addresses that ThreadSanitizer needs
     setarch = tool("setarch")
     for name, *arguments in (
         ("threads_test", "2000"),

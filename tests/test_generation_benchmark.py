@@ -1,6 +1,4 @@
-"""Tests of the benchmark of generations, with fake contestants that answer from a list or end
-early.
-"""
+"""Tests of benchmarks/generation.py with fake contestants, which answer from a list or end early."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ for number, line in enumerate(sys.stdin):
 def _workers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lasts: dict[str, int]
 ) -> Iterator[list[generation.Worker]]:
-    """Workers, some of which end after a number of requests. The request ``about`` counts as one of
-    them.
+    """Make workers. Some of them end after a number of requests.
+
+    The request ``about`` is counted too.
     """
     program = folder / "python"
     program.write_text(ANSWERS.format(python=sys.executable, lasts=lasts))

@@ -1,5 +1,5 @@
-"""Tests of golden files, without torch. They are written completely, read safely, and compared with
-bundles.
+"""Tests of golden files, without torch. Golden files are written completely, read safely, and
+compared with bundles.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def provenance(checkpoint: Path) -> Provenance:
 
 @pytest.fixture(scope="module")
 def kept(llada_checkpoint: Path, llada_bundle: Path) -> Golden:
-    """A golden file that stands in for a capture. Its logits are those of the bundle, so only the
-    files and the comparison are tested.
+    """A golden file in place of a captured one. Its logits come from the bundle, so the tests only
+    cover the files and the comparison.
     """
     with dlm_runtime.open(llada_bundle, threads=1) as bundle:
         network = network_of(bundle.manifest)
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(file: Path, data: st.DataObject
         said = str(err)
     if found is None:
         assert str(damaged) in said
-    else:  # the byte has no meaning, for example in a date
+    else:  # the byte has no effect, for example in a date
         np.testing.assert_array_equal(
             np.concatenate(found.logits), np.concatenate(golden.load(file).logits)
         )
@@ -362,7 +362,7 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
 def test_half_precision_has_its_own_tolerance(
     llada_bundle: Path, llada_checkpoint: Path, file: Path, tmp_path: Path
 ) -> None:
-    """The golden file is made from a bundle, which contains the config.json from which it was
+    """The golden file is made from a bundle. The bundle records the config.json from which it was
     built.
     """
     half = tmp_path / "half"
@@ -382,8 +382,8 @@ def test_half_precision_has_its_own_tolerance(
 
 
 def test_a_quantised_bundle_is_refused(llada_bundle: Path, file: Path, tmp_path: Path) -> None:
-    """The distance of a quantised bundle from the released code is its quantisation loss, which is
-    judged in another way.
+    """A quantised bundle differs from the released code by its quantisation loss. This loss is
+    measured by judging, not with golden files.
     """
     bundle = tmp_path / "bundle"
     shutil.copytree(llada_bundle, bundle)
@@ -434,7 +434,7 @@ def test_verify_asks_for_one_reference(
     assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
-# ---- Capturing, as far as it gets without transformers ----
+# ---- Errors of capture before it needs transformers ----
 
 
 def capture(checkpoint: Path, *arguments: object, code: int = 2) -> str:

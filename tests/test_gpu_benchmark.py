@@ -1,4 +1,7 @@
-"""Runs the GPU benchmark on a CPU with a tiny network. The steps are the same."""
+"""Runs the GPU benchmark on a CPU with a tiny network.
+
+The benchmark's steps are the same as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def test_the_rehearsal_measures_both_loops_of_both_contestants_and_they_agree(
         assert row["equal"] == 1.0 if who == "torch-eager" else row["equal"] >= 0.8, row
     assert rows["native", "dual"]["engine"].startswith("onnxruntime ")
     assert len(done.stdout.splitlines()) == 1 + len(rows)
-    # A second run uses the files of the first, and a contestant that cannot run reports the reason.
+    # A second run reuses the files of the first run. A contestant that cannot run reports the
+    # reason.
     before = (tmp_path / "bundle-fp16" / "manifest.json").stat().st_mtime_ns
     (tmp_path / "bundle-fp16" / "denoiser.onnx").write_bytes(b"")
     failed = _run("--precision", "fp16", "--work", tmp_path, "--contestants", "native")

@@ -1,5 +1,6 @@
-"""Tests of grammars in GBNF as constraints. They allow exactly their texts, and other parsers can
-read the texts that are drawn.
+"""Tests of grammars in GBNF as constraints.
+
+They allow exactly their texts, and other parsers can read random texts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits, Content
 
 LONGEST = 5
-DEEP = LONGEST + 1  # without left recursion, each level of recursion adds a letter
+DEEP = LONGEST + 1  # there is no left recursion, so each level of recursion adds a letter
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -42,7 +43,7 @@ def test_texts_of_the_json_grammar_of_llama_cpp_are_json() -> None:
     assert len(drawn) > 50
     for text in drawn:
         assert isinstance(json.loads(text), dict), text
-    texts = byte_automaton(content(JSON))  # with the default depth
+    texts = byte_automaton(content(JSON))  # with the default limit of recursion
     assert texts.matches('{"a":[{"b":1.5e3}], "c":null}')
     assert not texts.matches('{"a":1,}')
 
@@ -115,7 +116,10 @@ def joined(first: set[str], second: set[str]) -> set[str]:
 
 
 def texts_of(part: Any, known: dict[str, set[str]]) -> set[str]:
-    """The texts of a part with up to ``LONGEST`` letters, computed from the texts of the rules."""
+    """Return the texts of a part with up to ``LONGEST`` letters.
+
+    ``known`` contains the texts of the rules.
+    """
     kind, value = part[:2]
     if kind == "text":
         return {value}

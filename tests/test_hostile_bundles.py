@@ -23,13 +23,13 @@ FEWEST = 60
 NATIVE = ("INVALID_ARGUMENT", "NOT_FOUND", "BAD_BUNDLE", "UNSUPPORTED", "ENGINE_FAILED")
 SHORT = ["--max-new-tokens", "2", "--threads", "1"]
 FEW = ["--count", "1", *SHORT]
-MEMORY_MIB = 768  # resident, under AddressSanitizer
+MEMORY_MIB = 768  # resident memory, with AddressSanitizer
 
 
 @pytest.fixture(scope="module")
 def hostile(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of each case, by name. "good" is the bundle from which they are made. Beside them
-    is a file that no command may reach.
+    """Return the folder of each case, by name. "good" is the bundle from which all cases are made.
+    The parent folder contains a file that no command may open.
     """
     parent = tmp_path_factory.mktemp("hostile") / "bundles"
     found = {}
@@ -131,7 +131,7 @@ def test_commands_refuse_each_in_one_line_and_write_nothing(
             commands[f"run: {case.name}"] = ["run", bundle, "--tokens", "1,2", *SHORT]
         if (
             case.engine == "none" and case not in bundles.TEXTS
-        ):  # for a graph, verify runs PyTorch first
+        ):  # for a damaged graph, verify runs PyTorch first
             commands[f"verify: {case.name}"] = [
                 "verify",
                 bundle,

@@ -1,8 +1,8 @@
-"""For hostile files of every kind, a command prints one line and exits with the right code, and
-never prints a traceback.
+"""For each hostile file, a command prints one line without a traceback and exits with the right
+code.
 
-Memory is limited. A separate program runs the commands one after another. It may use 512 MiB more
-than at its start. This file is also that program.
+A separate program runs the commands one after another. Its memory is limited to 512 MiB more than
+at its start. This file is also that program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hostile_files as hostile
 import pytest
 
 MEMORY_BYTES = 512 << 20
-HANG_SECONDS = 60  # a limit for commands that hang, long enough for a busy machine
+HANG_SECONDS = 60  # time limit for commands that hang; it is long enough for a busy machine
 SAMPLED_EVERY = 23
 SHORT = ("--max-new-tokens", 4, "--threads", 1)
 
@@ -39,11 +39,11 @@ def _address_space() -> int:
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
     """Run commands and return how each ended. The ``harmless`` commands run first and must succeed.
-    After them and torch, all modules are loaded.
+    After these commands, all modules are loaded, including torch.
     """
     from click.testing import CliRunner
 
-    import dlm_export.build  # noqa: F401  # which loads torch
+    import dlm_export.build  # noqa: F401  # this loads torch
     from dlm_export.cli import main
 
     for arguments in harmless:
@@ -76,7 +76,7 @@ def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[
         }
 
 
-# ---- What it runs ----
+# ---- The commands ----
 
 
 class Cases:
@@ -114,12 +114,12 @@ class Cases:
             "tokenizer": "tokenizer.json",
             "chat_template": {"file": "chat.jinja", "special_tokens": {}},
         }
-        (copy / "manifest.json").unlink()  # this is a link to the original
+        (copy / "manifest.json").unlink()  # the copied file is a link to the original
         (copy / "manifest.json").write_text(json.dumps(manifest))
         return copy
 
     def with_file(self, name: str, make: bytes | Callable[[Path], None]) -> Path:
-        """A copy of the checkpoint in which a file is replaced or added."""
+        """Copy the checkpoint, and replace or add a file in the copy."""
         copy = Path(shutil.copytree(self.checkpoint, self.path()))
         (copy / name).unlink(missing_ok=True)
         if isinstance(make, bytes):
@@ -228,7 +228,7 @@ def cases(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. ``code`` is None if it printed a traceback."""
+    """How a command ended. ``code`` is None if the command printed a traceback."""
 
     code: int | None
     said: str
@@ -251,8 +251,9 @@ class Ended:
 
 
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
-    """Run the commands in a separate program and return how they ended, by name. The ``harmless``
-    commands, which load all shared modules, must succeed first.
+    """Run the commands in a separate program and return how they ended, by name.
+
+    The ``harmless`` commands, which load all shared modules, must succeed first.
     """
     given = json.dumps([harmless, [*commands.values()]])
     done = subprocess.run(
@@ -270,8 +271,9 @@ def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) ->
 
 
 def _check(cases: Cases, names: list[str]) -> None:
-    """Run these cases. Each must be rejected with one sentence, and leave nothing on the screen or
-    on the disk.
+    """Run these cases. Each command must fail with one sentence.
+
+    It must print nothing else, and leave no files.
     """
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
     harmless = [

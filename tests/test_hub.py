@@ -1,6 +1,4 @@
-"""Tests of checkpoints by name: the files that are downloaded from a hub, and the messages if that
-fails.
-"""
+"""Tests of checkpoints by name: the files that are downloaded from a hub, and errors."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ NAME = f"hf:{REPOSITORY}"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as it is released. It also has code and pickled weights, which must not be
-    downloaded.
+    """A checkpoint like a released one.
+
+    It also contains code and pickled weights, which must not be downloaded.
     """
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)
     (folder / "modeling_llada.py").write_text("raise SystemExit('executed')")

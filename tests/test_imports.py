@@ -1,4 +1,4 @@
-"""Tests of an install without extras. Importing it is fast, and it can run a bundle."""
+"""Tests of an installation without extras. Its imports are fast, and it can run a bundle."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ else:
     import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
-# The packages and root modules in layers, from the lowest up. Each only imports from its line or
-# from the lines above it.
+# The packages and root modules in layers. A package or module only imports from its own line or
+# from the lines above its line.
 ROOMS = (
     {
         "devices",
@@ -92,7 +92,9 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
 
 
 def test_a_base_install_needs_no_heavy_package() -> None:
-    """The dependencies of the package without extras, and their dependencies."""
+    """The test checks the dependencies of the package without extras, and all dependencies of these
+    packages.
+    """
     from packaging.requirements import Requirement
 
     project = tomllib.loads((EXPORTER.parent.parent / "pyproject.toml").read_text())["project"]
@@ -114,8 +116,8 @@ def test_a_base_install_needs_no_heavy_package() -> None:
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    # ONNX Runtime never sends telemetry on a build server. So the variables that identify one are
-    # unset.
+    # ONNX Runtime never sends telemetry on a build server. So the test unsets the variables that
+    # identify a build server.
     clean = [
         "env",
         *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")),
@@ -189,8 +191,9 @@ MISSING = {
 def test_what_is_missing_is_said_before_anything_is_loaded(
     llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """All commands run in one process of a base install. None of them imports torch before it
-    reports what is missing.
+    """All commands run in one process of an installation without extras.
+
+    Each command reports the missing extra before it imports torch.
     """
     paths = {
         "NOWHERE": tmp_path / "nowhere",
@@ -230,8 +233,8 @@ def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bu
 
 
 def _rooms_imported(path: Path, package: str = "dlm_export") -> Iterator[tuple[int, str]]:
-    """The line and the room of every import from this project's packages, including imports in
-    functions. Imports that are only for types are left out.
+    """Yield the line and the room of every import from this project's packages, including imports
+    in functions. Imports that are only for types are left out.
     """
     tree = ast.parse(path.read_text())
     for_types = {

@@ -1,5 +1,5 @@
-"""Tests of infilling. The given text does not change, holes end before their padding, and the most
-likely length is chosen.
+"""Tests of infilling. The given text does not change. The text of a hole ends before its padding.
+The most likely length is chosen.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ EOS, MASK = 298, 299
 
 
 class Letters:
-    """A tokenizer with one token per byte. It puts a token in front of each text that does not
-    continue another one.
+    """A tokenizer with one token per byte.
+
+    It adds a token before each text, except before texts that continue another text.
     """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
@@ -44,8 +45,9 @@ class Letters:
 
 
 def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any) -> Bundle:
-    """A bundle whose prediction is a function of the canvas and the position. It predicts a token
-    and its probability.
+    """A bundle that predicts with a function.
+
+    The function returns a token and its probability for a canvas and a position.
     """
 
     def run(p: CallbackPass) -> None:
@@ -88,14 +90,15 @@ def test_what_is_given_stays_and_every_hole_is_filled(
 def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
     with lettered(lambda canvas, at: (EOS if at in (5, 6) else ord("a") + at, 0.5)) as bundle:
         done = bundle.infill("x<mask>y<mask>z", lengths=[6, 2], block_length=4)
+    # Tokens four and five are padding, so the text of the hole ends before them.
     assert (done.text, done.holes) == (
         "xcdeyjkz",
         ["cde", "jk"],
-    )  # tokens four and five are padding, and the text after them is cut
+    )
 
 
 def test_the_length_whose_tokens_are_surest_is_taken() -> None:
-    """The denoiser is sure if three positions are masked at first."""
+    """The denoiser is surest if three positions are masked at the start."""
 
     def predict(canvas: list[int], position: int) -> tuple[int, float]:
         return ord("o"), 0.9 if len(canvas) == 1 + 2 + 3 else 0.4
@@ -140,7 +143,9 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 
 
 class Turns(Letters):
-    """A tokenizer that puts a token before a prompt and one after it, like the turns of a chat."""
+    """A tokenizer that adds one token before a prompt and one token after it, as for the turns of a
+    chat.
+    """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2, *text.encode(), 3]

@@ -1,5 +1,5 @@
-"""Tests of JSON Schemas as constraints: how schemas are intersected, which are rejected, which
-keywords are ignored or cause a warning, and how much a schema may cost.
+"""Tests of JSON Schemas as constraints: intersections of schemas, rejected schemas, ignored
+keywords, warnings, and limits.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_references_that_lead_nowhere_are_rejected(reference: str) -> None:
         )
 
 
-# ---- What is accepted: a schema, some valid values of which all are made, and others ----
+# ---- Cases: a schema, values that the constraint must allow, and other values ----
 
 NODE = {"S": {"$ref": "#/$defs/N", "maxLength": 3}, "N": {"type": "string"}}
 EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
@@ -498,7 +498,7 @@ def test_a_schema_contains_itself_at_most_max_depth_times() -> None:
     ]
 
 
-# ---- Against jsonschema ----
+# ---- Comparison with jsonschema ----
 
 SCALARS: tuple[Any, ...] = (None, True, 0, 1, 1.0, 2, -1, 1.5, "", "a", "ab")
 VALUES = (
@@ -550,8 +550,9 @@ DOCUMENTS = st.builds(
 
 
 def is_valid(found: Any, value: Any) -> bool:
-    """Whether jsonschema accepts the value. jsonschema does not end for some recursive schemas, so
-    these are not tested.
+    """Return whether jsonschema accepts the value.
+
+    For some recursive schemas, jsonschema does not end, so these schemas are not tested.
     """
     try:
         return bool(validator(found).is_valid(value))
@@ -571,7 +572,7 @@ def test_listed_values_are_valid_as_jsonschema_says(found: Any) -> None:
 
 
 def is_allowed(found: Any, value: Any) -> bool:
-    """Whether the schema leaves this value of an enum."""
+    """Return whether the constraint allows this value, if the value is listed in an enum."""
     try:
         texts = texts_of({"allOf": [{"const": value}, found], "$defs": found["$defs"]})
     except RequestError as err:
@@ -668,7 +669,7 @@ def test_a_smaller_automaton_is_tried_where_the_estimate_was_too_low() -> None:
     assert not accepts(texts, "é" * 257)
 
 
-# ---- What a schema may cost ----
+# ---- Limits ----
 
 
 def test_patterns_of_an_enum_are_not_matched_by_backtracking() -> None:

@@ -1,5 +1,5 @@
-"""Tests of judging a candidate against its reference: equal masks, the decisions of the loop
-itself, budgets, and thresholds.
+"""Tests of judging a candidate against its reference: equal canvases, the loop's decisions,
+budgets, thresholds.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def decode(tokens: list[int]) -> str | None:
 
 
 def no_text(tokens: list[int]) -> str | None:
-    """A decoder like that of a bundle without a tokenizer."""
+    """The decoder of a bundle without a tokenizer, which returns None."""
     return None
 
 
 class Scripted:
-    """A predictor whose logits and texts are functions. It remembers the canvases that it was
-    shown.
+    """A predictor that computes logits and texts with given functions.
+
+    It stores the canvases that it gets.
     """
 
     name = "scripted"
@@ -90,7 +91,7 @@ class Scripted:
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The logits of a network that is sure of the true tokens."""
+    """Return a function that computes the logits of a network that is sure of the true tokens."""
 
     def logits(canvas: np.ndarray) -> np.ndarray:
         out = np.zeros((len(canvas), VOCAB), np.float32)
@@ -126,7 +127,7 @@ def test_both_see_the_same_canvases_and_prompts_are_never_masked() -> None:
     for theirs, ours in zip(masked, candidate.seen, strict=False):
         np.testing.assert_array_equal(theirs, ours)
     for canvas in reference.seen:
-        if len(canvas) == 3 + 8:  # the canvas of the completion, filled up to one block
+        if len(canvas) == 3 + 8:  # the canvas with the completion, which is padded to one block
             assert canvas[:3].tolist() == [1, 2, 3]
 
 
@@ -231,8 +232,8 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
 def _walk(
     predictor: TorchPredictor, policy: Policy, new: int = 24
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-    """For each pass: the next canvas that was predicted, the next canvas of the loop itself, and
-    the state.
+    """Yield for each pass: the next canvas that was predicted, the next canvas of the loop itself,
+    and the state.
     """
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = frontier.frontier_states(canvases[:-1], policy, predictor)
@@ -259,9 +260,8 @@ def test_what_a_denoiser_would_commit_is_what_its_loop_commits(
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize(
-    "threshold", [0.05, 0.9]
-)  # at 0.9, a shifted denoiser only commits the first position
+# At the threshold 0.9, a shifted denoiser only commits the first position.
+@pytest.mark.parametrize("threshold", [0.05, 0.9])
 def test_a_cached_loops_full_passes_commit_the_same(
     predictors: dict[str, TorchPredictor], family: str, threshold: float
 ) -> None:
@@ -297,8 +297,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # The start has random tokens. It also has mask tokens that must stay, inside a block and as a
-    # whole block.
+    # The canvas starts with random tokens. Some given mask tokens must stay: a few inside a block,
+    # and one whole block.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
     start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False
@@ -322,8 +322,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
 @pytest.mark.parametrize("commit", ["threshold", "entropy_bound", "timestep"])
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
 def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
-    """Scores agree within 2e-6, because softmax and sums in fp32 are computed in another order. The
-    same positions are committed.
+    """Scores differ by at most 2e-6, because softmax and sums in fp32 are computed in another
+    order. Both sides commit the same positions.
     """
     rng = np.random.default_rng(0)
     policy = Policy(score=score, commit=commit, seed=7, block_length=0)
@@ -548,7 +548,7 @@ def test_plain_text_is_continued_from_its_middle() -> None:
     assert found.free_running["samples"][0]["reference"] == "4 4 4 4 4 4 4 4"
 
 
-# --- What cannot be judged ---
+# --- Data that cannot be judged ---
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -612,8 +612,9 @@ def judgement() -> Judgement:
     """A made-up judgement: 2% more loss, 95% top-1 agreement, 10% more passes, and 80% right
     answers.
     """
-    # The relative increase is largest in a bucket with a very small loss. The absolute increase is
-    # largest in a bucket where it may be chance. The worst bucket is neither of these.
+    # In one bucket, the relative increase is largest, but its loss is very small. In another
+    # bucket, the absolute increase is largest, but it may be chance. A third bucket is the worst
+    # bucket.
     little = {
         "ce_increase": 4.0,
         "ce_increase_interval": [2.0, 7.0],
@@ -735,8 +736,10 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
 def writer(
     good_from: float, hesitation: int = 0
 ) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """A side that writes the right answer from some threshold on. It takes one more pass for every
-    tenth of the threshold, and ``hesitation`` more passes in any case.
+    """A side that writes the right answer if the threshold is high enough.
+
+    It takes one more pass for every tenth of the threshold. In addition, it always takes
+    ``hesitation`` more passes.
     """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
@@ -784,9 +787,8 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
     assert found.samples == 4
-    assert found.curve[0] == Point(
-        0.5, 0 if quality == "task" else 0.75, 8
-    )  # for three tokens and the end token
+    # The block consists of three tokens and the end token.
+    assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()
     assert json.loads(json.dumps(as_dict)) == as_dict
@@ -831,8 +833,9 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
-    """The answers are equal, with few passes at 0.3 and many at 0.9. If every score is 0, that does
-    not support a lower threshold.
+    """The answers are equal at all thresholds, with few passes at 0.3 and many passes at 0.9.
+
+    If all answers are wrong, this result does not support a lower threshold.
     """
     found = fit(
         Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
@@ -842,8 +845,9 @@ def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
 
 
 def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """One of four answers is lost. A threshold that gives it back may do so by chance, and the
-    preset's threshold may have lost it by chance.
+    """With the preset's threshold, one of four answers is wrong.
+
+    Another threshold makes this answer right. Both results may be chance.
     """
     samples = [answered() for _ in range(4)]
     lost = samples[2].tokens[: samples[2].prompt_length].tolist()

@@ -1,5 +1,5 @@
-"""Tests of how much work judging does by default: the number of canvases, rounds that stop early,
-and thresholds that are replayed.
+"""Tests of the amount of work in judging: the number of canvases, early stops, and replayed
+thresholds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ NEW = 24
 
 
 class Sides:
-    """A reference that is held as a whole, the same reference that is shown canvases, and a
-    candidate that is the reference with a little noise on its weights.
+    """Three sides of a comparison.
+
+    ``free`` and ``seer`` are the same reference. ``free`` is loaded as a whole and runs its own
+    loop. ``seer`` is loaded layer by layer and only predicts given canvases. The candidate is the
+    reference with a little noise on its weights.
     """
 
     def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
@@ -81,7 +84,7 @@ def _met(predictor: TorchPredictor, samples: Sequence[Sample], policy: Policy) -
     ]
 
 
-# --- A reference that is shown canvases ---
+# --- A reference that only predicts given canvases ---
 
 LOOPS: dict[str, dict[str, Any]] = {
     "no cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
@@ -110,8 +113,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """If a run is reported as equal, the reference's free run contains exactly these canvases. If a
-    run is reported as different, it does not.
+    """If a run is reported as equal, the reference's free run has exactly the same canvases.
+
+    If a run is reported as different, the reference's free run has other canvases.
     """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
@@ -280,9 +284,9 @@ def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyP
         monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong
     )
     assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
-    undecided = Budgets(
-        max_ce_increase=0.01, min_top1=1.0
-    )  # both make the same predictions, so the interval is a single point on the limit
+    # Both sides make the same predictions, so the interval is a single point, which equals the
+    # limit.
+    undecided = Budgets(max_ce_increase=0.01, min_top1=1.0)
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
     assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")
     assert all(after <= 2 * before for before, after in pairwise(judged))

@@ -1,5 +1,7 @@
-"""Tests of the operators of the domain ``dlm_export``. The functions in a graph and the native
-kernels must agree, and graphs with wrong functions must be rejected.
+"""Tests of the operators of the domain ``dlm_export``.
+
+The functions in a graph and the native kernels must agree, and graphs with wrong functions must be
+rejected.
 
 The native library runs in the process of the tests, so a crash of the library ends the test run.
 runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
@@ -48,17 +50,17 @@ BUNDLES = (
     "dream-int4",
     "dream-nvfp4",
 )
-BY_ROWS = ("int8", "int4")  # precisions that quantise activations row by row
+BY_ROWS = ("int8", "int4")  # the precisions that quantise each row of activations separately
 GRAPH = "denoiser.onnx"
 # The most tokens of a pass. onnx.reference gathers rows with numpy.choose, which accepts at most 64
 # arrays.
 LONGEST = 60
-# Kernels add in another order, and their exponentials are right within 2e-7. A difference of 5e-6
-# was seen for logits around 10.
+# Kernels add in another order, and their exponentials have errors up to 2e-7. For logits around 10,
+# the largest observed difference was 5e-6.
 TOLERANCE = 1e-4
-# In INT8 and INT4, an activation between two codes may then get either code, and every later layer
-# sees the difference. A difference of 0.1 was seen, with half of the rows within 0.01. Products
-# that saturate would differ by 3.
+# In INT8 and INT4, an activation between two codes may therefore get either code, which changes the
+# inputs of all later layers. The largest observed difference was 0.1, and half of the rows differed
+# by less than 0.01. Products that saturate would cause a difference of 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
@@ -106,8 +108,9 @@ def bundles(
 
 
 def choices(bundle: Path) -> list[str]:
-    """The values that DLM_KERNELS may have on this processor, as listed by the error for any other
-    value.
+    """Return the values that DLM_KERNELS may have on this processor.
+
+    The error message for an invalid value lists them.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_KERNELS", "abacus")
@@ -147,8 +150,9 @@ def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.n
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
-    """Logits ``[R, V]`` by the definitions of the operators. ONNX Runtime's own INT8 products
-    cannot be used, because they saturate on processors without VNNI.
+    """Compute logits ``[R, V]`` with the definitions of the operators.
+
+    ONNX Runtime's own INT8 products are not used, because they saturate on processors without VNNI.
     """
     return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
 
@@ -313,7 +317,7 @@ def test_what_amx_lacks_is_named(llada_bundle: Path, monkeypatch: pytest.MonkeyP
         dlm_runtime.open(llada_bundle)
 
 
-# ---- Graphs that lie ----
+# ---- Graphs with wrong functions ----
 
 Edit = Callable[[onnx.ModelProto], None]
 
@@ -323,15 +327,14 @@ def _node(model: onnx.ModelProto, op_type: str) -> onnx.NodeProto:
 
 
 def _attribute(op_type: str, name: str, value: object) -> Edit:
-    """Give a node another attribute. None removes the attribute."""
+    """Change an attribute of a node. The value None removes the attribute."""
 
     def edit(model: onnx.ModelProto) -> None:
         node = _node(model, op_type)
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
-        kind = (
-            onnx.AttributeProto.INTS if isinstance(value, list) else None
-        )  # an empty list does not say its type
+        # The type of an empty list is unknown.
+        kind = onnx.AttributeProto.INTS if isinstance(value, list) else None
         node.attribute.extend(
             kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)]
         )
@@ -350,7 +353,7 @@ def _replaced(op_type: str, index: int, array: np.ndarray) -> Edit:
 
 
 def _reshaped(op_type: str, index: int, *dims: int) -> Edit:
-    """Give an initialiser another shape, over the same bytes."""
+    """Change the shape of an initialiser, but not its bytes."""
 
     def edit(model: onnx.ModelProto) -> None:
         name = _node(model, op_type).input[index]
@@ -379,8 +382,9 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
 
 
 def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
-    """Replace attention by the function of this name, with this attribute (None: without it) and
-    weights.
+    """Replace attention by the function of this name, with this attribute and these weights.
+
+    None means no attribute.
     """
 
     def edit(model: onnx.ModelProto) -> None:
@@ -409,8 +413,9 @@ def _by_window(window: object) -> Edit:
 
 
 def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
-    """Replace attention by the function with norms of queries and keys. The weights of the norms
-    are ones.
+    """Replace attention by the function with norms of queries and keys.
+
+    The weights of the norms are ones.
     """
     weights = [np.ones(shape, np.float32) for shape in shapes]
     return _attend_by(NORMED, "epsilon", epsilon, *weights)
@@ -573,7 +578,7 @@ LIES: dict[str, tuple[str, Edit]] = {
 
 @pytest.fixture
 def lying(bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """Make a bundle with a wrong graph. Its manifest is right."""
+    """Return a function that makes a bundle with a wrong graph. The manifest is right."""
 
     def make(name: str) -> Path:
         operator = LIES[name][0]
@@ -664,7 +669,7 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
     codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
     panels = functions.panels(codes)
     assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
-    # This unpacks the panels in the same way as the body of Int8Linear.
+    # The panels are unpacked in the same way as in the body of Int8Linear.
     whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
     assert (whole[:, :columns] == codes).all()
     assert (whole[:, columns:] == 0).all()
@@ -722,9 +727,8 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(8 * pairs, columns)).astype(np.float32)
     weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16, is_signed=True)
-    weight.codes[...] = rng.integers(
-        -8, 8, weight.codes.shape
-    )  # including codes to which no weight is rounded
+    # The test also uses codes that rounding never gives.
+    weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)
     panels, scales = (
         functions.int4_panels(weight.codes),
         functions.panel_scales(weight.scales.T).astype(FP16),
@@ -740,8 +744,9 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
 def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
     bundles: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If operators are loaded in ONNX Runtime's usual way, results equal those of the runtime bit
-    by bit. This also holds without kernels.
+    """A program can load the operators in ONNX Runtime's usual way.
+
+    The results equal the results of this project's runtime bit by bit, with and without kernels.
     """
     tokens = list(range(12))
     for chosen in (kernels, "none"):

@@ -1,5 +1,6 @@
-"""Tests of the layouts of JSON text. A constraint allows exactly the white space that json.dumps
-writes.
+"""Tests of the layouts of JSON text.
+
+A constraint allows exactly the white space that json.dumps writes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def reference(value: Any, layout: str) -> str:
 
 
 def skeleton(text: str) -> str:
-    """The text without its strings, numbers and literals, because these can be spelled in several
-    ways.
+    """Return the text without its strings, numbers and literals, because these can be written in
+    several ways.
     """
     return SCALAR.sub("0", text)
 

@@ -1,5 +1,6 @@
-"""Tests of LLaDA-MoE: its config, its tensors, and its logits, compared with the Qwen3-MoE layer of
-transformers.
+"""Tests of LLaDA-MoE: config, tensors and logits.
+
+Logits are compared with transformers' Qwen3-MoE layer.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def test_logits_are_those_of_transformers_own_layer(
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]`` of the published layer with a bias and a shared expert. All experts are
-    computed, one after another.
+    """Compute logits ``[B, L, V]`` as in the published layer, with a bias and a shared expert.
+
+    All experts are computed, one after another.
     """
     eps, heads, kv_heads = (
         config["rms_norm_eps"],

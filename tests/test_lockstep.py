@@ -56,9 +56,8 @@ def test_each_course_is_the_references(
 ) -> None:
     source = open_source(request.getfixturevalue(family))
     c, policy, rng = source.network, Policy(**LOOPS[name]), np.random.default_rng(seed)
-    given_ids = np.delete(
-        np.arange(c.vocab_size), c.mask_token_id
-    )  # all rows of a fully masked canvas tie, so rounding decides
+    # All rows of a fully masked canvas are equally good, so rounding decides.
+    given_ids = np.delete(np.arange(c.vocab_size), c.mask_token_id)
     starts = [
         start_canvas(rng.choice(given_ids, given).tolist(), new, c.mask_token_id)
         for given, new in shapes

@@ -49,8 +49,9 @@ policies = st.builds(
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy for requests: given tokens, which may contain masks, and new tokens. There is always
-    something to fill.
+    """Strategy for requests with given tokens, which may include mask tokens, and new tokens.
+
+    At least one position is masked.
     """
     tokens = draw(st.lists(st.one_of(st.integers(0, 38), st.just(39)), max_size=20))
     new = draw(st.integers(0, 50))
@@ -106,8 +107,8 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy for several requests of a few lengths, some with masks among the given tokens. Some
-    of them can share passes and some cannot.
+    """Strategy for several requests of a few lengths. The given tokens may include mask tokens.
+    Some of the requests can share passes, and some cannot.
     """
     lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     token = st.one_of(st.integers(0, 38), st.just(39))
@@ -127,7 +128,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     policy: Policy, requests: dict[str, Any], shift: int
 ) -> None:
-    """The end token is frequent, so requests end at different times and leave their batch."""
+    """The end token is frequent, so requests of a batch end at different times."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40)
     new, fields = requests["max_new_tokens"], policy.as_dict()
     together = denoiser.bundle.generate_batch(**requests, **fields)
@@ -249,7 +250,10 @@ def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_reserved_position_holds_an_end_token_and_counts_as_given(cache: str) -> None:
-    """The end token is not generated: it neither ends the text nor counts as a token of the text."""
+    """The reserved end token is not generated.
+
+    It does not end the text, and it is not counted as a token of the text.
+    """
     fields: dict[str, Any] = {"tokens": [3, 4], "cache": cache, "block_length": 4}
     out = ArithmeticDenoiser(eos=5).bundle.generate(
         max_new_tokens=9, reserve="end", stop="none", **fields
@@ -363,7 +367,7 @@ def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(
 
 
 def spans_of(tokens: list[int], new: int, shift: int = 0, **fields: Any) -> list[tuple[int, int]]:
-    """The positions of each pass. Every pass commits one token, and the mask token is 7."""
+    """Return the positions of each pass. Every pass commits one token, and the mask token is 7."""
     spans: list[tuple[int, int]] = []
 
     def run(p: CallbackPass) -> None:
@@ -407,7 +411,8 @@ def test_refresh_starts_later_blocks_with_the_block_before_at_least(
 
 
 def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
-    # Blocks of two start at 1; the second and the third block are given.
+    # Blocks have two positions, and the first block starts at position 1. The second and the third
+    # block are given.
     tokens = [1, 7, 7, 1, 1, 1, 1, 7]
     assert spans_of(tokens, 0, block_length=2, cache="dual", refresh=1) == [(0, 8), (1, 3), (1, 8)]
 
@@ -417,8 +422,10 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]
 ) -> None:
-    """Keys contain their position, and values contain the token, each with its layer and head. No
-    row may be missing or occur twice, or belong to a mask token that has since been replaced.
+    """A key contains its position, and a value contains its token.
+
+    Both contain their layer and head. No row may be missing or occur twice. No row may belong to a
+    mask token that a later pass replaced.
     """
     mask, seen = 39, []
 
@@ -545,8 +552,9 @@ def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> N
 
 
 def golden_runs() -> dict[str, dict[str, Any]]:
-    """Run every commit rule with every cache on the arithmetic denoiser. To write the golden file
-    again, run python tests/test_loop.py.
+    """Run every commit rule with every cache on the arithmetic denoiser.
+
+    To write the golden file again, run python tests/test_loop.py.
     """
     runs = {}
     for commit in COMMITS:
@@ -573,7 +581,9 @@ def test_canvases_are_those_of_the_golden_file() -> None:
 
 
 def test_a_step_callback_can_cancel() -> None:
-    """This test uses the C ABI directly, because Python's stream leaves its loop instead."""
+    """This test uses the C ABI directly, because in Python, ``stream`` is cancelled by leaving its
+    loop.
+    """
     import ctypes as C
 
     from dlm_runtime.abi import native as _native

@@ -1,4 +1,4 @@
-"""Tests of unusual machines and newer libraries: numbers of cores, memory, /proc, versions, and odd
+"""Tests of unusual machines and newer libraries: cores, memory, /proc, versions, and unusual
 numbers.
 """
 
@@ -133,7 +133,8 @@ def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(
         dlm_runtime.open(bundle, engine="none", check_hashes=False) as trusted,
     ):
         with open(bundle / name, "a") as file:
-            file.write("\n")  # the meaning stays the same, so only the hash shows the change
+            # The meaning of the file stays the same, so only the hash shows the change.
+            file.write("\n")
         with pytest.raises(
             BundleError, match=rf"{name}: its SHA-256 differs from the bundle's manifest"
         ):
@@ -152,7 +153,8 @@ def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(
     ):
         file = bundle / checked.manifest["text"]["file"]
         data = bytearray(file.read_bytes())
-        data[-1] ^= 1  # a byte of the chat template's text; only the hash shows the change
+        # This byte belongs to the chat template's text, so only the hash shows the change.
+        data[-1] ^= 1
         file.write_bytes(data)
         with pytest.raises(BundleError, match=r"text.bin: its SHA-256 differs from the manifest's"):
             checked.check_text()

@@ -1,5 +1,5 @@
-"""Tests of masked language models: BERT and RoBERTa compute what transformers computes, and their
-bundles fill masked tokens of a text.
+"""Tests of masked language models: logits equal transformers' logits, and bundles fill masks in a
+text.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def test_a_canvas_beyond_the_learned_positions_is_refused(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A BERT with a WordPiece tokenizer, and a RoBERTa whose mask token takes the space before it."""
+    """A BERT with a WordPiece tokenizer, and a RoBERTa whose mask token includes the space before
+    it.
+    """
     made = {}
     word_pieces = json.loads(tokenizer_files.made("BERT"))
     byte_level = json.loads(tokenizer_files.made("GPT-2"))

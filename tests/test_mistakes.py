@@ -1,7 +1,7 @@
-"""Ten common mistakes in every command in which they can be made. The exit code is the same in all
-commands, and one line names the mistake.
+"""Tests of ten common mistakes, in every command in which a user can make them.
 
-``TABLE`` in docs/guides/troubleshooting.md has the rule. The cases are here.
+All commands must exit with the same code, and print one line that names the mistake. The exit codes
+are in docs/guides/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def places(
     llada_bundle: Path,
     dream_bundle: Path,
 ) -> dict[str, Path]:
-    """The paths that replace the words in capitals."""
+    """Return the paths that replace the words in capitals."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
     taken = folder / "taken"
@@ -267,7 +267,7 @@ def places(
     os.truncate(damaged / "denoiser.onnx.data", 4096)
     int8 = Path(shutil.copytree(llada_bundle, folder / "int8"))
     manifest = json.loads((int8 / "manifest.json").read_text())
-    # The bundle only claims this; no command of these tests runs it.
+    # The manifest claims a wrong precision. No command of these tests runs this bundle.
     manifest["precision"]["name"] = "int8"
     (int8 / "manifest.json").write_text(json.dumps(manifest))
     config = llada_config(
@@ -337,8 +337,9 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
 
 
 def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[str, Path]) -> None:
-    """The error is not about the mask token, which is in the bundle but outside the vocabulary of
-    the checkpoint.
+    """The bundle's mask token is outside the vocabulary of the checkpoint.
+
+    The error names the vocabulary, not the mask token.
     """
     done = CliRunner().invoke(
         main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])]

@@ -1,10 +1,11 @@
-"""Tests of caches in which layers have different numbers and sizes of heads. Decoding with each
-cache must equal decoding without a cache.
+"""Tests of caches in which layers have different numbers and sizes of heads.
+
+Decoding with any cache gives the same result as decoding without a cache.
 
 The graph is made by hand. The keys and values of a row depend only on its own token and position,
-so cached rows never become outdated. All numbers are small integers, whose sums are exact in any
-order. So the canvases must be equal. The prediction of a row depends on every cached number, and on
-the value and the head of every key.
+so cached rows never become outdated. All numbers are small integers, so sums are exact in any
+order, and the canvases must be equal. The prediction of a row depends on every cached number, and
+on each key's number and head.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LAYER = """
   seen.L = ReduceSum(weighed.L, last)
 """
 # How rows are stored. An int8 row repeats its first two codes where its scale would be. If a row is
-# read with the scale of another row, the result shows it.
+# read with the scale of another row, the result is wrong.
 STORED = {
     "float32": """
   read_KIND.L = Identity(old_KIND.L)
@@ -134,7 +135,8 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
     element, _, scale = TYPES[cache_dtype]
     for i, (heads, size) in enumerate(LAYERS):
         rows = "".join(STORED[cache_dtype].replace("KIND", kind) for kind in ("keys", "values"))
-        # The body first has the rows that a pass computes, and then the rows that it reads.
+        # The first part of the body contains the rows that a pass computes. The second part
+        # contains the rows that the pass reads.
         made, attended = LAYER.split("  keys.L =")
         body += f"{made}{rows}  keys.L ={attended}".replace(".L", f"_{i}")
         constants[f"split_{i}"] = np.array([0, 0, heads, size])

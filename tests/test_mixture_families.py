@@ -1,8 +1,7 @@
-"""LLaDA2, RND1 and SDAR-MoE equal classes of transformers that have the same layers, with the same
-weights.
+"""Compares LLaDA2, RND1 and SDAR-MoE with classes of transformers that have the same layers.
 
-Glm4Moe has the layer of LLaDA2: q/k norms, rotary embeddings on half of a head, and the router of
-DeepSeek-V3. Qwen3-MoE has the layer of the other two.
+Both sides have the same weights. Glm4Moe has the layer of LLaDA2: q/k norms, rotary embeddings on
+half of a head, and the router of DeepSeek-V3. Qwen3-MoE has the layer of RND1 and SDAR-MoE.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def glm4_moe(config: dict[str, Any]) -> Glm4MoeConfig:
 
 
 def as_glm4_moe(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of LLaDA2 under the names of Glm4Moe."""
+    """Return the tensors of LLaDA2 with the names of Glm4Moe."""
     names = {
         "word_embeddings": "embed_tokens",
         "attention.dense": "self_attn.o_proj",
@@ -106,8 +105,8 @@ def test_llada2s_logits_are_those_of_glm4_moe(tmp_path: Path) -> None:
     config = llada2_config()
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
     tensors = read_tensors(path)
-    # For groups that are not chosen, Glm4Moe sets the scores to 0, and we make them unreachable. If
-    # all biased scores are above 0, the result is the same.
+    # For groups that are not chosen, Glm4Moe sets the scores to 0. This project makes sure that
+    # these scores are never chosen. If all biased scores are above 0, the result is the same.
     biases = {
         name: tensor.abs() for name, tensor in tensors.items() if name.endswith("expert_bias")
     }
@@ -225,8 +224,8 @@ def test_a_fused_matrix_of_other_heads_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_llada2_computes_what_torch_does_by_every_preset(tmp_path: Path) -> None:
-    """The build compares logits and whole canvases with the reference loop, with and without the
-    exact block cache.
+    """The build compares logits and whole canvases with the reference loop in torch, with and
+    without the exact block cache.
     """
     path = write_checkpoint(tmp_path / "checkpoint", llada2_config(num_hidden_layers=2), seed=7)
     by_blocks = QuantiseOptions(calibration=CalibrationOptions(preset="llada2"))

@@ -1,5 +1,6 @@
-"""Compares calibration with NVIDIA's modelopt. It finds the same ranges and scales, and does not
-change weights.
+"""Compares calibration with NVIDIA's modelopt.
+
+Both find the same ranges and scales, and weights do not change.
 
 Tests that need the package ``nvidia-modelopt`` are skipped if it is not installed.
 """
@@ -74,8 +75,9 @@ def _layers(denoiser: Denoiser) -> list[str]:
 def _inputs(
     denoiser: Denoiser, layers: Sequence[str], states: Sequence[State]
 ) -> dict[str, np.ndarray]:
-    """The inputs of each layer, fp32 ``[P, K]``. The head gets the features of the masked
-    positions.
+    """Return the inputs of each layer, fp32 ``[P, K]``.
+
+    The inputs of the head are the features at masked positions.
     """
     seen: dict[str, list[np.ndarray]] = {layer: [] for layer in layers}
     handles = [
@@ -176,7 +178,7 @@ def test_the_copy_with_torch_linears_computes_the_same(
     assert isinstance(denoiser.get_submodule(DOWN), Linear)
 
 
-# ---- With it ----
+# ---- With the package ----
 
 
 @needs_modelopt
@@ -250,9 +252,9 @@ def test_layers_that_share_an_input_get_one_scale(denoiser: Denoiser) -> None:
 
 @needs_modelopt
 def test_awq_lowers_the_error_of_int4_where_channels_stand_out(denoiser: Denoiser) -> None:
-    with (
-        torch.no_grad()
-    ):  # four channels of the input are a hundred times larger, and the function does not change
+    # Every 24th channel becomes a hundred times larger, and the function of the network does not
+    # change.
+    with torch.no_grad():
         denoiser.blocks[0].mlp.up.weight[:, ::24] *= 100  # type: ignore[union-attr,operator]
         denoiser.blocks[0].mlp.down.weight[::24] /= 100  # type: ignore[union-attr,operator]
     states, calls = _states(), []
@@ -305,7 +307,7 @@ def test_an_input_of_zeros_keeps_a_range(denoiser: Denoiser) -> None:
     ).all()
 
 
-# ---- What it exports ----
+# ---- Checkpoints that modelopt exports ----
 
 
 @needs_modelopt

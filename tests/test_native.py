@@ -1,8 +1,10 @@
-"""Tests of the native library from C programs: it is built with sanitizers, installed, and linked.
+"""Tests of the native library with C programs.
+
+The library is built with sanitizers, installed, and linked.
 
 The tests reach every error path. Builds are in build/native-asan and, for slow tests, in
-build/native-release, so only the first run compiles everything. The installed files are those of
-the Python package.
+build/native-release. So only the first run compiles everything. The tests use the files that the
+Python package installed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ SANITIZE = [
 PRESENT = Path(_native.library()._name)  # the library of the installed package
 LOADERS = {"ld-linux-x86-64", "ld-linux-aarch64"}
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
-# Programs installed into the environment (pip install cmake ninja) come before the system's.
+# Programs in the Python environment (pip install cmake ninja) are used before the system's
+# programs.
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
@@ -61,8 +64,10 @@ def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[s
 
 
 def succeed(*command: str | Path, **variables: str) -> str:
-    """Run a program that must exit with 0, and return its standard output. If it fails, the test
-    fails with everything that it printed.
+    """Run a program that must exit with 0, and return its standard output.
+
+    If the program fails, the test fails, and its message contains everything that the program
+    printed.
     """
     done = run(*command, **variables)
     assert done.returncode == 0, (
@@ -92,8 +97,9 @@ def _header_folder(distribution: str, name: str) -> Path | None:
 
 
 def _header_option(option: str, distribution: str, name: str) -> list[str]:
-    """The CMake option with the folder of a header. The value is empty if the distribution is not
-    installed.
+    """The CMake option with the folder of a header.
+
+    The value is empty if the distribution is not installed.
     """
     folder = _header_folder(distribution, name)
     return [f"-U{option}" if folder is None else f"-D{option}={folder}"]
@@ -106,8 +112,7 @@ HAS_TENSORRT = TENSORRT_HEADERS[0].startswith("-D")
 
 
 def build(folder: Path, *options: str) -> Path:
-    # Options with header folders that an earlier run found are unset, because the folders may be
-    # gone.
+    # An earlier run may have found header folders that no longer exist. So these options are unset.
     generator = [
         "-G",
         "Ninja",
@@ -118,7 +123,7 @@ def build(folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open(
         "w"
-        # Workers share the folder, and two builds at the same time would break each other's files.
+        # Workers use the same folder. Two builds at the same time would damage each other's files.
     ) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
@@ -127,8 +132,9 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
-    """Compile a C program with strict warnings and link it with the library in a build folder, so
-    that it finds the library when it runs.
+    """Compile a C program with strict warnings and link it with a library.
+
+    The program finds this library when it runs.
     """
     link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}"]
     succeed(
@@ -153,7 +159,7 @@ def header() -> str:
 
 
 def header_functions() -> dict[str, tuple[str, int]]:
-    """Every function of the header, with its result type and the number of its arguments."""
+    """Return every function of the header, with its result type and its number of arguments."""
     found = re.findall(r"^DLM_API ([^;]*?)(dlm_\w+)\(([^;]*)\);", header(), flags=re.MULTILINE)
     return {
         name: (result.strip(), 0 if args == "void" else args.count(",") + 1)
@@ -180,8 +186,8 @@ def sanitized() -> Path:
 
 @pytest.fixture(scope="session")
 def release() -> Path:
-    """A build folder with the library as CMake builds it without Python, with debug information for
-    valgrind. Only slow tests use it. The other tests use the library of the package.
+    """A build folder with the library that CMake builds without Python, with debug information for
+    valgrind. Only slow tests use this library. All other tests use the library of the package.
     """
     return build(
         REPOSITORY / "build" / "native-release",
@@ -322,8 +328,9 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
     chosen: str | None,
     seen: str,
 ) -> None:
-    """The library that is loaded is a fake, whose version string is the value of the environment
-    variable.
+    """The test loads a fake ONNX Runtime.
+
+    Its version string is the value of the environment variable.
     """
     source = tmp_path / "fake.c"
     source.write_text(
@@ -351,8 +358,8 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 def test_onnxruntime_leaves_nothing_in_the_home_folder(
     sanitized_example: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    # ONNX Runtime never sends telemetry on a build server. So the variables that identify one are
-    # unset.
+    # ONNX Runtime never sends telemetry on a build server. So the test unsets the variables that
+    # identify a build server.
     clean = [
         "env",
         *(
@@ -370,7 +377,7 @@ def test_onnxruntime_leaves_nothing_in_the_home_folder(
 
 def test_library_exports_the_functions_of_its_header_and_the_entry_for_operators_alone() -> None:
     listing = succeed(tool("nm"), "-D", "--defined-only", "--format=posix", PRESENT)
-    for_onnxruntime = "RegisterCustomOps"  # the name of the function that ONNX Runtime looks up
+    for_onnxruntime = "RegisterCustomOps"  # ONNX Runtime searches for a function with this name
     assert sorted(line.split()[0] for line in listing.splitlines()) == sorted(
         [*header_functions(), for_onnxruntime]
     )
@@ -440,8 +447,8 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
         pytest.skip(
             "onnxruntime_c_api.h is neither in $ONNXRUNTIME_INCLUDE_DIR nor on the system (Debian: libonnxruntime-dev)"
         )
-    # The object contains only static assertions, so they hold if it was compiled. The library
-    # depends on it.
+    # The object file contains only static assertions. If it was compiled, the assertions hold. The
+    # library depends on this object file.
     assert list(release.glob("CMakeFiles/ort_slots_check.dir/**/*.o"))
 
 
@@ -449,7 +456,7 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
 
 
 def _needed(library: Path) -> set[str]:
-    """The shared libraries that a library or program needs from the loader."""
+    """Return the shared libraries that a library or program needs."""
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", succeed(tool("readelf"), "-d", library)))
 
 
@@ -495,8 +502,9 @@ def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
 def test_static_library_keeps_its_names_from_a_programs_own(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The program has functions and a class with the same names as ours, and uses the same
-    templates of the C++ library.
+    """The program defines functions and a class with the same names as in the library.
+
+    It also uses the same templates of the C++ standard library.
     """
     source = tmp_path / "names.cc"
     source.write_text(
@@ -567,8 +575,9 @@ def test_pkg_config_file_builds_the_example(
 
 
 def test_a_parallel_build_with_makefiles_waits_for_the_objects(tmp_path: Path) -> None:
-    """Each compilation is replaced by copying an empty object file, so that only the order of the
-    build steps is tested.
+    """Instead of compiling, the build copies an empty object file.
+
+    So the test only checks the order of the build steps.
     """
     empty, launcher = tmp_path / "empty.o", tmp_path / "launcher"
     succeed(tool("gcc"), "-c", "-x", "c", "-fPIC", "/dev/null", "-o", empty)
@@ -614,7 +623,7 @@ def test_cmake_package_builds_the_example(request_of_example: Request, tmp_path:
 def test_what_cmake_installs_without_python_is_whole(
     release: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    prefix = tmp_path / "prefix"  # another prefix than the one for which the build was configured
+    prefix = tmp_path / "prefix"  # the build was configured for a different prefix
     succeed(tool("cmake"), "--install", release, "--prefix", prefix)
     library = prefix / "lib" / "libdlm_runtime.so"
     version = re.search(

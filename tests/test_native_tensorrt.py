@@ -1,10 +1,12 @@
-"""Tests of the TensorRT engine without a GPU, with mocks of CUDA and TensorRT and under sanitizers.
+"""Tests of the TensorRT engine without a GPU.
+
+The tests use mocks of CUDA and TensorRT, and sanitizers.
 
 The engine is compiled with NVIDIA's headers. The mocks (runtime/native/tests) have "device" memory
-that the host cannot read. They delay the work on a stream until the program waits for it, and check
-every address. The denoiser of the mocks computes arithmetic over every byte that a pass sees. So
-its canvas only equals that of the callback engine if every byte was copied to the right place. The
-tests do not run TensorRT itself.
+that the host cannot read. They delay the work on a CUDA stream until the program waits for the
+stream, and check every address. The mock denoiser computes its results from every byte that a pass
+reads. So its canvas only equals the callback engine's canvas if every byte was copied to the right
+place. The tests do not run the real TensorRT.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ def write_bundle(
 ) -> Path:
     """Write a bundle with only the fields that the native reader needs.
 
-    ``engines`` has the differences from a valid entry, by target; "plan" is the content of the
-    file. ``names`` renames inputs and outputs. ``graphs`` are the two files of graphs, which the
+    ``engines`` maps targets to changes of a valid entry. The key "plan" is the content of the
+    engine file. ``names`` renames inputs and outputs. ``graphs`` are the two graph files, which the
     TensorRT engine never opens.
     """
     folder.mkdir(exist_ok=True)
@@ -152,8 +154,8 @@ def bundle(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Told:
-    """The output of device_driver: statuses with their messages, and how often each function of the
-    mocks had been called at that time.
+    """The output of device_driver: statuses with messages, and how often each mock function had
+    been called.
     """
 
     opened: tuple[str, str]
@@ -176,8 +178,9 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run the driver. Its mocks can be set to fail. It must exit with 0, leak no memory, and
-        never access foreign memory.
+        """Run the driver. ``variables`` can make its mocks fail.
+
+        The driver must exit with 0, leak no memory, and only access its own memory.
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",
@@ -241,10 +244,12 @@ def test_canvases_are_those_of_the_callback_engine(
     if cache == "none":
         options = {key: value for key, value in options.items() if key != "refresh"}
     if cache == "prefix" and given + new > BLOCK:
+        # With a shorter prompt or more new tokens, the first cached pass might be longer than a
+        # block.
         options = options | {
             "given": min(given, 8),
             "new": 24,
-        }  # otherwise the first cached pass would be longer than a block
+        }
     told = drive(bundle, cache=cache, rounds=3, **options)
     assert told.opened[0] == "OK"
     assert "tensorrt 10.14.1.48 (Mock GPU, SM 12.0, engine rtx5090)" in told.opened[1]
@@ -282,8 +287,8 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
     tmp_path: Path, drive: Drive
 ) -> None:
-    # Each input or output gets the name that another one would normally have. Code that relies on
-    # position or on the usual name takes the wrong one.
+    # Each input or output gets the usual name of a different input or output. Code that relies on
+    # positions or usual names uses the wrong input or output.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
     lines = [f"rename {name} {name}!" for name in called] + [
@@ -313,7 +318,7 @@ def test_logits_are_copied_whole_and_in_as_many_passes_as_the_engine_needs(
     assert told.made("pageable_copies") == passes
 
 
-# ---- What a pass costs ----
+# ---- The work of a pass ----
 
 
 def test_a_pass_waits_once_and_logits_stay_on_the_device(bundle: Path, drive: Drive) -> None:
@@ -333,14 +338,14 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks, and after the last one no rows are copied.
+    # There are three blocks. After the last block, no rows are copied.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
     )  # keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
-    # A refresh moves the past rows aside. They come back without some rows, and with the rows of
-    # the pass in between.
+    # A refresh copies the past rows to other memory. Then some of these rows are copied back, with
+    # the new rows of the pass between them.
     told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
     first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
     assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * len(LAYERS)
@@ -351,7 +356,7 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
-    # Full passes (T 29, S 0, R 8) and cached passes (T 8, S 21, R 8), 3 and 21 of them per request.
+    # Each request has 3 full passes (T 29, S 0, R 8) and 21 cached passes (T 8, S 21, R 8).
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2
@@ -361,8 +366,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
 
 
 def test_rows_are_rounded_so_that_few_graphs_exist(bundle: Path, drive: Drive) -> None:
-    # In a block of 32, passes score 32, 31, ... 1 rows. The engine rounds these to four sizes and
-    # captures each size once.
+    # In a block of 32, the passes score 32, 31, ... 1 rows. The engine rounds these numbers up to
+    # four sizes, and captures a CUDA graph for each size once.
     told = drive(bundle, cache="none", given=8, new=32, block=32, rounds=2)
     assert told.all_same()
     assert told.counts[0]["nfe"] == 32
@@ -388,7 +393,8 @@ def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(
         )
         == 2 + 32
     )
-    # The size that is used in between is kept. So it is captured once, like the 39 others.
+    # One size is used between all others, so its CUDA graph is kept. It is captured once, like the
+    # graphs of the 39 other sizes.
     mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
     assert mixed.counts[79]["createExecutionContext"] == 2 + 40
 
@@ -575,7 +581,7 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
 
 
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
-    # This file is not an engine, but the message must not give this as the reason.
+    # This file is not an engine. However, the message must name a different reason.
     write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
     assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
     assert (

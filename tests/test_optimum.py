@@ -1,7 +1,7 @@
-"""``optimum-cli export dlm`` equals ``dlm-export build``: it has the same options, does the same
-work, and exits with the same codes.
+"""``optimum-cli export dlm`` has the same options, results and exit codes as ``dlm-export build``.
 
-The command itself only runs if optimum is installed. The mapping of its arguments is always tested.
+The command only runs in these tests if optimum is installed. The mapping of its arguments is always
+tested.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_every_option_of_build_comes_through_with_its_value(
     example = _example(option)
     flag, *value = example
     if value and value[0].startswith("-"):
-        # argparse would take a value with a leading dash for an option
+        # argparse would treat a value with a leading dash as an option
         example = [f"{flag}={value[0]}"]
     translated = _through_optimum(command, [*example, "the checkpoint", "out"])
     assert translated[0] == "build"

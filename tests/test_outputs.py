@@ -1,5 +1,6 @@
-"""Tests of output paths. No file may be lost, even if another process writes to the path or a build
-ends at any time.
+"""Tests of output paths.
+
+No file is lost, even if another process writes there or a build is killed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ def _no_renameat2(*_: object) -> None:
 
 @pytest.fixture(params=["renameat2", "two renames"])
 def either_move(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves files with the system's call, and as on a file system that lacks its flags."""
+    """Move files with renameat2, and without it, as on a file system that does not support its
+    flags.
+    """
     if request.param == "two renames":
         monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
 
 
-# ---- Something else comes meanwhile ----
+# ---- Another process writes to the output path ----
 
 
 def _loses() -> Any:
@@ -188,7 +191,7 @@ def test_folders_above_an_output_are_made_and_go_again_with_it(tmp_path: Path) -
     assert os.listdir(tmp_path / "a" / "b") == ["bundle"]
 
 
-# ---- Two at once ----
+# ---- Two builds at the same time ----
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -236,7 +239,7 @@ def test_a_bundle_whose_engines_are_being_changed_is_not_replaced(out: Path) -> 
     assert os.listdir(out) == ["new"]
 
 
-# ---- What a kill leaves ----
+# ---- Files of a killed build ----
 
 
 def _leave(out: Path, name: str = "old") -> Path:
@@ -340,9 +343,8 @@ def _check(found: dict[str, Any]) -> None:
     assert found["code"] == -sent, found
     old = "old" if found["force"] else None
     if second is not None and second[0] == 0:
-        assert found["stands"] == "second", (
-            found
-        )  # it began before our build had a claim, or after our build was done
+        # The other build began before this build had a claim, or after this build was done.
+        assert found["stands"] == "second", found
     else:
         assert found["stands"] in (old, "new"), found
         assert second is None or second[0] in (ExitCode.COULD_NOT, ExitCode.WRONG_INPUT), found
@@ -394,8 +396,10 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
 def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
     tmp_path: Path, llada_checkpoint: Path
 ) -> None:
-    """The command itself is killed by another process. In one of three runs this happens at any
-    time, in the others while its last files are moved to their place.
+    """Another process kills the command.
+
+    In one of three runs, the kill comes at a random time. In the other runs, it comes while the
+    last files are moved to their place.
     """
     out = tmp_path / "out" / "bundle"
     claim = out.with_name(".bundle.dlm-export")
@@ -418,7 +422,7 @@ def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
         )
 
     def stands() -> int:
-        with dlm_runtime.open(out, engine="none") as bundle:  # this checks every hash
+        with dlm_runtime.open(out, engine="none") as bundle:  # opening checks every hash
             return bundle.max_canvas_length
 
     began = time.monotonic()

@@ -1,6 +1,4 @@
-"""Tests of parity: the ONNX graph equals torch, and the native loop equals the reference loop,
-separately and together.
-"""
+"""Tests of parity: the ONNX graph equals torch, and the native loop equals the reference loop."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from dlm_runtime import PRESETS, Bundle
 # logits.
 RELATIVE = 2e-4
 
-# Enough different policies to expose a wrong rule. The thresholds are ones at which random
+# These policies are different enough to expose a wrong rule. With these thresholds, random
 # denoisers commit several tokens at once.
 LOOPS: dict[str, dict[str, Any]] = {
     "llada": {"preset": "llada", "block_length": 8},
@@ -254,9 +252,10 @@ def test_native_loop_over_the_torch_denoiser_equals_the_reference(
 def test_a_batch_equals_the_reference_request_by_request(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:
-    """The batch runs on ONNX, and on torch, whose results depend on every cached row of the batch
-    being in its place. Two requests are infilled, so that their blocks need different numbers of
-    passes.
+    """The batch runs on ONNX and on torch.
+
+    With torch, the results are only right if every cached row of the batch is in its place. Two
+    requests are infilled, so that their blocks need different numbers of passes.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -291,8 +290,9 @@ def test_a_batch_equals_the_reference_request_by_request(
 def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     pairs: dict[str, Pair], family: str, refresh: int, cache: str
 ) -> None:
-    """Given positions are at the start, in the middle and at the end of blocks. One block is given
-    completely, and the last one is shorter.
+    """Given positions are at the start, in the middle and at the end of blocks.
+
+    One block is given completely, and the last block is shorter than the others.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -310,8 +310,9 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
 
 
 def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
-    """The policies in the table must give different results. Otherwise, comparing them with the
-    reference would prove little.
+    """The policies in the table must give different results.
+
+    If they gave the same results, comparing them with the reference would prove little.
     """
     pair = pairs["llada"]
     tokens = prompts(pair.denoiser, 1)[0]
@@ -379,8 +380,8 @@ def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None
 def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path) -> None:
     report = build(llada_checkpoint, tmp_path / "bundle", BuildOptions(precision="fp16"))
     assert report.parity is not None
-    # Significands have 11 bits, so the last bit is 5e-4 of a value. The errors of a few layers add
-    # up.
+    # The significand of fp16 has 11 bits, so the last bit is 5e-4 of a value. The errors of a few
+    # layers add up.
     assert 0 < max(row.relative for row in report.parity.graph) < 5e-3
     assert report.files_bytes["denoiser.onnx.data"] < 300_000
     with dlm_runtime.open(tmp_path / "bundle") as bundle:

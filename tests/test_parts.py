@@ -1,5 +1,5 @@
-"""The parts of a graph, run one after another, equal the graph bit by bit. If something is missing,
-an error names it.
+"""If the parts of a graph run one after another, the results equal the whole graph's results bit by
+bit.
 """
 
 from __future__ import annotations

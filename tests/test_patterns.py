@@ -1,5 +1,7 @@
-"""Tests of patterns of JSON Schema as constraints. The pattern engines of node and Python decide
-which strings contain a pattern. Strings on which the two disagree are never generated.
+"""Tests of patterns of JSON Schema as constraints.
+
+The tests use the pattern engines of node and Python as references. If the two engines disagree on a
+string, the constraint must not allow this string.
 """
 
 from __future__ import annotations
@@ -127,8 +129,9 @@ console.log(JSON.stringify(patterns.map(pattern => {
 
 
 def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
-    """For each pattern and text: whether node finds the pattern in the text. None for a pattern
-    that node rejects.
+    """For each pattern and text, return whether node finds the pattern in the text.
+
+    For a pattern that node rejects, the result is None.
     """
     node = shutil.which("node")
     if node is None:
@@ -145,7 +148,10 @@ def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
 
 
 def compiled(pattern: str) -> ByteAutomaton | None:
-    """The constraint for strings with a pattern. None if no string contains the pattern."""
+    """Compile the constraint for strings with a pattern.
+
+    Returns None if no string contains the pattern.
+    """
     try:
         return byte_automaton(schema_content({"type": "string", "pattern": pattern}))
     except RequestError as err:
@@ -173,15 +179,16 @@ def test_classes_of_patterns_are_those_of_ecmascript(number: int) -> None:
         letter = chr(point)
         is_accepted = made is not None and made.matches(quoted(letter))
         is_right = is_in and (engine is None or engine.search(letter) is not None)
-        # Some engines count marks and similar characters as parts of words. Digits of other scripts
-        # match [\W\d] for different reasons.
+        # Engines disagree about whether marks and similar characters belong to words, and whether
+        # \d matches digits of other scripts.
         is_unclear = unicodedata.category(letter) in ("Mn", "Mc", "Me", "Pc", "Cf", "Nd")
         assert is_accepted == is_right or (is_right and is_unclear), f"U+{point:04X}"
 
 
 def of_python(pattern: str) -> re.Pattern[str] | None:
-    """The pattern for Python, or None if Python cannot read it. Patterns with half of a surrogate
-    pair are excluded, because no text in Python contains one.
+    """The pattern for Python, or None if Python cannot read it.
+
+    Patterns with half of a surrogate pair are excluded, because no text in Python contains one.
     """
     if r"\uD83D" in pattern:
         return None

@@ -1,4 +1,6 @@
-"""Work in pieces gives the same results as the whole, in order, and reports errors."""
+"""Processing an array in pieces gives the same results as processing it at once, and reports
+errors.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_results_come_in_order_whoever_is_first(
     later = threading.Event()
 
     def work(number: int) -> int:
-        if cores > 1 and number == 0:  # finishes only after a later piece
+        if cores > 1 and number == 0:  # this piece finishes only after a later piece
             assert later.wait(60)
         later.set()
         return -number
@@ -162,7 +164,7 @@ def test_a_long_command_says_how_far_it_is_where_there_is_no_terminal(
     with printing.Bars() as bars:
         bars.start("write weights", 8 << 20)
         bars.advance(2 << 20)
-        for _ in range(6000):  # waits at most a minute
+        for _ in range(6000):  # the loop waits at most a minute
             time.sleep(0.01)
             said += capsys.readouterr().err
             if "25%" in said:

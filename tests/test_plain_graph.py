@@ -1,5 +1,5 @@
-"""The graph in elementary operators, for TensorRT before 10.14 (Orin), computes the same as the
-normal graph.
+"""The graph of elementary operators, for TensorRT before 10.14, computes the same as the normal
+graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dlm_export.graph.trace import trace_pass
 from dlm_export.graph.write import write_graph
 from dlm_export.sources import open_source
 
-NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # ONNX has these since opset 23
+# Operators that are new in ONNX opset 23.
+NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}
 
 
 def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
@@ -63,7 +64,7 @@ def test_both_graphs_compute_the_same(
         names = [value.name for value in whole.graph.output]
         expected, found = ([*session.run(names, feed)] for session in sessions)
         for name, one, other in zip(names, expected, found, strict=True):
-            # Sums in fp32 are in another order, over two layers.
+            # In two layers, sums in fp32 have another order.
             np.testing.assert_allclose(
                 other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}"
             )

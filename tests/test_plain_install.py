@@ -1,8 +1,8 @@
 """Follows README and the page of the examples in a new environment, after a plain ``pip install
 .``.
 
-The home folder is new, so it contains no cache. test_docs.py runs the commands that build bundles,
-because they need the ``export`` extra.
+The home folder is new, so it contains no cache. Commands that build bundles need the ``export``
+extra. They are run in test_docs.py instead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NOT_COPIED = (
 )
 PROGRAMS = ("cmake", "pkg-config", "cargo", "go")
 
-# For each program that is needed: how the lines of the page begin that build and run its examples,
-# in order.
+# For each required program: the starts of the lines of the page that build and run its examples, in
+# order.
 EXAMPLES = {
     "cc": ("cc -std=c99 examples/embed/generate.c $(dlm-export",),
     "pkg-config": ('export PKG_CONFIG_PATH="$HOME', "cc -std=c99 examples/embed/generate.c $(pkg-config"),
@@ -101,9 +101,8 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         )
         return done.stdout
 
-    (home / "dlm").symlink_to(
-        run("dlm-export embed --prefix").strip()
-    )  # as if the program was installed there
+    # The page of the examples assumes that the library is installed in $HOME/dlm.
+    (home / "dlm").symlink_to(run("dlm-export embed --prefix").strip())
     return run
 
 

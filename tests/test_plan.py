@@ -1,4 +1,4 @@
-"""Tests of plans. Predictions follow from the counted work and the table of targets."""
+"""Tests of plans. Predictions are computed from the work of a pass and the table of targets."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ def prediction(
 
 
 def measurement(**changes: Any) -> dict[str, Any]:
-    """The output of ``bench --json`` for a bundle with the sizes of TINY. It only has the fields
-    that a plan reads.
+    """The output of ``bench --json`` for a bundle with the sizes of TINY.
+
+    It only has the fields that a plan reads.
     """
     rates = {
         "read_bytes_per_s": 1e9,
@@ -136,16 +137,16 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    """A block with d 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights. The head has 3200 and the
-    norms have 96. Elements have 2 bytes.
+    """A layer with d 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights.
+
+    The head has 3200 weights, and the norms have 96 weights. Each element has 2 bytes.
     """
-    target = replace(
-        H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7}
-    )  # 2e7 multiply-adds a second
+    # The target computes 2e7 multiply-adds per second.
+    target = replace(H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7})
     request = Request(prompt_tokens=8, new_tokens=4, tokens_per_pass=(2,), prices={"h100": 3.6})
     got = prediction(TINY, target, request=request, block=4)
     weights = 2 * (10240 + 3200 + 96)
-    token_bytes = 2 * 32 + 2 * 2 * 32  # a row of the embedding, a key and a value
+    token_bytes = 2 * 32 + 2 * 2 * 32  # the bytes of a row of the embedding, a key and a value
     full_bytes = 1e3 * (weights + 12 * token_bytes) / 1e6
     block_bytes = 1e3 * (weights + 4 * token_bytes + 8 * 128) / 1e6
     full_macs = 1e3 * (12 * 10240 + 2 * 32 * 12 * 12 + 4 * 3200) / 2e7
@@ -157,15 +158,14 @@ def test_an_example_worked_out_by_hand() -> None:
     assert got.block_pass.arithmetic_ms == pytest.approx(block_macs)
     (speed,) = got.speeds
     assert speed.nfe == 2
-    assert speed.ms_per_token == pytest.approx(
-        (full_bytes + block_bytes) / 4
-    )  # the time depends on the bytes, for any number of scored rows
+    # For any number of scored rows, reading the bytes takes longer than the arithmetic.
+    assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
     assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
 
 
 def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
-    """8,015,581,184 parameters, as in the released checkpoint."""
+    """The result is 8,015,581,184 parameters, as in the released checkpoint."""
     network = LLADA_8B.network
     attention, mlp = network.layers[0].attention, network.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
@@ -241,14 +241,14 @@ def test_the_passes_are_those_that_the_native_loop_makes(
         def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
             return super().predict(position, token, masked)[
                 0
-            ], 0.5  # all scores tie, so only the number of commits matters
+            ], 0.5  # all scores are equal, so only the number of commits matters
 
     bundle = Recording(shift=loop.shift, visible_block=loop.visible_block).bundle
-    # Each row has an entropy of 0.5. The rule commits as long as the sum of the entropies of
-    # earlier rows is within the bound. No probability reaches the threshold of edits.
+    # Each row has an entropy of 0.5. The rule commits a row if the sum of the entropies of the rows
+    # before it is within the bound. No probability reaches the threshold of edits.
     changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
     if loop.shift and loop.policy.cache in FULL_CACHES:
-        # The score of a position that must commit counts as an entropy of 0.
+        # A position that must commit counts as an entropy of 0.
         changes, per_pass = {"commit": "static", "stop": "none"}, 1
     policy = loop.policy.with_fields(changes)
     bundle.generate(tokens=[1] * prompt, max_new_tokens=new, **policy.as_dict())
@@ -297,8 +297,9 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     is_quick: bool,
     cfg_scale: float,
 ) -> None:
-    """The scheduler adds up the predicted costs of its passes, from which the test recognises the
-    sizes of the passes.
+    """The scheduler adds up the predicted costs of its passes.
+
+    From this sum, the test finds out the sizes of the passes.
     """
     common = min(common, prompt)
     policy = Policy(
@@ -364,7 +365,8 @@ def test_requests_that_share_a_prompt_run_together_in_the_planned_memory(
     with block_causal.scheduler(cache_bytes=size) as scheduler:
         scheduler.submit(**asked).result(60)
         before = scheduler.stats
-        # With a commit of one token per pass, the first request still runs when the second starts.
+        # If each pass commits one token, the first request is still running when the second request
+        # starts.
         slow = asked | {"commit": "static"}
         made = [job.result(60) for job in [scheduler.submit(**slow) for _ in range(2)]]
         after = scheduler.stats
@@ -394,7 +396,7 @@ def dual(block_length: int) -> Loop:
 
 def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:
     rows = [each.size.rows for each in list_passes(8, 6, 1.5, dual(6))]
-    assert rows == [6, 5, 3, 2]  # 1, 2, 1 and 2 tokens are committed
+    assert rows == [6, 5, 3, 2]  # the passes commit 1, 2, 1 and 2 tokens
 
 
 @given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
@@ -409,7 +411,7 @@ def test_more_tokens_a_pass_never_make_more_or_larger_passes(
     assert sum(more) <= sum(fewer)
 
 
-# ---- What must hold whatever the figures are ----
+# ---- Rules that hold for all figures ----
 
 
 shapes = st.builds(
@@ -542,7 +544,8 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
         (found,), _ = precisions_of(shape, target, [str(recipe)])
         assert found.layers == (("head", "int8-weight"),)
     (found,), _ = precisions_of(tied, CPU, [str(recipe)])
-    assert found.layers == (("head", "int8-dynamic"),)  # the table can be looked up in this format
+    # Tokens can be looked up in a table in this format.
+    assert found.layers == (("head", "int8-dynamic"),)
     (found,), _ = precisions_of(tied, H100, [str(recipe)])
     assert found.layers == ()
 
@@ -566,7 +569,9 @@ TIED_PRECISIONS = ("fp32", "fp16", "int8", "int4-rtn", "int4-g128")
 def test_a_tied_table_counts_once_in_the_format_that_it_has(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """The size that is planned for a checkpoint is that of the file that a build writes."""
+    """The planned size of a checkpoint's weights equals the size of the file that a build
+    writes.
+    """
     config = a2d_qwen3_config(
         vocab_size=8192, hidden_size=128, intermediate_size=384, max_position_embeddings=128
     )
@@ -598,7 +603,8 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
 
 def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
     gb10 = TARGETS["gb10"]
-    assert "fp16" not in gb10.rates  # the precondition of this test: no public page gives this rate
+    # The precondition of this test: NVIDIA has not published this rate.
+    assert "fp16" not in gb10.rates
     got = prediction(target=gb10, precision="nvfp4")
     assert got.missing == ("fp16 rate",)
     assert (got.speeds, got.full_pass.ms, got.full_pass.bound) == ((), None, None)
@@ -688,7 +694,8 @@ def test_an_interpolated_ratio_stays_within_what_was_measured(
 def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     two = measurement()
-    # The ratios are 3 and 2, and each is predicted from the other.
+    # The two passes have the ratios 3 and 2 of measured to computed time. Each ratio is predicted
+    # from the other.
     two["passes"] = two["passes"][:2]
     path.write_text(json.dumps(two))
     assert read_measured(path).leave_one_out() == pytest.approx([2 / 3 - 1, 3 / 2 - 1])
@@ -699,7 +706,10 @@ def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path)
 
 
 def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_file: Path) -> None:
-    """16 passes over 16 tokens. Each block of 8 has one full pass and seven passes over itself."""
+    """The generation has 16 passes over a canvas of 16 tokens.
+
+    Each block of 8 tokens has one full pass and seven passes over the block only.
+    """
     measured = read_measured(measured_file)
     same = replace(TINY, presets={"fast-dllm": {"cache": "dual", "block_length": 8}})
     request = Request(prompt_tokens=16, new_tokens=16, tokens_per_pass=(1,), block_lengths=(8,))
@@ -901,7 +911,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     if kind == "svg":
         for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
             assert word in content
-        assert b"gb10" not in content  # gb10 has no point in the chart
+        assert b"gb10" not in content  # the chart has no point for gb10
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
     assert invoke(*options).exit_code == 2
@@ -993,8 +1003,8 @@ def test_the_passes_and_the_cache_are_printed_and_in_json(several_bundle: Path) 
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "200 prompt and 128 new tokens, batch 1, cache block." in lines
     assert "336 tokens in pages of 16, 96 of them shared: fp32 3.9 MiB" in shown
-    # 192 tokens of the prompt are in whole blocks, and 96 of these are reused. The first block has
-    # 8 new tokens, and the last block has 8 positions.
+    # The whole blocks of the prompt contain 192 tokens, and 96 of these tokens are reused. The
+    # first block has 8 new tokens, and the last block has 8 positions.
     at = lines.index("tokens cached tokens passes at 4")
     assert lines[at + 1 : at + 6] == [
         "64 96 1",

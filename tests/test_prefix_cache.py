@@ -18,7 +18,7 @@ from dlm_export.bundle.prompt_reuse import page_tokens
 from dlm_export.cli import main
 from dlm_runtime import Bundle, RequestError
 
-BLOCK = 16  # of the second demo
+BLOCK = 16  # the block length of the second demo
 SHARED = 8 * BLOCK
 
 
@@ -63,7 +63,8 @@ def test_a_conversation_computes_only_what_is_new(bundle: Bundle) -> None:
             made = scheduler.submit(tokens=history, **CHANGES).result(60)
             alone = bundle.generate(tokens=history, **CHANGES)
             assert made.tokens == alone.tokens
-            # The last block of the previous answer was never stored. Its other blocks were.
+            # The last block of the previous answer was never stored. The other blocks of this
+            # answer were stored.
             before = len(history) - 19
             assert made.cached_tokens >= before // BLOCK * BLOCK - BLOCK
             history = list(made.tokens)

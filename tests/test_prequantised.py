@@ -55,8 +55,9 @@ def _say(path: Path, **values: Any) -> None:
 
 
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
-    """The values of a stored matrix ``[out, in]`` in float64, computed element by element from the
-    definition of the format.
+    """Return the values of a stored matrix ``[out, in]`` in float64.
+
+    They are computed element by element from the definition of the format.
     """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
@@ -88,8 +89,8 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
         )
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
-        # Unlike the definition, the code computes two products in fp32. So the results differ by at
-        # most 2 units in the last place.
+        # The definition is computed in float64, but the code computes two products in fp32. So the
+        # results differ by at most 2 units in the last place.
         np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
 
 
@@ -125,8 +126,9 @@ def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
-    """In FP8 and NVFP4, the largest value has the largest code. So quantising finds the same
-    ranges, and with them the same codes.
+    """In FP8 and NVFP4, the largest value has the largest code.
+
+    So quantising again finds the same ranges and the same codes.
     """
     for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
         stored = _weights(
@@ -134,7 +136,8 @@ def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -
         ).stored(f"{LAYER}.weight")
         assert stored is not None
         again = quantise_weight(stored.weight.dequantise(), stored.weight.format)
-        # Minus zero equals zero. A scale that is found again may differ in its last place.
+        # The codes of minus zero and zero mean the same value. A new scale may differ from the old
+        # scale in the last place.
         np.testing.assert_allclose(again.dequantise(), stored.weight.dequantise(), rtol=1e-6)
 
 
@@ -180,7 +183,7 @@ def test_the_range_of_an_input_gives_its_scale_back_to_the_bit(amax: float, algo
     )
 
 
-# ---- What a checkpoint says of itself ----
+# ---- Metadata of checkpoints ----
 
 
 def test_a_quantised_checkpoint_says_by_whom_and_how(tmp_path: Path) -> None:

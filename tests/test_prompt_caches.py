@@ -1,4 +1,7 @@
-"""Prompt caches, and sessions that keep keys and values between calls. Answers do not change."""
+"""Tests of prompt caches, and of sessions that store keys and values between calls.
+
+Answers do not change.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from dlm_export.cli import main
 from dlm_runtime import Bundle, BundleError, RequestError
 from dlm_runtime.generation.prompt_caches import common_start
 
-BLOCK = 16  # of the second demo
+BLOCK = 16  # the block length of the second demo
 CHANGES: dict[str, Any] = {"preset": "sdar", "max_new_tokens": 16, "stop": "none"}
 
 
 @pytest.fixture(scope="module")
 def plain(several_bundle: Path) -> Iterator[Bundle]:
-    """A bundle whose sessions keep nothing."""
+    """A bundle whose sessions store nothing between calls."""
     with dlm_runtime.open(several_bundle, threads=1) as opened:
         yield opened
 

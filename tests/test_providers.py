@@ -1,9 +1,8 @@
-"""Tests of ONNX Runtime's GPU providers without a GPU, with mocks of its library and of CUDA's
-driver.
+"""Tests of ONNX Runtime's GPU providers without a GPU. ONNX Runtime and CUDA's driver are mocks.
 
 The tests run under sanitizers. As in the tests of TensorRT, the host cannot read "device" memory,
-and the denoiser of the mocks computes arithmetic over every byte that a pass sees. So its canvas
-only equals that of the callback engine if every byte was copied to the right place on the device.
+and the mock denoiser computes its results from every byte that a pass reads. So its canvas only
+equals the callback engine's canvas if every byte was copied to the right place on the device.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 
 
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
-    """A bundle for GPUs without engine files. ``device`` is its graph for GPUs. The judged graph is
-    a placeholder.
+    """Write a bundle for GPUs without engine files.
+
+    ``device`` is the bundle's graph for GPUs. Its graph for judging is a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(
@@ -151,7 +151,7 @@ def test_a_bundle_without_a_graph_for_gpus_runs_the_one_it_has(
     assert drive(made, cache="dual", **CUDA).all_same()
 
 
-# ---- What a pass costs ----
+# ---- The work of a pass ----
 
 
 @needs_mocks
@@ -195,7 +195,7 @@ def test_our_kernels_are_for_the_cpu_alone(tmp_path: Path, drive: Drive) -> None
     assert "AddCustomOpDomain" not in drive(made, cache="dual", **CUDA).counts[0]
 
 
-# ---- What the provider does not run ----
+# ---- Nodes that the provider does not run ----
 
 LEFT = [
     *(f"node unpack_{i} BitShift TensorrtExecutionProvider" for i in range(5)),
@@ -245,7 +245,7 @@ def test_what_tensorrt_leaves_behind_goes_to_cuda_first_and_is_named_too(
     assert told.all_same()
 
 
-# ---- What is missing ----
+# ---- Missing libraries ----
 
 
 @needs_mocks
@@ -436,7 +436,7 @@ def test_both_wheels_at_once_are_refused_by_name(
         in str(caught.value)
     )
     del versions["onnxruntime"]
-    # The provider is right now, and the folder is wrong.
+    # Now the name of the provider is right, but the folder is wrong.
     with pytest.raises(dlm_runtime.BundleError):
         dlm_runtime.open(tmp_path, provider="cuda")
 
@@ -469,8 +469,8 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(
     monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
     providers.load_libraries()
     assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
-    # doctor tries to load all of these: by their path if a wheel contains them, otherwise by a name
-    # for the system's loader.
+    # doctor tries to load all of these libraries. If a wheel contains the library, doctor uses its
+    # path. Otherwise, the system's loader searches for its name.
     folder = site / "nvidia" / "cu13" / "lib"
     others = ["libnvrtc.so.13", "libcurand.so.10", "libcudnn.so.9"]
     assert providers.cuda_libraries() == [*(str(folder / name) for name in loaded), *others]

@@ -1,11 +1,12 @@
-"""Our presets equal the authors' decoding loops: the same canvas before every pass, and the same
-number of passes.
+"""Compares the presets with the authors' decoding loops: the canvas before every pass, and the
+passes.
 
 ``golden/published_loops.json`` contains the passes of the authors' code on small random networks.
-``make_published_loops.py`` wrote this file; its docstring lists the four sources. Three things are
-left out of the comparison:
+``make_published_loops.py`` wrote this file. The docstring of this script lists the four sources.
+Three differences are excluded from the comparison:
 
-- SDAR's code stores the last block, although no later pass reads it. Ours does not.
+- SDAR's code stores the last block, although no later pass reads this block. The preset does not
+  store this block.
 - SDAR's sampler replaces a known token if fewer masked positions are left than a step commits. The
   file contains no such request.
 - Fast-dLLM v2's code drops a prompt that is exactly one block long, because it does not store such
@@ -79,7 +80,9 @@ def run(
 
 
 def deciding(passes: Passes, trace: dict[str, Any]) -> Passes:
-    """For each pass over undecided positions: the end of the pass, and the tokens of its block."""
+    """Return, for each pass over undecided positions, the end of the pass and the tokens of its
+    block.
+    """
     block = trace.get("block", 0)
     return [(first + len(ids), ids[-block:]) for first, ids in passes if MASK in ids]
 
@@ -105,7 +108,7 @@ def test_sdar_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("llada2"))
 def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """The authors' code has no cache, and computes the canvas up to the end of the block."""
+    """The authors' code has no cache. Each pass computes the canvas up to the end of the block."""
     policy = PRESETS["llada2"].with_fields(
         {"steps_per_block": trace["steps"], "threshold": trace["threshold"]}
     )
@@ -122,7 +125,7 @@ def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("fast-dllm-v2"))
 def test_fast_dllm_v2_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """The last pass of the authors' code stores the last block and predicts one token more."""
+    """The last pass of the authors' code stores the last block and predicts one more token."""
     block, prompt = trace["block"], prompt_of(trace["prompt"], trace["seed"])
     policy = PRESETS["fast-dllm-v2"].with_fields(
         {"sub_block_length": trace["sub_block"], "threshold": trace["threshold"]}
@@ -142,11 +145,11 @@ def test_fast_dllm_v2_equals_the_authors_code(trace: dict[str, Any]) -> None:
 @pytest.mark.parametrize("trace", traces_of("rnd1"))
 def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
     """With more steps than tokens, some passes of the authors' code commit nothing and repeat the
-    pass before. Ours skips these passes.
+    previous pass. The preset skips these passes.
     """
     policy = PRESETS["rnd1"].with_fields({"steps_per_block": trace["steps"]})
     tokens, new = prompt_of(trace["prompt"], trace["seed"]), trace["new"]
-    if not trace["end"]:  # the authors' code then puts a padding token at the last position
+    if not trace["end"]:  # the authors' code then writes a padding token to the last position
         policy = policy.with_fields({"reserve": "none"})
         tokens, new = [*tokens, *[MASK] * (new - 1), trace["pad"]], 0
     out, passes = run(trace, policy, tokens, new)
@@ -166,7 +169,9 @@ def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
     ],
 )
 def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any]) -> None:
-    """Some traces differ from the passes that a preset makes with one field changed."""
+    """If one field of a preset is changed, its passes differ from some traces of the authors'
+    code.
+    """
     differing = 0
     for trace in TRACES:
         if trace["family"] != family or not trace.get("end", True):
@@ -183,8 +188,9 @@ def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any])
 
 
 def test_the_schedules_share_positions_as_published() -> None:
-    """With ``masked``, the first passes get the larger shares. With ``floor``, large and small
-    shares alternate.
+    """With ``masked``, the first passes commit more positions than the later passes.
+
+    With ``floor``, passes with more and fewer positions alternate.
     """
     assert transfer_counts(10, 4) == [3, 3, 2, 2]
     left, shares = 10, []

@@ -1,5 +1,5 @@
-"""For each format, ONNX Runtime on the quantised graph gives the same results as torch on the same
-values.
+"""For each format, ONNX Runtime with the quantised graph gives the same results as torch with the
+same values.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def _trace_once(path: Path) -> bytes:
 
 
 def _named(model: ir.Model) -> ir.Model:
-    """A model whose initialisers can be serialised. Those that have not been written yet are
-    replaced by empty ones.
+    """Return a model whose initialisers can be serialised.
+
+    An initialiser that was not written yet is replaced by an empty one.
     """
     for name, value in model.graph.initializers.items():
         value.const_value = ir.tensor(
@@ -125,10 +126,11 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
 
 
 def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
-    """The difference between the graph and torch: the smallest of three canvases.
+    """Return the difference between the graph and torch: the smallest difference of three canvases.
 
-    Now and then, an input at a rounding boundary gets the next code on one of the two sides, which
-    is 6% away in fp8. This happens by chance. A defect would be visible on every canvas.
+    Sometimes, an input at a rounding boundary gets the next code on one of the two sides. In fp8,
+    the next code differs by 6%. This happens by chance on a few canvases. A defect would be visible
+    on every canvas.
     """
     canvases = [_ids(source, seed) for seed in (9, 10, 11)]
     return min(
@@ -193,7 +195,8 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
     done = calibrate.calibrate(source.parameters, c, recipe, formats, _states(source), lambda: None)
     assert formats["head"] == "int8-dynamic"
     assert "head" not in done.solved
-    for parameter in ("head.weight", "final_norm.weight"):  # the scales would be folded into these
+    # The scales would be folded into these parameters.
+    for parameter in ("head.weight", "final_norm.weight"):
         ours, theirs = (
             each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters)
         )
@@ -210,7 +213,10 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
 def test_a_head_is_solved_in_pieces_as_in_one(
     source: Source, is_clean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States of clean text have no masked positions, so the head sees all positions."""
+    """States of clean text have no masked positions.
+
+    For such states, the inputs of the head are taken from all positions.
+    """
     states, c = _states(source), source.network
     if is_clean:
         states = [
@@ -254,7 +260,7 @@ def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
 def test_the_fp8_graph_equals_a_fake_quantised_torch_forward(
     source: Source, tmp_path: Path
 ) -> None:
-    """The comparison uses torch's own float8 and not our numpy formats."""
+    """The comparison uses torch's float8 instead of this project's numpy formats."""
     done = _quantise(source, dataclasses.replace(RECIPES["fp8"], solver="nearest"), tmp_path)
     denoiser = families.load(source.parameters, source.network)
 
@@ -278,7 +284,7 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["B", "T", K]))
     w = ir.Value(name="layer.weight", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([K, N]))
     node = ir.node("MatMul", [x, w], metadata_props={graph.LAYER_KEY: "layer"})
-    # The reader of a layer is never the graph's output itself.
+    # A layer's output must have a reader, so it is not the output of the graph itself.
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph(
@@ -293,8 +299,9 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
-    """The layer in ONNX's own FP4 type, run by onnx.reference. Both operands have two levels of
-    DequantizeLinear.
+    """Compute the layer with ONNX's FP4 type in onnx.reference.
+
+    Both operands have two levels of DequantizeLinear.
     """
     N, K = weight.codes.shape
     F4, F8, F32 = onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT

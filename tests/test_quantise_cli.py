@@ -1,6 +1,4 @@
-"""Tests of quantising on the command line: its output, its errors, and that no files are left after
-a failure.
-"""
+"""Tests of quantising on the command line: output, errors, and no files after a failure."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def out(tmp_path: Path) -> Path:
 def int8(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """A tiny int8-static bundle from a build with all steps, and the output of the command."""
+    """A tiny int8-static bundle from a build with all steps, and the output of the build."""
     folder = tmp_path_factory.mktemp("quantised") / "int8"
     result = _run(
         "build", llada_checkpoint, "--precision", "int8-static", "-o", folder, *SMALL, "--json"
@@ -494,8 +492,10 @@ def test_nothing_is_written_into_a_folder_that_is_read(
 def test_a_recipe_file_with_everything_in_it_builds(
     llada_checkpoint: Path, tmp_path: Path, out: Path
 ) -> None:
-    """This is the recipe in docs/guides/quantising.md. It has a solver, smoothing, rotation and an
-    embedding format at once, and the build checks parity with torch.
+    """The recipe comes from docs/guides/quantising.md.
+
+    It combines a solver, smoothing, rotation and an embedding format. The build checks parity with
+    torch.
     """
     text = (ROOT / "docs" / "guides" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")
@@ -522,7 +522,7 @@ def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> Non
 def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     tmp_path: Path, out: Path
 ) -> None:
-    """Its canvases have no padding, and its text has no end."""
+    """The canvases of this denoiser have no padding, and its texts have no end token."""
     endless = llada_config(n_layers=1, eos_token_id=None, pad_token_id=None)
     checkpoint = write_checkpoint(tmp_path / "endless", endless, seed=3)
     result = _run("build", checkpoint, "--precision", "fp8", "-o", out, *SMALL, "--json")
@@ -553,8 +553,8 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
 
 @pytest.mark.slow
 def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
-    """A random denoiser answers real questions wrongly at every threshold, at 0.5 as well as at
-    0.995.
+    """At every threshold from 0.5 to 0.995, all answers of a random denoiser to real questions are
+    wrong.
     """
     checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
     weights = load_file(checkpoint / "model.safetensors")

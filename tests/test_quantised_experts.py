@@ -1,6 +1,4 @@
-"""Tests of quantised mixtures of experts: calibration, solvers, and bundles and engines of all
-formats.
-"""
+"""Tests of quantised mixtures of experts: calibration, solvers, bundles and engines of all formats."""
 
 from __future__ import annotations
 
@@ -55,8 +53,9 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """A denoiser with the layers of LLaDA2. The second layer is a mixture, and no token chooses its
-    expert 5.
+    """A denoiser with the layers of LLaDA2.
+
+    The second layer is a mixture, and no token chooses its expert 5.
     """
     path = write_checkpoint(
         tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7
@@ -84,7 +83,9 @@ def calibrated(source: Source, recipe: Recipe, count: int = 24, **options: Any) 
 
 @torch.no_grad()
 def entering(source: Source, seen: list[State]) -> tuple[torch.Tensor, ...]:
-    """The tokens that enter the mixture in the whole denoiser, with their experts and weights."""
+    """Return the inputs of the mixture in the whole denoiser, with the chosen experts and factors
+    of each token.
+    """
     denoiser, found = families.load(source.parameters, source.network), []
     mixture = dict(denoiser.named_modules())[MIXTURE]
     mixture.register_forward_pre_hook(lambda _, inputs: found.append(inputs))
@@ -112,7 +113,7 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
     ]
     assert solved == [True, False, True, False]
     assert done.amax[f"{MIXTURE}.down"] > 0
-    np.testing.assert_allclose(  # rounded to nearest
+    np.testing.assert_allclose(  # the weights that are rounded to nearest
         done.expert(f"{MIXTURE}.up", 5).dequantise(),
         done.parameters.read(f"{MIXTURE}.up.weight", np.dtype("f4"))[5],
         rtol=0.07,
@@ -122,8 +123,9 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
 
 
 def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]) -> float:
-    """The mean square of the error that quantised weights cause in the mixture's results. The
-    inputs do not change.
+    """Return the mean squared error of the mixture's results with quantised weights.
+
+    The inputs are not quantised.
     """
     denoiser = families.load(done.parameters, source.network)
     mixture = dict(denoiser.named_modules())[MIXTURE]
@@ -142,7 +144,7 @@ def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]
 def test_gptq_from_each_experts_tokens_loses_less_than_rounding(
     source: Source, format: str
 ) -> None:
-    """The comparison uses tokens that GPTQ was not solved with."""
+    """The comparison uses tokens that GPTQ did not use."""
     fresh = entering(source, states(source, 24, 6))
     lost = {
         solver: error_of(
@@ -213,8 +215,7 @@ def test_a_choice_falls_short_by_how_much_worse_it_is(
     x = torch.randn(5, 4, generator=generator)
     (chosen, _), (_, judged) = router(x), router.scores(x)
     assert float(router.shortfall(judged, chosen).max()) == 0
-    # Within the chosen groups, the worst of the chosen experts is exchanged with the best of the
-    # others.
+    # Within the chosen groups, the worst chosen expert and the best other expert are exchanged.
     inside = judged.view(5, groups, -1).where(
         torch.zeros(5, groups, dtype=torch.bool)
         .scatter(-1, chosen // (count // groups), True)
@@ -252,8 +253,8 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
-    """If the scores of two experts differ by less than rounding, the two sides choose different
-    experts, and whole passes differ.
+    """If the scores of two experts are almost equal, rounding errors make the two sides choose
+    different experts. Then the results of whole passes differ.
     """
     path = write_checkpoint(tmp_path / "checkpoint", CONFIGS["llada2"], seed=7)
     weight, bias = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"
@@ -278,7 +279,7 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
 
 
 def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dtype) -> Any:
-    """The weights of a graph in which two experts of the router have changed places."""
+    """Return the weights of a graph in which two experts of the router are exchanged."""
     found = later(parameters, network, parameter, *dtype)
     if not parameter.endswith("router.weight"):
         return found
@@ -302,8 +303,9 @@ def test_a_wrong_router_is_refused(
 def test_a_wrong_expert_is_refused(
     llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function that contains all three stacks reports the error. A code of one expert is wrong
-    by 16, which cannot come from rounding.
+    """One code of one expert is wrong by 16, which is too much for a rounding error.
+
+    The error names the function that contains all three stacks.
     """
     read = Quantisation.expert
 
@@ -360,7 +362,7 @@ def test_auto_holds_all_stacks_of_a_mixture_in_one_format(source: Source) -> Non
     held = dict(found.recipe.layers)
     assert len({held[f"{MIXTURE}.{role}"] for role in ("gate", "up", "down")}) == 1
     sizes = [point.weight_bytes for point in found.curve]
-    # Three of the four bytes of each weight of all experts.
+    # The difference is at least three of the four bytes of each weight, for all experts.
     assert max(sizes) - min(sizes) > 3 * 16 * 3 * 64 * 64
 
 
@@ -444,7 +446,7 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
 
 
 def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: Path) -> None:
-    """The experts are read back from their panels, so that the bundle can be quantised."""
+    """The experts are read from the panels in the bundle, so that the bundle can be quantised."""
     bundle = build(llada2, tmp_path / "bundle", BuildOptions(check_parity=False)).output
     ours, theirs = open_source(bundle), open_source(llada2)
     for role in ("gate", "down"):

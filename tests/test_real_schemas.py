@@ -1,5 +1,4 @@
-"""Tests with real schemas. Two independent validators must accept the texts that are drawn under a
-schema.
+"""Tests with real schemas. Two independent validators must accept random texts of the constraints.
 
 $DLM_JSON_SCHEMA_BENCH is the folder ``data`` of github.com/guidance-ai/jsonschemabench. One
 validator is jsonschema. The other is jsonschema-rs (`pip install jsonschema-rs`), which only this

@@ -1,5 +1,6 @@
-"""Tests of JSON Lines, CSV and XML as constraints. Python's parsers can read the texts that are
-drawn, and the values are valid by the schema.
+"""Tests of JSON Lines, CSV and XML as constraints.
+
+Python's parsers can read random texts, and the values are valid by the schema.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def test_rows_of_csv_are_valid(delimiter: str, line_end: str) -> None:
             assert not {None} & {*row, *row.values()}, text
             jsonschema.validate(row_of(row), ROW)
         if "\r" in text.replace(line_end, ""):
-            continue  # csv.writer quotes it only if it is part of its line terminator
+            # csv.writer only quotes this character if its line terminator contains the character.
+            continue
         again = io.StringIO(newline="")
         writer = csv.writer(again, delimiter=delimiter, lineterminator=line_end)
         writer.writerows([reader.fieldnames, *(row.values() for row in rows)])
@@ -123,7 +125,7 @@ ORDER = {
 
 
 def order_of(root: ElementTree.Element) -> dict[str, Any]:
-    """An order, as the schema describes it."""
+    """Convert the XML of an order to a value of the schema."""
     out: dict[str, Any] = {"id": root.get("id")}
     if "is-rush" in root.attrib:
         out["rush"] = json.loads(root.attrib["is-rush"])
@@ -215,7 +217,7 @@ def test_properties_in_any_order_and_further_ones_are_options() -> None:
 
 
 class Model:
-    """A class with the method that a Pydantic model has."""
+    """A class with the method ``model_json_schema``, as in a Pydantic model."""
 
     @staticmethod
     def model_json_schema() -> dict[str, Any]:

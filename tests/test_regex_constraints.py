@@ -1,5 +1,6 @@
-"""Tests of regular expressions as constraints. They allow exactly their texts, within the limits,
-for all characters. ``test_patterns.py`` tests patterns of JSON Schema.
+"""Tests of regular expressions as constraints. They allow exactly the texts that match.
+The tests also cover limits, control characters and Unicode. ``test_patterns.py`` tests patterns of
+JSON Schema.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def texts_over(letters: str, longest: int) -> list[str]:
     ]
 
 
-# ---- Texts match as a whole ----
+# ---- The expression must match the whole text ----
 
 
 @pytest.mark.parametrize(
@@ -183,8 +184,10 @@ def test_an_expression_that_matches_no_text_is_refused(expression: str) -> None:
 
 
 def test_categories_are_those_of_unicode() -> None:
-    """Python and the tables use different versions of Unicode. Characters that exist in both have
-    the same category, except for the few that Unicode has changed.
+    """Python and the tables use different versions of Unicode.
+
+    Characters that exist in both versions have the same category, except for a few characters whose
+    category changed.
     """
     source, changed = random.Random(2), 0
     points = [source.randrange(1, 0x30000) for _ in range(4000)] + list(range(1, 0x600))
@@ -270,5 +273,5 @@ def test_all_stages_together_stay_within_the_seconds(content: Any) -> None:
     except RequestError as err:
         message = str(err)
     assert re.search("more than (131072 states|1 s|1,000|memory)|limit", message), message
-    # The helper itself reads the automaton in Python. This time counts as well.
+    # The measured time includes the time in which the test reads the automaton in Python.
     assert time.thread_time() - start < 20

@@ -1,5 +1,6 @@
-"""Tests with regular expressions from public test suites. The compiled automata must accept the
-same texts as the engine to which each suite belongs.
+"""Tests with regular expressions from the public test suites of two engines.
+
+The compiled automata must accept the same texts as these engines.
 
 The suite of CPython is ``test.re_tests`` of the standard library. The suite of Rust is the folder
 ``testdata`` of https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
@@ -27,8 +28,8 @@ from dlm_runtime.constraints.compiled import CompileLimits
 
 LIMITS = CompileLimits(seconds=5)
 # Syntax that Python and Rust read differently: nested sets and set operations, \Z, octal escapes,
-# counts without a lower bound, braces that are not a count, and flags that only one of them has.
-# Texts of such expressions are not compared with Python.
+# counts without a lower bound, braces that are not a count, and flags that only one of the two
+# engines has. Texts of such expressions are not compared with Python.
 OTHER_SYNTAX = re.compile(
     r"\[\^?\]?[^]]*\[|&&|--|~~|\\[ZzbBhHvKXQEpPRGCu<>0-9]|\{,|\{(?!\d+(,\d*)?\})|\(\?[a-zA-Z-]*[^imsx:)]|\$."
 )
@@ -42,14 +43,14 @@ REASONS = (
     "may be no UTF-8",
     "more than",
 )
-# Classes for which the engine's version of Unicode, or its case folding, decides which characters
-# beyond ASCII belong to them.
+# Character classes whose members beyond ASCII depend on the engine's version of Unicode or on its
+# case folding.
 BEYOND_ASCII = re.compile(r"\\[wWsSdD]|\(\?[a-z]*i")
 
 
 @dataclass
 class Report:
-    """The counts of a suite, and the texts on which the engine and the automaton disagree."""
+    """The counts of a suite, and the texts for which the engine and the automaton disagree."""
 
     counts: Counter[str] = field(default_factory=Counter)
     mismatches: list[tuple[str, str, str]] = field(default_factory=list)
@@ -72,8 +73,9 @@ class Report:
     def check_drawn(
         self, expression: str, made: ByteAutomaton, engine: re.Pattern[str], seed: int
     ) -> None:
-        """The engine must match the texts that are drawn from the automaton. U+001C to U+001F are
-        excluded, because only Python considers them white space.
+        """The engine must match random texts that the automaton accepts.
+
+        U+001C to U+001F are excluded, because only Python considers them white space.
         """
         is_ascii = BEYOND_ASCII.search(expression) is not None
         for text in drawn_texts(made, random.Random(seed), 40, is_ascii):
@@ -89,7 +91,9 @@ class Report:
 
 
 def python_pattern(expression: str) -> re.Pattern[str] | None:
-    """The compiled pattern in Python, for an expression that Python and Rust read alike."""
+    """Return the compiled pattern in Python, or None if Python and Rust read the expression
+    differently.
+    """
     if OTHER_SYNTAX.search(expression):
         return None
     try:
@@ -117,7 +121,8 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
             report.counts["accepted, without an oracle"] += 1
             continue
         report.check_drawn(expression, made, engine, number)
-        # The texts that the suite has for patterns near this one, and the parts of them that match.
+        # The texts that the suite contains for this pattern and for neighbouring patterns, and the
+        # matching parts of these texts.
         candidates = {
             part
             for text in texts
@@ -139,13 +144,13 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
 
 @dataclass(frozen=True)
 class RustCase:
-    """A test of Rust's suite. ``spans`` says where its matches are, in bytes."""
+    """A test of Rust's suite. ``spans`` contains the positions of the matches in bytes."""
 
     name: str
     expression: str
     haystack: bytes
     spans: tuple[tuple[int, int], ...]
-    # True if the spans are all matches, and not only the ones that a search finds first
+    # True if ``spans`` lists all matches, and not only the matches that a search finds first
     is_all: bool
 
     @property
@@ -157,7 +162,8 @@ def rust_cases(folder: Path) -> Iterator[RustCase]:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     never = {"bounds", "line-terminator", "anchored", "match-limit"}
     for path in sorted(folder.rglob("*.toml")):
-        if path.stem == "regex-lite":  # this suite is for a smaller engine, whose classes are ASCII
+        # This suite is for a smaller engine, whose character classes only contain ASCII.
+        if path.stem == "regex-lite":
             continue
         for test in tomllib.loads(path.read_text(encoding="utf-8")).get("test", []):
             expression = test["regex"]
@@ -209,8 +215,9 @@ def _is_text(text: bytes) -> bool:
     ("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)]
 )
 def test_expressions_of_rusts_suite(every: int, fewest: int) -> None:
-    """The texts are compared with the matches that the suite expects. They are also compared with
-    Python if it reads the expression in the same way.
+    """The automaton's results are compared with the matches that the suite expects.
+
+    If Python reads the expression in the same way, they are also compared with Python's matches.
     """
     folder = os.environ.get("DLM_REGEX_TESTDATA")
     if folder is None:

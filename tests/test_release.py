@@ -1,4 +1,7 @@
-"""Tests of ``release/wheels.py``. It first names what it cannot build, and then builds the rest."""
+"""Tests of ``release/wheels.py``.
+
+The script first names the wheels that it cannot build, and then builds the others.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ SCRIPT = Path(__file__).parent.parent / "release" / "wheels.py"
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, as on an x86-64 machine. Builds are replaced by functions that only
-    write files and print their names.
+    """The script as a module, as on an x86-64 machine.
+
+    Instead of building, the script only writes files and prints their names.
     """
     spec = importlib.util.spec_from_file_location("wheels", SCRIPT)
     assert spec is not None

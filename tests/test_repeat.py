@@ -1,5 +1,5 @@
-"""A graph in which one traced layer of each kind is repeated equals a graph in which all layers
-were traced.
+"""If one traced layer of each kind is repeated, the graph equals a graph in which all layers were
+traced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mixed() -> NetworkSpec:
 
 
 def routed() -> tuple[LayerSpec, ...]:
-    """A network with layers of experts, with either kind of router."""
+    """A network with two layers of experts, one for each kind of router."""
     attention = AttentionSpec(2, 2, 12, Rope(1e5))
     grouped = RouterSpec(
         "sigmoid", bias="choice", renormalise=True, scale=2.5, groups=2, active_groups=1
@@ -56,7 +56,7 @@ EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
 
 def described(graph: ir.Graph) -> dict[str, Any]:
-    """Everything in a graph except the names of results, which are replaced by numbers in order."""
+    """Return everything in a graph. The names of results are replaced by numbers in order."""
     number = {value: i for i, value in enumerate(value for node in graph for value in node.outputs)}
 
     def port(value: ir.Value | None) -> Any:
@@ -160,7 +160,7 @@ def _traced_in_two() -> Graph:
 )
 def test_layers_that_meet_elsewhere_are_refused(reader: str, read: str, told: str) -> None:
     graph = _traced_in_two().model.graph
-    # The last node with each path.
+    # For each path, the last node with this path.
     by_path = {node.metadata_props[LAYER_KEY]: node for node in graph}
     by_path[reader].replace_input_with(1, by_path[read].outputs[0])
     with pytest.raises(AssertionError, match=told):
@@ -196,7 +196,7 @@ def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_layers_that_turn_alike_read_one_rotary_table(is_plain: bool) -> None:
-    """Two kinds of layers read separate tables, in any order of the layers."""
+    """Two kinds of layers use separate tables, in any order of the layers."""
     graph = trace_pass(MIXED, "fp32", is_plain=is_plain).model.graph
     shapes = {
         name: tuple(value.shape or ())

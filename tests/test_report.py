@@ -1,5 +1,5 @@
-"""report.html for made-up results is complete, runs no script, and fits a width of 360 px in a real
-browser.
+"""For made-up results, report.html is complete, runs no script, and fits a width of 360 px in a
+real browser.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def rendered(
 
 
 class Page(HTMLParser):
-    """The elements, attributes and text of a page. Parsing fails if elements are not closed in
-    order.
+    """The elements, attributes and text of a page.
+
+    Parsing fails if elements are not closed in order.
     """
 
     def __init__(self, text: str) -> None:
@@ -87,7 +88,7 @@ def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the drawings, which take the most time, for tests of the text."""
+    """Leave out the drawings, which take the most time. Tests of the text do not need them."""
     monkeypatch.setattr(
         figures,
         "draw",
@@ -482,7 +483,9 @@ def luminance(colour: str) -> float:
 
 
 def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "light") -> list[str]:
-    """The output of ``measure``, line by line, for a page in a frame of ``width`` pixels."""
+    """Show a page in a frame of ``width`` pixels, run ``measure``, and return its output as
+    lines.
+    """
     assert BROWSER is not None
     # Windows of Chromium are at least 500 pixels wide, but a frame in a window can be narrower.
     frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(page)}"></iframe>'

@@ -1,5 +1,5 @@
-"""Tests of the options of requests: wrong values, types, constraints that are kept by their
-content, and tool calls in texts that were cut.
+"""Tests of the options of requests: wrong values, types, cached constraints, and tool calls in
+incomplete texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from dlm_runtime.constraints.compiled import CompileLimits
 from dlm_runtime.generation.request import OPTION_NAMES, RequestOptions
 
 HALF = "\ud800"
-HUGE, LONGER = 10**400, 10**5000  # larger than a double, and with more digits than Python prints
+# HUGE is larger than a double, and LONGER has more digits than Python prints.
+HUGE, LONGER = 10**400, 10**5000
 LOCK = {
     "type": "object",
     "properties": {"door": {"type": "string"}, "locked": {"type": "boolean"}},
@@ -370,7 +371,7 @@ def test_a_type_checker_finds_a_misspelled_option(tmp_path: Path) -> None:
     assert lines == ["4", "5", "6", "7", "8"], done.stdout + done.stderr
 
 
-# ---- Constraints kept by content ----
+# ---- Cached constraints ----
 
 
 class Day:
@@ -488,13 +489,13 @@ def test_a_text_that_is_not_decided_has_no_tool_calls(demo: Bundle, limit: dict[
     assert demo.generate(**request).tool_calls, "the whole text is decided"
 
 
-# ---- What a constraint costs ----
+# ---- The loss of a constraint ----
 
 LETTERS = made_up_vocabulary(160, (7, 39))
 
 
 def uneven(p: CallbackPass) -> None:
-    """A bundle whose prediction only depends on the position, for every canvas."""
+    """A denoiser whose predictions only depend on the position."""
     for i, row in enumerate(p.score_rows):
         logits = logits_of(int(p.position_ids[row]))
         order = np.argsort(-logits, kind="stable")[:2]
@@ -542,8 +543,8 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(
         "of constrained requests alone"
     )
     for out in (*outs, event.result):
-        # No text can reach the last two positions. They are filled before the first pass and do not
-        # count.
+        # No text of the constraint reaches the last two positions. They are filled before the first
+        # pass and are not counted.
         rows = [logits_of(at) for at in range(2, 8)]
         wanted = sum(
             float(row.max()) - float(row[token])

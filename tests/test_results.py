@@ -29,8 +29,9 @@ EOS, MASK = 5, 39
 def scripted(
     predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
 ) -> Bundle:
-    """A bundle that predicts a token and its probability for each position. ``on_pass`` is called
-    with the number of each pass, counted from 1.
+    """A bundle that predicts a token and its probability for each position.
+
+    ``on_pass`` is called with the number of each pass, counted from 1.
     """
     passes = [0]
 
@@ -54,7 +55,7 @@ def steady(position: int) -> tuple[int, float]:
     return 10 + position % 20, 1 / (2 + position)
 
 
-# ---- Why, how many, how sure ----
+# ---- Finish, counts and probabilities ----
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -101,7 +102,7 @@ def test_log_probs_of_draws_are_the_denoisers_whatever_the_temperature() -> None
     np.testing.assert_allclose(np.array(out.log_probs, float), wanted[out.tokens], atol=1e-5)
 
 
-# ---- Ended before all is decided ----
+# ---- Requests that end early ----
 
 
 @settings(max_examples=100, deadline=None)
@@ -154,8 +155,9 @@ def test_no_pass_starts_behind_a_deadline() -> None:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) -> None:
-    """Another thread cancels the request while a pass runs. The bundle then runs the next request
-    as usual.
+    """Another thread cancels the request while a pass runs.
+
+    The bundle then runs the next request as usual.
     """
     cancel = threading.Event()
 
@@ -191,7 +193,7 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
 
     def on_pass(number: int) -> None:
-        if number == 3 * 5:  # in each pass of a batch, this function is called once per request
+        if number == 3 * 5:  # this function is called once per request in each pass of a batch
             assert cancels[1] is not None
             cancels[1].set()
 
@@ -267,7 +269,7 @@ def test_lists_of_a_batch_have_an_entry_for_each_request() -> None:
             )
 
 
-# ---- Policies side by side ----
+# ---- Different policies in a batch ----
 
 
 drawing = st.builds(
@@ -345,7 +347,7 @@ BROKEN = "\ufffd"
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes. It counts how many tokens it decodes."""
+    """A tokenizer whose tokens are bytes. It counts the tokens that it decodes."""
 
     template = None
 
@@ -362,8 +364,9 @@ class Bytes:
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """Each token is a byte, and the text comes in pieces of any size. No token is decoded more than
-    a few times.
+    """Each token is a byte, and the text comes in pieces of any size.
+
+    No token is decoded more than a few times.
     """
     stops = data.draw(
         st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2)

@@ -1,5 +1,5 @@
-"""Counts the files that name each kind of thing. docs/guides/developing.md must have the same
-numbers.
+"""Counts the files in which each kind of name occurs. docs/guides/developing.md must contain the
+same numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def _quoted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _check(kind: str, found: dict[str, int]) -> None:
-    """Check the row of the page that begins with ``kind``. It must have the smallest and the
-    largest number of files.
+    """Check the row of the page that begins with ``kind``.
+
+    The row must contain the smallest and the largest number in ``found``.
     """
     fewest, most = min(found.values()), max(found.values())
     said = re.search(rf"^\| {re.escape(kind)} \| (\d+) to (\d+) \|", PAGE, re.MULTILINE)
@@ -53,19 +54,19 @@ def test_a_layer_format_stands_in_as_many_files_as_the_page_says() -> None:
 
 
 def test_a_number_format_stands_in_as_many_files_as_the_page_says() -> None:
-    """int8 is not counted, because it is also an element type of numpy and of caches."""
+    """int8 is not counted, because int8 is also an element type of numpy and of caches."""
     _check("a number format", _quoted({*NUMBER_FORMATS} - {"int8"}))
 
 
 def test_an_engine_builder_stands_in_as_many_files_as_the_page_says() -> None:
-    """tensorrt is not counted, because it is also an engine of the runtime and a provider of ONNX
-    Runtime.
+    """tensorrt is not counted, because tensorrt is also an engine of the runtime and a provider of
+    ONNX Runtime.
     """
     _check("an engine's builder", _quoted({*ENGINE_BUILDERS} - {"tensorrt"}))
 
 
 def test_a_policy_field_stands_in_as_many_files_as_the_page_says() -> None:
-    """Only counts fields whose names have no other meaning."""
+    """Only fields whose names have no other meaning are counted."""
     own = ("edit_passes", "edit_threshold", "timestep_eps", "sub_block_length", "score_of")
     assert all(hasattr(Policy(), name) for name in own)
     _check("a policy field", {name: _files(rf"\b{name}\b") for name in own})

@@ -1,5 +1,7 @@
-"""Tests of sampling. The tokens at a single position follow their distribution, and a seed gives
-the same text everywhere.
+"""Tests of sampling.
+
+The tokens at a single position follow their distribution, and a seed gives the same text
+everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, EngineError, Policy
 
 MASK, VOCAB = 3, 20
 LOGITS = np.random.default_rng(0).normal(0, 1.5, VOCAB).astype(np.float32)
-LOGITS[MASK] = 50  # the raw logit; the mask token must never be drawn, however likely it is
+LOGITS[MASK] = 50  # the raw logit; the mask token must never be drawn, even if its logit is high
 
 
 def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -> Bundle:
@@ -46,8 +48,9 @@ def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -
 
 
 def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
-    """The distribution ``[V]`` after ``top_p`` and ``top_k``. It is computed by adding one token at
-    a time, starting with the most likely.
+    """Return the distribution ``[V]`` after ``top_p`` and ``top_k``.
+
+    Tokens are added one by one, starting with the most likely token.
     """
     weights = np.exp(LOGITS.astype(np.float64) / temperature)
     weights[MASK] = 0
@@ -73,8 +76,9 @@ def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
 def test_single_positions_are_drawn_from_the_softmax(
     temperature: float, top_p: float, top_k: int
 ) -> None:
-    """A chi-squared test over 16 seeds of 512 positions. Of 10^5 correct samplers, one would exceed
-    the limit (Wilson and Hilferty).
+    """This is a chi-squared test with 16 seeds and 512 positions per seed.
+
+    One of 10^5 correct samplers would exceed the limit (Wilson and Hilferty).
     """
     counts = np.zeros(VOCAB)
     with fixed(LOGITS) as bundle:
@@ -97,8 +101,10 @@ def test_single_positions_are_drawn_from_the_softmax(
 
 
 def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
-    """The logits are equal everywhere, and each pass commits one token. Neighbouring positions,
-    later passes and other seeds must agree only as often as by chance.
+    """The logits are the same everywhere, and each pass commits one token.
+
+    The tokens at neighbouring positions, in later passes and with other seeds must only be equal as
+    often as by chance.
     """
     with fixed(np.zeros(VOCAB, np.float32)) as bundle:
         fields: dict[str, Any] = {
@@ -130,7 +136,7 @@ def test_native_draws_and_their_scores_are_the_references(
     rows: int, vocab: int, spread: float, score: str, score_of: str, seed: int, **fields: Any
 ) -> None:
     logits = np.random.default_rng(rows * vocab).normal(0, spread, (rows, vocab)).astype(np.float32)
-    logits[:, 4] = logits[:, 1]  # these two are equal
+    logits[:, 4] = logits[:, 1]  # the logits of tokens 1 and 4 are equal
 
     def run(p: CallbackPass) -> None:
         own = torch.from_numpy(logits[p.score_rows])
@@ -178,8 +184,9 @@ def test_a_draw_of_one_token_is_the_best_one() -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e37, 1e45, 1e300])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.999999}, {"top_k": 1000}])
 def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> None:
-    """Two tokens share the highest logit. The logits of others are lower by more than the largest
-    float, and one token is ruled out.
+    """Two tokens have the highest logit.
+
+    All other logits are lower by more than the largest float, and one token has the logit -inf.
     """
     logits = np.full(VOCAB, -3.4e38, np.float32)
     logits[[1, 2]], logits[5] = 3.4e38, -np.inf
@@ -203,7 +210,7 @@ def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> 
 
 def test_guidance_leaves_ruled_out_tokens_ruled_out() -> None:
     logits = LOGITS.copy()
-    best = int(np.argsort(-logits)[1])  # the best one is the mask token
+    best = int(np.argsort(-logits)[1])  # the most likely token is the mask token
     logits[best] = -np.inf
     with fixed(logits) as bundle:
         for fields in ({}, {"temperature": 0.5}, {"score": "entropy"}):

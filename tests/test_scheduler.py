@@ -1,4 +1,6 @@
-"""Requests of any kind, from any thread, share passes and give the same results as single runs."""
+"""Requests of all kinds and from any thread share passes, and give the same results as single
+runs.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,7 @@ def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
         assert late.finish == "deadline"
         assert late.nfe < 400
         with pytest.raises(TimeoutError):
-            scheduler.submit(**long).result(0.001)  # dropping the job cancels it
+            scheduler.submit(**long).result(0.001)  # the job is dropped at once, which cancels it
         abandoned = scheduler.submit(**long)
     assert abandoned.result(0).finish == "cancelled"
     assert scheduler.stats.submitted == 4

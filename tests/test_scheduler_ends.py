@@ -1,5 +1,5 @@
-"""In whatever way a scheduler or a request ends, every waiting call returns, and the other canvases
-stay the same.
+"""If a scheduler or a request ends, every waiting call returns, and other requests are not
+affected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from denoisers import ArithmeticDenoiser
 import dlm_runtime
 from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Generation, Job
 
-WAIT_S = 30  # far more than any of these tests needs
+WAIT_S = 30  # seconds; these tests need far less time
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ SWEEP = (
 
 @pytest.fixture(scope="module")
 def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a library that, when preloaded, makes one allocation of the native library fail."""
+    """Build a library for LD_PRELOAD that makes one allocation of the native library fail."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
@@ -434,7 +434,7 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
     assert done.stderr == ""
 
 
-# ---- All of it at once ----
+# ---- All of these events at the same time ----
 
 
 class _Failing:
@@ -535,7 +535,7 @@ def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(
         if fate != "dropped":
             open_jobs.append((fate, which, job))
         del job
-        if number % (count // 4) == count // 4 - 1:  # in the middle of its work
+        if number % (count // 4) == count // 4 - 1:  # while the scheduler is running
             if number % 2:
                 scheduler.close()
                 with pytest.raises(ClosedError):

@@ -1,5 +1,5 @@
-"""Tests of schemas in which all keywords are combined and nested. jsonschema must accept every text
-that the constraint accepts, both if it checks formats and if it ignores them.
+"""Tests of schemas that combine and nest all keywords. jsonschema must accept every text that the
+constraint accepts, with and without checks of formats.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from dlm_runtime.constraints.compiled import CompileLimits
 LIMITS = CompileLimits(seconds=1, memory_bytes=256 << 20, states=4000)
 WANTED = os.environ.get("DLM_SCHEMA_EXAMPLES")
 EXAMPLES = int(WANTED or 60)
-# A search finds defects of jsonschema about once in a thousand examples. For instance, in draft
-# 2019-09, it ignores additionalProperties in an anyOf when it evaluates unevaluatedProperties. Such
-# a find must not make an unrelated change fail. So every run has the same examples, unless a number
-# of examples is passed.
+# About once in a thousand random examples, the test finds a defect of jsonschema. For instance, in
+# draft 2019-09, jsonschema ignores additionalProperties in an anyOf when it evaluates
+# unevaluatedProperties. Such a defect must not make the tests of an unrelated change fail. So every
+# run uses the same examples, unless a number of examples is passed.
 
 
 def judged_invalid(found: Any, text: str) -> str:
-    """The name of a validator that rejects the text, or "" if none does."""
+    """Return the name of a validator that rejects the text, or "" if both validators accept the
+    text.
+    """
     value = json.loads(text)
     kind = validator_for(found)
     for name, checker in (("annotations", None), ("assertions", kind.FORMAT_CHECKER)):
@@ -41,8 +43,8 @@ def judged_invalid(found: Any, text: str) -> str:
                 return f"formats are {name}"
         except (RecursionError, TypeError, Unresolvable):
             # jsonschema does not end for some recursive schemas. It fails for additionalItems if
-            # items is a boolean. It also resolves a missing reference in an `if` without `then` and
-            # `else`, which has no effect.
+            # items is a boolean. It also fails for a missing reference in an `if` without `then`
+            # and `else`, although such an `if` has no effect.
             return ""
     return ""
 

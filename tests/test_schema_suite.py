@@ -1,8 +1,10 @@
-"""Runs the official test suite of JSON Schema. A constraint must never accept a value that the
-suite calls invalid.
+"""Runs the official test suite of JSON Schema.
 
-$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. If it is
-not set, the copy in the source distribution of jsonschema on PyPI is used.
+A constraint must never accept a value that the suite calls invalid.
+
+$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. If this
+variable is not set, the tests use the copy of the suite in the source distribution of jsonschema on
+PyPI.
 """
 
 from __future__ import annotations
@@ -85,11 +87,11 @@ def compact(instance: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# For each sign of a schema's rejection: the reason in docs/guides/constraints.md.
+# Maps a part of an error message to the reason in docs/guides/constraints.md.
 REJECTIONS = {
     "other documents are never retrieved": "other document",
     "contains NUL": "NUL",
-    "no value is valid by it": "type",  # of the types to which its keywords apply
+    "no value is valid by it": "type",  # no value of the types to which the keywords apply is valid
     "leads to different schemas": "dynamic reference",
     "within a negation": "negation",
     "of more than 1 is not supported without properties": "minProperties",
@@ -101,7 +103,7 @@ def why_rejected(message: str) -> str:
 
 
 def names_in(value: Any) -> set[str]:
-    """The names of all properties in a value, at any depth."""
+    """Return the names of all properties in a value, at any depth."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return set(value if isinstance(value, dict) else ()).union(*map(names_in, inner))
 
@@ -112,7 +114,7 @@ def type_of(instance: Any) -> str:
 
 
 def why_left_out(keyword: str, found: Any, instance: Any) -> str:
-    """The reason why the constraint does not generate a valid instance."""
+    """Return the reason why the constraint does not generate this valid instance."""
     if isinstance(found, dict):
         if "uniqueItems" in found and isinstance(instance, list):
             return "uniqueItems"

@@ -1,6 +1,4 @@
-"""Several requests can be segments of one row of tokens. Each then sees only its own tokens, as an
-input of the graph says.
-"""
+"""Several requests can be segments of one row of tokens. Each request only sees its own tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +13,14 @@ from engine_bundles import read_manifest
 
 import dlm_runtime
 
-TOLERANCE = 1e-4  # of logits; products with other numbers of rows are added in another order
+# For logits; matrix products with a different number of rows add numbers in a different order.
+TOLERANCE = 1e-4
 
 
 def session(bundle: Path) -> onnxruntime.InferenceSession:
-    """A session that computes by the definitions in the graph, without this project's kernels."""
+    """A session that uses the definitions of functions in the graph instead of this project's
+    kernels.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     return onnxruntime.InferenceSession(
@@ -51,8 +52,9 @@ class Graph:
         return dict(zip(names, self.session.run(names, feeds | past | more), strict=True))
 
     def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Turns the outputs of a pass into the inputs of the next one. Without a pass, there are no
-        rows.
+        """Convert the outputs of a pass to the cache inputs of the next pass.
+
+        Without a pass, the cache is empty.
         """
         found = {}
         for layer in self.layers:
@@ -70,7 +72,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> None:
     graph, rng = Graph(bundle), np.random.default_rng(1)
-    # With blocks of 16, only whole blocks are cached. The three requests differ in their numbers of
+    # With blocks of 16, only whole blocks are cached. The three requests have different numbers of
     # cached and new tokens.
     parts = [
         {"cached": 16, "first": 16, "tokens": rng.integers(2, 150, 16).tolist()},
@@ -82,7 +84,7 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
         before = {"first": 0, "tokens": rng.integers(2, 150, part["cached"]).tolist()}
         pasts.append(graph.past(graph.run([before], graph.past()) if part["cached"] else None))
         alone.append(graph.run([part], pasts[-1]))
-    # In rows that belong to no request.
+    # The noise is written to rows that belong to no request.
     noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)
     starts = [21, 0, 40]
     arena = {}
@@ -134,6 +136,6 @@ def test_a_batch_of_any_lengths_shares_its_passes(
                     (out.tokens, out.nfe, out.passes) for out in alone
                 ]
             assert stats.shares == sum(out.nfe for out in alone)
-            # By the definitions, the scores of each request would cover the rows of all requests.
-            # So there the requests take turns.
+            # Without kernels, the attention scores of each request would include the rows of all
+            # requests. So without kernels, the requests take turns.
             assert stats.passes < stats.shares if not kernels else stats.passes == stats.shares

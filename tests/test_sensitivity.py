@@ -1,6 +1,4 @@
-"""Compares the losses of single layers that one sweep estimates with those of the exact sweep and
-of the whole denoiser.
-"""
+"""Compares the estimated losses of single layers with exact losses."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def test_directions_have_the_fisher_information_as_their_covariance() -> None:
     for found, p in zip(torch.einsum("dnri,dnrj->rij", drawn, drawn) / count, probs, strict=True):
         assert (
             found - (p.diag() - torch.outer(p, p))
-        ).abs().max() < 0.01  # for 20,000 draws and entries up to 0.21
+        ).abs().max() < 0.01  # the limit is for a mean of 20,000 draws, with entries up to 0.21
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
@@ -74,7 +72,9 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """If the directions are known, each estimate equals that of autograd through all layers."""
+    """With given random directions, each estimate equals the estimate that autograd computes
+    through all layers.
+    """
 
     def known(probs: Tensor, draws: int, _: torch.Generator) -> Iterator[Tensor]:
         for draw in range(draws):
@@ -133,7 +133,7 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 
 @dataclass
 class Blended(Quantisation):
-    """Weights between full precision (``share`` 0) and quantised (``share`` 1)."""
+    """A mix of full-precision weights (``share`` 0) and quantised weights (``share`` 1)."""
 
     share: float = 1.0
 
@@ -154,8 +154,8 @@ def test_the_estimate_tends_to_the_exact_loss_as_errors_become_small(
     done = Blended(plain.recipe, plain.formats, plain.parameters, share=0.1)
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
     ratios = np.array([found[layer][0] / exact[layer][0] for layer in exact])
-    # 8 canvases of 2 x 48 draws have a standard error of sqrt(2 / 768), which is 5%. It is larger
-    # for canvases with few positions.
+    # With 8 canvases and 2 x 48 draws per canvas, the standard error is sqrt(2 / 768), which is 5%.
+    # For canvases with few positions, it is larger.
     assert np.abs(ratios - 1).max() < 0.25, ratios
     assert abs(ratios.mean() - 1) < 0.07, ratios
 
@@ -186,8 +186,9 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
 
 
 def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: Path) -> None:
-    """The states are commands without their answers. The correlation was 0.968 (int8) when this
-    test was written.
+    """The states are commands without their answers.
+
+    When this test was written, the correlation was 0.968 in int8.
     """
     source = open_source(DEMO_CHECKPOINT)
     options = samples.CalibrationOptions(samples=4)

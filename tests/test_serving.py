@@ -1,6 +1,6 @@
-"""``dlm-export serve``: a real process, asked over HTTP by plain requests.
+"""Tests of ``dlm-export serve`` with plain HTTP requests to a real process.
 
-tests/test_serving_clients.py asks it with the official clients.
+tests/test_serving_clients.py tests the server with the official clients.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def chat(served: Served, **fields: Any) -> Any:
 
 
 def events(served: Served, path: str, **fields: Any) -> list[Any]:
-    """The events of a stream, without ``[DONE]``, which must be the last."""
+    """Return the events of a stream.
+
+    The last event must be ``[DONE]``. It is left out of the result.
+    """
     body = {"model": served.model, "stream": True} | fields
     with served.client.stream("POST", path, json=body) as response:
         assert response.status_code == 200, response.read()
@@ -148,7 +151,7 @@ def test_a_denoising_stream_replaces_its_text_until_all_is_decided(served: Serve
 
 
 def test_several_answers_differ_in_their_seeds_only(served: Served) -> None:
-    # The demo is so sure of itself that a temperature of 2 changes nothing.
+    # The demo is so sure of its tokens that a temperature of 2 would change nothing.
     sampling = {"dlm": {"policy": {"temperature": 30.0}}, "seed": 5, "max_tokens": 16}
     first = chat(served, n=3, **sampling).json()["choices"]
     again = chat(served, n=3, **sampling).json()["choices"]
@@ -401,7 +404,8 @@ def test_the_samples_of_the_page_run(
     (tmp_path / "build" / "demo").symlink_to(demo_bundle)
     (tmp_path / "examples").symlink_to(Path(__file__).parent.parent / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a sample adds a folder
+    # A sample adds a folder to sys.path, so the test uses a copy.
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with serving(demo_bundle) as served:
         shell = next(text for kind, text in blocks if kind == "sh" and "curl" in text)
         words = shlex.split(shell.replace("\\\n", " "))
@@ -417,7 +421,7 @@ def test_the_samples_of_the_page_run(
         assert names["answer"].output_text
 
 
-# ---- About the server ----
+# ---- Information about the server ----
 
 
 def test_models_have_the_fields_of_both_apis(served: Served, bundle: dlm_runtime.Bundle) -> None:
@@ -536,7 +540,7 @@ def test_sigterm_answers_what_runs_and_exits_with_0(demo_bundle: Path) -> None:
 def test_sighup_opens_the_bundles_again_without_losing_a_request(demo_bundle: Path) -> None:
     with serving(demo_bundle) as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
         created = served.client.get("/v1/models").json()["data"][0]["created"]
-        time.sleep(1.1)  # the time of a model has whole seconds
+        time.sleep(1.1)  # the time of a model is in whole seconds
         answers = [
             pool.submit(
                 served.client.post, "/v1/chat/completions", json={"model": served.model, **slow()}

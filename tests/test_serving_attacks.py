@@ -1,4 +1,7 @@
-"""Hostile and slow clients of ``dlm-export serve``. The other clients still get their answers."""
+"""Tests of hostile and slow clients of ``dlm-export serve``.
+
+Other clients still get their answers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def connect(served: Served) -> socket.socket:
 def is_polite_client_answered(served: Served) -> bool:
     import httpx
 
-    # A new connection: the server may be about to close an idle connection of ``served.client``.
+    # The test opens a new connection, because the server may be about to close an idle connection
+    # of ``served.client``.
     body = {"model": served.model, "messages": [{"role": "user", "content": "play jazz"}]}
     url = f"{served.url}/v1/chat/completions"
     return httpx.post(url, json=body, timeout=WAIT_S).status_code == 200
@@ -53,7 +57,7 @@ def test_connections_without_a_request_make_room_for_others(served: Served) -> N
         for client in slow[-8:]:
             client.sendall(POST)
         assert is_polite_client_answered(served)
-        assert read_all(slow[0]) == b""  # closed
+        assert read_all(slow[0]) == b""  # the server closed the connection
     finally:
         for client in slow:
             client.close()
@@ -77,10 +81,11 @@ def test_a_client_that_does_not_read_is_dropped(served: Served) -> None:
         client.connect((served.host, served.port))
         client.sendall(200 * b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
         poll = select.poll()
-        poll.register(client, 0)  # errors only
+        poll.register(client, 0)  # report only errors
         assert poll.poll(1e3 * WAIT_S)
         with pytest.raises(ConnectionResetError):
-            list(iter(lambda: client.recv(1 << 16), b""))  # reads to the end
+            # Read until the server closes the connection.
+            list(iter(lambda: client.recv(1 << 16), b""))
     assert is_polite_client_answered(served)
 
 
@@ -371,6 +376,7 @@ def test_a_schema_that_failed_is_not_compiled_again_for_a_while(
     assert [each.status_code for each in found] == [400] * 10
     assert found[0].json()["error"]["param"] == "dlm"
     assert len({each.text for each in [*found[:8], found[9]]}) == 1
-    # Two requests are compiled at once. The others wait, and find the failure.
+    # Two schemas are compiled at the same time. The other requests wait, and then find the stored
+    # failure.
     assert compiled.count("(") in (2, 3)
     assert compiled.count("[") == 1

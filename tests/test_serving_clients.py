@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and of Mercury against ``dlm-export serve``, unchanged."""
+"""Tests of ``dlm-export serve`` with the unchanged official clients of OpenAI and Mercury."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 
 
 def clients() -> list[Any]:
-    """Clients that make chat completions: their package, and the path of its base URL."""
+    """Return the clients for chat completions.
+
+    Each entry contains a package and the path of its base URL.
+    """
     return [
         pytest.param(("openai", "OpenAI", "/v1"), id="openai"),
         pytest.param(("inceptionai", "Inception", ""), id="inceptionai"),
@@ -125,7 +128,7 @@ def test_a_pydantic_class_is_parsed(client: Any, served: Served) -> None:
 def test_an_earlier_call_and_its_result_reach_the_chat_template(
     client: Any, served: Served
 ) -> None:
-    """The demo's template accepts a single message, and says so."""
+    """The demo's chat template only accepts a single message. Its error says so."""
     call = {"id": "call_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
     messages = [
         *MESSAGES,
@@ -170,7 +173,7 @@ def test_errors_have_the_clients_own_classes(client: Any, served: Served) -> Non
     assert "colour" in str(raised.value)
 
 
-# ---- Only Mercury's client ----
+# ---- Features that only Mercury's client has ----
 
 
 @pytest.fixture
@@ -208,7 +211,7 @@ def test_mercurys_fill_in_the_middle(mercury: Any, served: Served) -> None:
     assert "".join(chunk.choices[0].text or "" for chunk in chunks) == made.choices[0].text
 
 
-# ---- Only OpenAI's client ----
+# ---- Features that only OpenAI's client has ----
 
 
 def test_many_asynchronous_requests_and_a_cancelled_one(served: Served) -> None:

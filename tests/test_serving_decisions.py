@@ -1,4 +1,4 @@
-"""``/v1/decisions``: asked by plain requests, and by Mercury's own client, unchanged."""
+"""Tests of ``/v1/decisions`` with plain requests and with Mercury's unchanged client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/v1/edit/completions``: Mercury's message, the infill that it becomes, and the answer."""
+"""Tests of ``/v1/edit/completions``: the message, the text with mask tokens, and the answer."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_max_tokens_limits_the_region(served: Served) -> None:
         assert small["prompt_tokens"] == large["prompt_tokens"]
 
 
-# "\r" before a line feed is part of the line ending.
+# The text has no "\r", because "\r" before a line feed is part of the line ending.
 TEXT = st.text(st.characters(exclude_characters="|\r", exclude_categories=["Cs"]), max_size=20)
 
 

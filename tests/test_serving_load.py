@@ -1,4 +1,7 @@
-"""``dlm-export serve`` under load: signals and full queues lose no request."""
+"""Tests of ``dlm-export serve`` under load.
+
+No request is lost because of signals or full queues.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ BODY = {
 class Load:
     """Clients that send one request after another until ``is_over`` is set.
 
-    ``statuses`` has the status of each answer by the id of its request, and ``lost`` the ids of
+    ``statuses`` maps the id of each answered request to the status. ``lost`` contains the ids of
     requests without a complete answer.
     """
 
@@ -93,8 +96,8 @@ def test_sigterm_under_load_answers_every_accepted_request(demo_bundle: Path) ->
     logged = {line["id"]: line["status"] for line in lines}
     assert set(load.statuses.values()) == {200}
     assert len(load.statuses) > CLIENTS
-    assert logged == load.statuses  # each request that the server accepted
-    assert load.lost  # requests that came too late
+    assert logged == load.statuses  # the server logged each request that it accepted
+    assert load.lost  # some requests came too late
     assert not logged.keys() & set(load.lost)
 
 
@@ -102,7 +105,7 @@ def test_sighup_under_load_loses_no_request(demo_bundle: Path) -> None:
     with serving(demo_bundle, "--no-log") as served, loaded(served) as load:
         created = served.client.get("/v1/models").json()["data"][0]["created"]
         for _ in range(3):
-            time.sleep(1.1)  # the time of a model has whole seconds
+            time.sleep(1.1)  # the time of a model is in whole seconds
             served.process.send_signal(signal.SIGHUP)
             end = time.monotonic() + 60
             while (now := served.client.get("/v1/models").json()["data"][0]["created"]) == created:

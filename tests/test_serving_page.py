@@ -1,5 +1,5 @@
-"""The page at ``/`` of the server: its files, the API fields that it uses, and the page itself in a
-headless browser.
+"""Tests of the server's page at ``/``: its files, its API fields, and the page in a headless
+browser.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def turns_bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo with effort levels, and with a template that takes earlier messages."""
+    """The demo with effort levels, and with a chat template that accepts earlier messages."""
     folder = Path(shutil.copytree(demo_bundle, tmp_path_factory.mktemp("page") / "turns"))
     manifest = json.loads((folder / "manifest.json").read_text())
     loop = manifest["loop"]
@@ -83,7 +83,10 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, served: Served) -> Iterator[Browser]:
-    """The page in a new state. The console must stay empty, except for statuses of errors."""
+    """Load the page anew.
+
+    During the test, the browser's console must stay empty, except for HTTP errors.
+    """
     window.show(1280, 800, "light")
     opened(window, served)
     yield window
@@ -123,7 +126,7 @@ def text_of(page: Browser, selector: str) -> str:
 
 
 def figures(page: Browser) -> dict[str, str]:
-    """The figures of the newest answer, by their names."""
+    """Return the figures of the newest answer, by their names."""
     rows: list[list[str]] = page.run(
         "return [...[...document.querySelectorAll('.figures')].at(-1).children]"
         ".map((row) => [...row.children].map((each) => each.textContent))"
@@ -189,7 +192,8 @@ def test_each_named_file_exists_and_no_file_names_another_host(served: Served) -
     assert {f"/{name}" for name in named} == set(page_routes.PATHS) - {"/"}
     for path, text in texts.items():
         addresses = re.findall(r"https?://[^\s\"']+", text)
-        assert set(addresses) <= {"http://www.w3.org/2000/svg"}, path  # a namespace, not a request
+        # This address is a namespace, not a request.
+        assert set(addresses) <= {"http://www.w3.org/2000/svg"}, path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text), path
     assert not re.search(r"\son\w+=|\sstyle=|<script>|<style>", texts["/"])
 
@@ -444,7 +448,7 @@ def test_an_error_is_shown_as_text_and_the_message_comes_back(page: Browser) -> 
     set_value(page, "passes", "0")
     page.find("#message").send_keys("\n")
     assert "whole number from 1 to 4096" in text_of(page, "#chat-note")
-    # The browser would refuse to parse text as HTML, even if the page tried to.
+    # Even if the page tried to parse text as HTML, the browser would refuse.
     refused = "try { document.body.innerHTML = '<b>'; } catch (error) { return error.name; }"
     assert page.run(refused) == "TypeError"
     assert "TrustedHTML" in page.console()[-1]
@@ -461,7 +465,8 @@ def test_marked_text_is_written_again(page: Browser, served: Served) -> None:
     watch(page)
     page.find("#fill-form [type=submit]").click()
     page.wait("!document.getElementById('undo').hidden")
-    assert max(page.run("return masks")) == 1  # "hall" is one token
+    # At most one position is masked, because "hall" is one token.
+    assert max(page.run("return masks")) == 1
     expected = GAP.replace("hall", "kitchen")
     assert page.run("return document.getElementById('text').value") == expected
     assert text_of(page, ".canvas") == expected

@@ -1,9 +1,9 @@
-"""Public clients of OpenAI's API against ``dlm-export serve``, unchanged: LiteLLM, LangChain,
-instructor, OpenAI's package for Node, and the load generator GuideLLM.
+"""Tests of ``dlm-export serve`` with unchanged public clients of OpenAI's API.
 
-The Python packages are in tests/requirements.txt. For Node, set DLM_NODE_MODULES to a folder
-``node_modules`` with the package openai. GuideLLM has many dependencies of its own, so install it
-in another environment, and set DLM_GUIDELLM to its program.
+The clients are LiteLLM, LangChain, instructor, OpenAI's package for Node, and the load generator
+GuideLLM. The Python packages are in tests/requirements.txt. For Node, set DLM_NODE_MODULES to a
+folder ``node_modules`` with the package openai. GuideLLM has many dependencies, so install GuideLLM
+in a separate environment, and set DLM_GUIDELLM to its program.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def text(served: Served) -> str:
-    """The answer to MESSAGES, asked without a client."""
+    """The answer to MESSAGES, from a plain request."""
     body = {"model": served.model, "messages": MESSAGES}
     found = served.client.post("/v1/chat/completions", json=body).json()
     return str(found["choices"][0]["message"]["content"])
@@ -60,7 +60,7 @@ def text(served: Served) -> str:
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # LiteLLM must not download anything
     return pytest.importorskip("litellm")
 
 

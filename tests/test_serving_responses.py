@@ -1,4 +1,6 @@
-"""``/v1/responses`` by plain requests, beside the same chat, and by OpenAI's official client."""
+"""Tests of ``/v1/responses``: plain requests, the same requests as chats, and OpenAI's official
+client.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def chat(served: Served, **fields: Any) -> Any:
 
 
 def events(served: Served, **fields: Any) -> list[Any]:
-    """The events of a stream. The name of each one is its type."""
+    """Return the events of a stream. The name of each event must equal its type."""
     body = {"model": served.model, "input": COMMAND, "stream": True} | fields
     with served.client.stream("POST", "/v1/responses", json=body) as response:
         assert response.status_code == 200, response.read()
@@ -302,7 +304,7 @@ def test_the_client_parses_a_pydantic_class(openai: Any, served: Served) -> None
 
 
 def test_the_client_reads_calls_and_sends_them_back(openai: Any, served: Served) -> None:
-    """The demo's template accepts a single message, and says so."""
+    """The demo's chat template only accepts a single message. Its error says so."""
     module = pytest.importorskip("openai")
     arguments: Any = {"model": served.model, "tools": TOOLS, "tool_choice": "required"}
     made = openai.responses.create(input=COMMAND, **arguments)

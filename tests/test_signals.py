@@ -1,8 +1,9 @@
-"""A signal ends a run within one pass. A command then ends by this signal and leaves no staged
-files.
+"""A signal ends a run within one pass.
 
-In one process, a C function runs the passes. It counts them, and raises a signal in one of them.
-Between the passes, no Python code runs except the code that the runtime itself calls.
+A command then ends by this signal and leaves no temporary files.
+
+In some tests, a C function computes the passes. It counts the passes, and raises a signal during
+one pass. So between the passes, the only Python code is the code that the runtime itself calls.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ dlm_status run(void *user, const dlm_pass *pass) {
 }
 """
 REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # each pass commits one token
-# The number of passes, and the call that makes them.
+# For each call: its number of passes, and a function that makes the call.
 CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {
     "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
     "generate over a cache": (
@@ -77,8 +78,10 @@ class Native:
         self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """The number of passes that a call made, if a signal is raised in pass number ``at``.
-        ``made`` handles the exception of the call.
+        """Make a call, and raise a signal in pass number ``at``.
+
+        Returns the number of passes of the call. If the call raises an exception, the caller must
+        handle it.
         """
         self.start(at)
         call(self.bundle)
@@ -100,7 +103,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Native]:
     folder = tmp_path_factory.mktemp("passes")
     (folder / "passes.c").write_text(PASSES)
     library = folder / "passes.so"
-    # C99 does not declare SIGUSR1
+    # SIGUSR1 is not part of C99
     strict = [flag for flag in STRICT if flag != "-std=c99"]
     succeed(
         tool("gcc"),
@@ -187,8 +190,9 @@ def test_a_session_that_a_signal_ended_serves_other_threads(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Restore the normal handling of SIGINT, because a job in the background is started with SIGINT
-    ignored.
+    """Restore the normal handling of SIGINT.
+
+    Jobs in the background are started with SIGINT ignored.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -225,7 +229,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endless(checkpoint: Path) -> Path:
-    """A bundle with a canvas so long that filling it with one token per pass takes many minutes."""
+    """A bundle with a very long canvas. With one token per pass, filling it takes many minutes."""
     build(checkpoint, checkpoint.parent / "bundle", BuildOptions(check_parity=False))
     return checkpoint.parent / "bundle"
 
@@ -245,8 +249,9 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> No
 
 
 def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime") -> None:
-    """Wait until a file has been loaded, and then until the process has used so much time that it
-    must be in the next stage.
+    """Wait until a process has loaded a file.
+
+    Then wait until the process has used more processor time, so that it must be in the next stage.
     """
     _wait_until(lambda: mapped in Path(f"/proc/{process.pid}/maps").read_text(), process)
     loaded = _cpu_seconds(process.pid)
@@ -267,9 +272,8 @@ def _ended_by(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: (
-            signal.signal(number, signal.SIG_DFL) and None
-        ),  # these tests may run with this signal ignored
+        # The process of the tests may ignore this signal.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,
     )
     with started as process:
         try:
@@ -345,7 +349,7 @@ def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_
 
 
 def test_a_command_goes_on_that_was_started_to_ignore_a_signal(endless: Path) -> None:
-    """``nohup`` starts commands like this."""
+    """``nohup`` starts commands in this way."""
     command = [
         sys.executable,
         "-m",

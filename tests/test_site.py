@@ -1,6 +1,4 @@
-"""Tests of the documentation site. It builds without a warning, has every page, function and
-option, and loads nothing from another host.
-"""
+"""Tests of the documentation site: warnings, completeness, and no requests to other hosts."""
 
 from __future__ import annotations
 

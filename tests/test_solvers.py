@@ -1,5 +1,5 @@
-"""Smoothing, AWQ, GPTQ and rotation do not change the function of the network, and reduce the loss
-from quantisation.
+"""Smoothing, AWQ, GPTQ and rotation reduce the loss from quantisation, and keep the network's
+function.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
 def _gptq_by_elimination(
     w: np.ndarray, hessian: np.ndarray, group_size: int, format: str, *, is_signed: bool
 ) -> np.ndarray:
-    """The recurrence of OBQ, in float64 and without batches. Rows are processed in order, and the
-    inverse shrinks by one row each time.
+    """Compute GPTQ with the recurrence of OBQ, in float64 and without batches.
+
+    Rows are processed in order. The inverse matrix loses one row and column after each step.
     """
     low, high, levels = (
         (-8, 7, (7, 7.5, 8, 8.5, 9, 9.5)) if format == "int4" else (-127, 127, (127,))
@@ -157,9 +158,8 @@ def _gptq_by_elimination(
     for _ in range(len(w) - 1):
         inverse = inverses[-1]
         inverses.append((inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:])
-    counts = 1 / np.array(
-        [[inverse[0, 0]] for inverse in inverses]
-    )  # of the squared error of a row over the whole matrix
+    # The bound is on the squared error of a row over the whole matrix.
+    counts = 1 / np.array([[inverse[0, 0]] for inverse in inverses])
     left, out = w.astype(np.float64), np.zeros(w.shape)
     for i, inverse in enumerate(inverses):
         if i % group_size == 0:

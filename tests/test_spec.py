@@ -1,5 +1,5 @@
-"""The description of a network gives the shapes that torch builds. Writing it to a manifest and
-reading it back does not change it.
+"""The shapes in a network's description equal the shapes in torch, and a manifest stores
+descriptions exactly.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
 def test_every_described_network_runs_and_its_cache_is_exact(
     network: NetworkSpec, seed: int
 ) -> None:
-    """With a cache, rows equal those of a pass over the whole canvas. The cache comes from that
-    pass and ends at the end of a block.
+    """A pass with a cache gives the same rows as a pass over the whole canvas.
+
+    The cache comes from the pass over the whole canvas, and ends at the end of a block.
     """
     torch.manual_seed(seed)
     denoiser = Denoiser(network).eval()
@@ -247,8 +248,10 @@ def test_blocks_of_no_tokens_are_refused() -> None:
 
 
 def test_experts_are_described_and_counted() -> None:
-    """Each token uses 8 of 64 experts, so the work of a token is that of 8 experts, and a few
-    tokens read only a few experts. No recipe quantises the router.
+    """Each token uses 8 of 64 experts.
+
+    So the work for a token is the work of 8 experts, and a pass over a few tokens reads only a few
+    experts. No recipe quantises the router.
     """
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))
@@ -285,8 +288,10 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
 
 @torch.no_grad()
 def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
-    """This is computed by hand as in DeepSeek-V3. By biased scores, two of three groups are chosen
-    by their two best experts, and then three experts are chosen.
+    """The expected result was computed by hand as in DeepSeek-V3.
+
+    The score of a group is the sum of its two best biased scores. Two of three groups are chosen,
+    and then three experts in these groups.
     """
     spec = ExpertsSpec(
         6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)
@@ -296,9 +301,9 @@ def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights(
     router.weight.copy_(products[None])
     router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
     chosen, weights = router(torch.ones(1, 1, 1))
-    scores = (
-        products.sigmoid()
-    )  # the groups have 1.61, 2.77 and 0.86 with the bias, so the last one is out, and its 0.82 too
+    # With the bias, the groups have the scores 1.61, 2.77 and 0.86, so the last group is not
+    # chosen, and its expert with 0.82 is not chosen either.
+    scores = products.sigmoid()
     assert chosen.flatten().tolist() == [3, 0, 1]
     kept = scores[[3, 0, 1]]
     torch.testing.assert_close(weights.flatten(), 2.5 * kept / kept.sum())

@@ -1,7 +1,7 @@
 """The text of a special token in a request is ordinary text, unless the request allows special
 tokens.
 
-This holds in Python and in compiled text files.
+Python and compiled text files behave in the same way.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<pad>", "<sep>")
 TURNS = "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}<|user|>"
-# The template joins these parts. Two parts together can spell a special token that neither of them
-# spells.
+# The template joins these parts. Two joined parts may contain the text of a special token that
+# neither part contains.
 PARTS = (
     "{% for m in messages %}<|user|>{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
     "{{ part.text }}{% endfor %}{% endif %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
@@ -60,7 +60,7 @@ TEXTS = st.lists(
 
 
 class Both:
-    """A tokenizer in both forms: as the library runs it in its process, and compiled."""
+    """A tokenizer in two forms: in the tokenizer's process, and compiled."""
 
     def __init__(self, data: str, template: str) -> None:
         self.library = tokenizers.Tokenizer.from_str(data)
@@ -100,7 +100,7 @@ def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text:
     assert both.python.decode(ids) == both.native.decode(ids)
     if both.library.normalizer is None:
         assert both.python.decode(ids) == text
-    # The tokens that the tokenizer itself adds to a prompt.
+    # ``around`` contains the tokens that the tokenizer itself adds to a prompt.
     around = both.spelled(both.python.encode(""))
     assert both.spelled(both.python.encode(text)) == around
     assert both.python.encode(text) == both.native.encode(text, is_prompt=True)
@@ -255,7 +255,7 @@ def test_a_prompt_cannot_end_or_mask_its_answer(demo: Bundle, spelled: str) -> N
 def _given(
     bundle: Bundle, prompt: str | None = None, chat: Any = None, **options: Any
 ) -> list[int]:
-    """The ids that the denoiser gets for a request."""
+    """Return the token ids that the denoiser gets for a request."""
     return bundle._request("generate", (prompt, None, chat), Options.of(options)).given
 
 

@@ -1,6 +1,4 @@
-"""Calibration layer by layer gives the same codes as calibration of the whole denoiser. It stays
-within its memory and can be resumed.
-"""
+"""Calibration layer by layer gives the same codes as calibration of the whole denoiser."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def _states(source: Source) -> list[State]:
 
 @torch.no_grad()
 def _whole(source: Source, states: list[State], formats: dict[str, str]) -> dict[str, Any]:
-    """The codes of GPTQ if all layers of a denoiser are in memory at once."""
+    """Return the codes of GPTQ if all layers of a denoiser are in memory at the same time."""
     c = source.network
     denoiser = families.load(source.parameters, c)
     grams: dict[str, gptq.Gram] = {}

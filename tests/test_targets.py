@@ -1,5 +1,5 @@
-"""Tests of the table of devices: the precisions of each device, errors and their reasons, and the
-sources of engines.
+"""Tests of the table of devices: precisions, errors with their reasons, and where engines are
+built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlm_runtime.abi import native as _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 
-# For each device, as in ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, and
+# For each device: the SM version, whether the device supports INT8 and INT4, FP8, and NVFP4, and
 # whether TensorRT-RTX can build its engines ahead of time.
 DEVICES = {
     "orin-nano": (87, True, False, False, False),
@@ -268,7 +268,8 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
     assert 50e9 < target.bandwidth_bytes_per_s < 20e12
     assert target.tensorrt
     assert (target.jetpack is not None) == (target.memory_is_shared and name != "gb10")
-    # This finds a rate in the wrong unit, or for a precision that the device does not have.
+    # The limits detect a rate in the wrong unit. The test also detects rates of precisions that the
+    # device does not have.
     assert all(1e12 < rate < 1e17 for rate in target.rates.values())
     assert set(target.rates) <= {"fp16", "int8", "int4", "fp8", "nvfp4"}
     for number in ("fp8", "nvfp4"):
@@ -278,8 +279,9 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rate", "figure"),
     [
-        ("rtx4090", "fp16", 165.2e12),  # with fp32 accumulation; the other published value is 330.3
-        ("l4", "int8", 242.5e12),  # for dense matrices; the other published value is 485
+        # This value is for fp32 accumulation; NVIDIA also published 330.3.
+        ("rtx4090", "fp16", 165.2e12),
+        ("l4", "int8", 242.5e12),  # this value is for dense matrices; NVIDIA also published 485
         ("h100", "fp8", 1978.9e12),
         ("h200", "fp8", 1979e12),
         ("b200", "nvfp4", 9e15),
@@ -355,7 +357,7 @@ def test_standard_tensorrt_builds_for_the_gpu_at_hand_only(monkeypatch: pytest.M
     _finds(monkeypatch, "tensorrt", sm=90)
     assert machine.engine_here(find("h100")) == (True, "by TensorRT, for this machine's GPU")
     assert not machine.engine_here(find("b200"))[0]
-    _finds(monkeypatch, "tensorrt", sm=101)  # the number that CUDA 12 has for Thor
+    _finds(monkeypatch, "tensorrt", sm=101)  # CUDA 12 uses this number for Thor
     assert machine.engine_here(find("thor"))[0]
     _finds(monkeypatch, "tensorrt", sm=None)
     assert not machine.engine_here(find("h100"))[0]
@@ -377,7 +379,7 @@ def test_asking_what_can_be_built_imports_no_engine() -> None:
 def test_the_gpu_at_hand_is_asked_through_libcuda(
     failing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mock is a driver for SM 12.1. Each of its calls fails once."""
+    """The mock is a driver for SM 12.1. In some cases, one of its calls fails."""
 
     class Driver:
         def cuInit(self, flags: int) -> int:

@@ -1,6 +1,4 @@
-"""Compiled text files give the same results as tokenizers and Jinja. Otherwise they are rejected
-with the reason.
-"""
+"""Compiled text files give the same results as tokenizers and Jinja, or are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|system|>Be kind.\n{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# A chat template that only accepts pairs of messages, as instructions for a denoiser may be
-# written.
+# A chat template that only accepts pairs of messages.
 PAIRS = (
     "{% if messages[0].role == 'system' %}{% set first = '[S]' + messages[0].content | trim + '[/S]' %}"
     "{% set rest = messages[1:] %}"
@@ -49,7 +46,7 @@ PAIRS = (
 
 
 class Pair:
-    """A tokenizer in both forms: as a library and compiled."""
+    """A tokenizer in two forms: in the library and compiled."""
 
     def __init__(self, data: str, template: str | None = None) -> None:
         self.oracle = Oracle(data.encode(), template, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -109,9 +106,9 @@ PIECES = st.sampled_from(
         "\u1100\u1161\u11a8",
         "\r\n",
         "[MASK]",
-        "\u302e\U0001d165",  # marks that NFD sorts, and that stripping accents keeps
+        "\u302e\U0001d165",  # NFD sorts these marks, and stripping accents does not remove them
         "\u0301",
-        "\u0488",  # a mark that NFD does not move, and that stripping accents keeps
+        "\u0488",  # NFD does not move this mark, and stripping accents does not remove it
         "##",
     ]
 )
@@ -182,7 +179,7 @@ def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pai
 
 
 def cut(splits: Splits, text: str) -> list[str]:
-    """The first split of the native library, written in Python."""
+    """Compute the first split of the native library in Python."""
     table, pieces, at, done = splits.tables[0], [], 0, 0
     columns = [*(int(splits.classes[ord(letter)]) for letter in text), splits.count]
     while at < len(text):
@@ -328,7 +325,7 @@ def test_what_is_not_compiled_is_told_by_name(reason: str) -> None:
 
 
 def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled form has one merge less than the tokenizer."""
+    """The compiled form lacks one merge of the tokenizer, so its results differ."""
     from dlm_export.text import compiled
 
     read = compiled.read_tables
@@ -353,8 +350,9 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
 
 
 def check_chats(pair: Pair, fewest: int) -> None:
-    """Check that chats equal Jinja's or are rejected, and that at least ``fewest`` are not
-    rejected.
+    """Check that each chat gives the same result as in Jinja or is rejected.
+
+    At least ``fewest`` chats must not be rejected.
     """
     chats = [
         *samples.chats(

@@ -1,6 +1,4 @@
-"""Tests of the process that runs a bundle's tokenizer and template: its answers, its limits, and
-its end.
-"""
+"""Tests of the process that runs a bundle's tokenizer and template: answers, limits and end."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ TEMPLATE = "{{ messages[0].content }}{% if messages | length > 1 %}{% for i in r
     "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
 HELLO = [{"role": "user", "content": "lock the front door"}]
-LONG = [*HELLO, *HELLO]  # keeps the template busy until its time limit
+LONG = [*HELLO, *HELLO]  # with these messages, the template runs until its time limit
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def _process(tokenizer: Tokenizer) -> subprocess.Popen[bytes]:
 
 
 def _is_over(pid: int) -> bool:
-    """True if the process is gone or a zombie."""
+    """True if the process does not exist or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:

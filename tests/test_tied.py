@@ -1,5 +1,5 @@
-"""Tests of embedding tables: a tied head uses the same table, rows are looked up in the table's
-format, and the type can be that of the checkpoint.
+"""Tests of embedding tables: tied heads, lookups in all formats, and tables in the type of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -246,8 +246,9 @@ RECIPES = {
 def test_a_tied_bundle_holds_its_table_once_with_parity(
     tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
 ) -> None:
-    """The build compares every layer with torch, or whole canvases in fp32, and fails if they
-    differ.
+    """The build compares every layer with torch.
+
+    In fp32, it compares whole canvases. It fails if the results differ.
     """
     recipe = precision
     if precision in RECIPES:
@@ -323,8 +324,8 @@ def test_opening_a_tied_bundle_makes_no_copy_of_its_table(
         capture_output=True,
         text=True,
     ).stdout
-    # Opening takes 10 MiB for any size of the table. The smallest possible copy, of INT8 codes,
-    # would take another 15 MiB, and a copy in fp32 59 MiB.
+    # Opening a bundle takes 10 MiB for any size of the table. A copy of the table's INT8 codes
+    # would take another 15 MiB, and a copy of the table in fp32 would take 59 MiB.
     assert int(out) < (10 << 20) + rows * hidden // 2
 
 
@@ -389,7 +390,10 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
 def test_auto_chooses_the_format_of_a_tied_table(
     tied_checkpoint: Path, tmp_path: Path, table: str
 ) -> None:
-    """All formats keep the budget, so the smallest is chosen. The build then judges it."""
+    """All formats are within the budget, so the smallest format is chosen.
+
+    The build then judges the bundle.
+    """
     quantise = replace(
         SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=(table,))
     )
@@ -476,7 +480,7 @@ def test_onnxruntime_on_a_gpu_multiplies_by_the_table_as_it_is_stored(
         )[0]
         for name in ("denoiser.onnx", "device.onnx")
     )
-    # The CPU's Gemm adds in fp16, and its MatMul adds in fp32.
+    # ONNX Runtime's Gemm on the CPU adds in fp16, and its MatMul adds in fp32.
     np.testing.assert_allclose(device, judged, atol=0.01 * np.abs(judged).max())
 
 
@@ -497,8 +501,9 @@ def untied_twin(tied: Path, folder: Path) -> Path:
 def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
     """How much quantising increases the loss, in nats per masked position.
 
-    The text is drawn from the denoiser in full precision. The mean increase of the loss on this
-    text is the divergence between the two denoisers, which can be computed without drawing.
+    If the text is sampled from the full-precision denoiser, the mean increase of the loss equals
+    the divergence between the two denoisers. This function computes the divergence, so it does not
+    need to sample.
     """
     options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
     build_bundle(checkpoint, folder, options)
@@ -533,14 +538,15 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
 def test_sharing_a_table_costs_as_much_as_rounding_its_rows_once(
     family: Callable[..., dict[str, Any]], precision: str, tmp_path: Path
 ) -> None:
-    """In a tied table, the rows that are looked up are rounded as well. An untied table looks up
-    exact rows.
+    """With a tied table, the rows that are looked up are rounded as well.
 
-    The rounded rows are one more operand with an error of the same relative size. They enter
-    everything that follows, so here they cost up to 0.9 times as much as all other roundings
-    together. A loss grows with the square of the error. If the rows were rounded twice as coarsely
-    as the format of the head, they would cost four times as much, and exceed the limit of 1.5
-    times.
+    With an untied table, the rows are exact.
+
+    The rounded rows have an error of the same relative size as the other rounded operands. All
+    layers use these rows, so their rounding costs up to 0.9 times as much as all other roundings
+    together. The limit in this test is 1.5 times. The loss grows with the square of the error. If
+    the rows were rounded twice as coarsely, they would cost four times as much and exceed the
+    limit.
     """
     recipe = precision
     if precision == "head in int4":

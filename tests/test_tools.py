@@ -1,6 +1,4 @@
-"""Tests of tools: what the chat template receives, which texts are allowed, and which calls are
-read from a text.
-"""
+"""Tests of tools: inputs of the chat template, allowed texts, and calls that are read from a text."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
-# A template like those of Hermes and Qwen: tools are in the system message, calls are between
-# marks, and results are separate messages.
+# A template like the templates of Hermes and Qwen. Tools are in the system message, calls are
+# between marks, and results are separate messages.
 TEMPLATE = """{%- if tools %}
 {{- '<|user|>' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
@@ -80,11 +78,11 @@ def tools(choice: str = "required", form: str = "object", *, is_parallel: bool =
 
 
 def _accepts(given: Tools, text: str) -> bool:
-    """Whether the automaton of the calls accepts a text."""
+    """Return whether the automaton of the calls accepts a text."""
     return byte_automaton(Content("tree", json.dumps(given.tree()))).matches(text)
 
 
-# ---- What the template is told ----
+# ---- Inputs of the chat template ----
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ def test_what_is_no_conversation_is_refused(tokenizer: Tokenizer, chat: Any) -> 
         tokenizer.encode_chat(chat)
 
 
-# ---- What a text has to be ----
+# ---- Allowed texts ----
 
 ONE, OTHER = (
     '{"name":"weather","arguments":{"place":"ulm","days":2}}',

@@ -1,9 +1,8 @@
-"""Tests of denoisers that have the layers of Llama, Qwen2 or Qwen3, block by block and as a whole:
-SDAR, Fast-dLLM v2, A2D.
+"""Tests of denoisers with the layers of Llama, Qwen2 or Qwen3: SDAR, Fast-dLLM v2 and A2D.
 
-Logits are compared with those of the corresponding transformers class, under a mask that is
-computed here. The other side of the comparison uses none of this project's code. ``test_capture``
-does the same through ``capture``.
+Logits are compared with the logits of the corresponding transformers class. The test computes the
+attention mask for this class. The other side of the comparison uses none of this project's code.
+``test_capture`` does the same through ``capture``.
 """
 
 from __future__ import annotations
@@ -144,7 +143,9 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
 
 
 def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
-    """If torch was imported, this would take longer than everything that is read here."""
+    """``inspect`` must not import torch, because the import would take longer than reading the
+    headers.
+    """
     path = write_checkpoint(tmp_path, sdar_config(), shards=3)
     script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"
     command = [

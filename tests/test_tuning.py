@@ -1,5 +1,5 @@
-"""``--tune`` times matrix products in the same way as the runtime computes them, and auto takes the
-fastest.
+"""``--tune`` times matrix products as the runtime computes them, and ``auto`` chooses the fastest
+formats.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Tests of the records of verified files. A large file that has not changed is not hashed again,
-and a damaged file is always rejected.
+"""Tests of the records of verified files.
 
-To see whether a record is used, the tests forge one. It says that a damaged file has the hash in
-the manifest. If the bundle then opens, the record was used. Every reason not to trust the record
-must make opening fail again.
+A large file that has not changed is not hashed again, and a damaged file is always rejected.
+
+To see whether the runtime uses a record, the tests forge a record. The forged record says that a
+damaged file has the hash in the manifest. If the bundle opens, the runtime used the record. If
+there is a reason not to trust the record, opening the bundle must fail.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LARGE = "large.bin"
 BYTES = (16 << 20) + 1  # smaller files are always hashed
 OFFSET = BYTES // 2
 SETTLED_S = 2.1  # a file that changed less than two seconds ago is not recorded
-LISTED = ("ext2/ext3", "xfs", "btrfs", "f2fs", "overlayfs")  # as `stat -f` calls them
+LISTED = ("ext2/ext3", "xfs", "btrfs", "f2fs", "overlayfs")  # the names in the output of `stat -f`
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
 
 
@@ -55,7 +56,10 @@ def add_large_file(bundle: Path) -> None:
 
 @pytest.fixture
 def recorded(bundle: Path, tmp_path: Path) -> Path:
-    """The bundle, after it was opened when its large file was old enough to be recorded."""
+    """A bundle whose large file has a record.
+
+    The bundle was opened when the file was old enough to be recorded.
+    """
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -111,7 +115,7 @@ def damage(bundle: Path) -> None:
 
 
 def forge(bundle: Path) -> Path:
-    """Damage the large file, and write a record that says that it is right."""
+    """Damage the large file, and write a record that says that the file is right."""
     damage(bundle)
     folder_of(bundle).mkdir(mode=0o700, exist_ok=True)
     record = record_of(bundle)
@@ -151,7 +155,8 @@ def test_a_moved_bundle_keeps_its_record(recorded: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("engine", ["none", "onnxruntime"])
 def test_a_file_that_just_changed_is_not_recorded(bundle: Path, engine: str) -> None:
-    # If the machine stops for a while, the file may become old enough meanwhile.
+    # If the machine is slow, the file may become old enough before it is opened. So the test tries
+    # several times.
     for _ in range(10):
         (bundle / LARGE).touch()
         dlm_runtime.open(bundle, engine=engine, threads=1).close()
@@ -226,7 +231,7 @@ def test_a_file_whose_time_was_set_back_is_refused(recorded: Path) -> None:
 
 def test_a_file_written_through_a_hard_link_is_refused(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "link").hardlink_to(recorded / LARGE)
-    open_bundle(recorded)  # a new link also changes the time of the file
+    open_bundle(recorded)  # a new link also changes the change time of the file
     with (tmp_path / "link").open("r+b") as file:
         file.write(b"!")
     assert is_refused(recorded)
@@ -241,11 +246,11 @@ def test_a_file_written_through_a_mapping_is_refused(recorded: Path) -> None:
 def test_a_page_that_was_dirty_before_the_record_is_not_written_unseen(
     recorded: Path,
 ) -> None:
-    """Until it is flushed, a page stays writable without an update of the file's time. So the file
-    is flushed before it is recorded.
+    """A program can write to a dirty page of a mapped file without an update of the file's time,
+    until the page is flushed. So the runtime flushes a file before it records the file.
     """
     with (recorded / LARGE).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        mapped[OFFSET] = 0x5A  # the byte that is already there, so the hash stays right
+        mapped[OFFSET] = 0x5A  # the file already contains this byte, so the hash stays right
         time.sleep(SETTLED_S)
         open_bundle(recorded)
         assert record_of(recorded).read_text() == record_text(recorded)
@@ -405,7 +410,7 @@ def test_a_bad_record_is_replaced(recorded: Path, spoil: Callable[[Path], None])
     assert found.st_mtime <= time.time()
 
 
-# ---- No place for records ----
+# ---- Records that cannot be stored ----
 
 
 OPEN = """

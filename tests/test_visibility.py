@@ -1,5 +1,6 @@
-"""Tests of the keys that a query sees, by a rule on positions. The rule holds in torch, in both
-graphs and in a built bundle.
+"""Tests of the keys that a query sees.
+
+Torch, both graphs and a built bundle must follow the same rules.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KINDS = ("key", "value")
 
 
 def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
-    """The same network, in which each layer has one of these rules of visibility."""
+    """Return the same network with these rules of visibility, one for each layer."""
     layers = (
         replace(
             layer,
@@ -45,7 +46,7 @@ def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> Network
 
 
 def turning(network: NetworkSpec, fraction: float) -> NetworkSpec:
-    """The same network, in which a fraction of each head is rotated by its position."""
+    """Return the same network, in which only a fraction of each head is rotated."""
     ropes = (replace(layer.attention, rope=Rope(1e4, fraction)) for layer in network.layers)
     layers = tuple(
         replace(layer, attention=rope) for layer, rope in zip(network.layers, ropes, strict=True)
@@ -77,8 +78,9 @@ def small(*rules: tuple[str, int | None]) -> NetworkSpec:
 def test_a_token_changes_its_own_block_and_no_row_before_it(
     visible: tuple[str, int | None], changed: int, is_plain: bool, order: list[int]
 ) -> None:
-    """The rows of a pass may be in any order, because visibility depends on their positions. Rows
-    that do not see the token stay equal bit by bit.
+    """The rows of a pass may be in any order, because visibility depends on their positions.
+
+    Rows that do not see the changed token stay equal bit by bit.
     """
     denoiser = random_denoiser(small(visible, visible), is_plain=is_plain)
     positions = torch.tensor([order, range(LENGTH)])
@@ -92,8 +94,9 @@ def test_a_token_changes_its_own_block_and_no_row_before_it(
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """The graph is tested with and without a cache, whose rows every query sees, in both forms, and
-    fused. Half of each head is rotated.
+    """The graph is tested with and without a cache, in both forms, and fused.
+
+    Every query sees all rows of the cache. Half of each head is rotated.
     """
     network = turning(small(("block", 4), ("causal", None), ("full", None)), 0.5)
     denoiser = random_denoiser(network, is_plain=is_plain)
@@ -127,7 +130,7 @@ def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
         }
         (logits,) = session.run(["logits"], {name: value.numpy() for name, value in feed.items()})
         expected = denoiser.project(denoiser.hidden(ids, positions, past)[0])
-        # Sums in fp32 are in another order, for logits around 10.
+        # Sums in fp32 have another order. The logits are around 10.
         np.testing.assert_allclose(
             logits, expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{cached} cached"
         )
@@ -140,9 +143,8 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
     network = seeing(source.network, [("causal", None), ("block", 4)])
     presets = presets_for(network.visible_block, network.shift)
     source = replace(source, network=network, presets=presets, default_preset=next(iter(presets)))
-    report = build_from(
-        source, tmp_path / "bundle"
-    )  # also proves parity of loops with the block cache
+    # The build also checks parity of the loops with the block cache.
+    report = build_from(source, tmp_path / "bundle")
     calls = {"BlockCachedAttention": 2, "AddNorm": 4, "Candidates": 1}
     assert report.kernels == {"calls": calls, "plain": {}}
     tokens = [5, 17, 9, 30, 2, 41, 8]
@@ -179,8 +181,9 @@ def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """ONNX Runtime runs the graph that TensorRT's parser gets. In it, the lowest number of fp16
-    hides a key as well as minus infinity.
+    """ONNX Runtime runs the graph that TensorRT's parser gets.
+
+    In this graph, the lowest fp16 number in the mask hides a key as completely as minus infinity.
     """
     network = small(("block", 4), ("block", 4))
     denoiser = random_denoiser(network)
@@ -203,8 +206,8 @@ def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: P
     feed |= {f"past_{kind}.{i}": nothing for i in range(2) for kind in KINDS}
     (found,) = session.run(["logits"], feed)
     expected = denoiser.project(denoiser.hidden(ids, order)[0]).numpy()
-    # Some hundred roundings to fp16, for logits around 10. One key too many or too few would change
-    # them by 1.
+    # The logits are around 10, and some hundred values are rounded to fp16. One key too many or too
+    # few would change the logits by 1.
     np.testing.assert_allclose(found, expected, atol=0.1)
 
 

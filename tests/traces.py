@@ -1,5 +1,6 @@
-"""Traces that tests share. Most of the time of a tiny build is spent in torch.onnx.export, which
-always gives the same graph.
+"""Traced graphs that tests share.
+
+In a tiny build, torch.onnx.export takes most of the time, and always returns the same graph.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ _traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
 
 
 def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
-    """``trace_pass``, which runs once for each network and precision. Returns a copy of the graph,
-    which the caller may change.
+    """Like ``trace_pass``, but traces each network and precision only once.
+
+    Returns a copy of the graph. The caller may change the copy.
     """
     key = network, precision, is_plain
     if key not in _traces:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 def trunk_logits(
     checkpoint: Path, class_name: str, block: int | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Run the class with a mask of blocks, or with every position visible if ``block`` is ``None``.
+    """Run the class with block-causal attention, or with full attention if ``block`` is ``None``.
     This function uses none of this project's code.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed here")

@@ -1,17 +1,18 @@
-"""Compare LLaDA-8B's shape on one GPU in this project's loop and in PyTorch.
+"""Compare this project's loop with PyTorch on one GPU, with a denoiser of LLaDA-8B's shape.
 
     python benchmarks/gpu/run.py --wheel onnxruntime_gpu-1.31.1-*.whl --json gpu.json     # on an H100 or H200, in one go
     python benchmarks/gpu/run.py --layers 8 --precision fp16 --json gpu.json
     python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json                # no GPU: the same steps on a CPU
 
 This project's loop uses the CUDA provider of ONNX Runtime. Install this project with its export
-extra, and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a wheel file, without
-its dependencies. It then uses the NVIDIA libraries of PyTorch.
+extra, and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a wheel file. The
+dependencies of the wheel are not installed, so ONNX Runtime uses the NVIDIA libraries of PyTorch.
 
-Weights are random, so a loop commits a fixed number of tokens per pass and never stops early. Each
-contestant runs in a separate process. The time of a generation is the median of its rounds, after
-one warm-up. Memory is the process's memory on the GPU (nvidia-smi) or, on a CPU, its largest
-resident set. "equal" is the share of new tokens that equal those of eager PyTorch.
+The weights are random. A loop therefore commits a fixed number of tokens per pass and never stops
+early. Each contestant runs in a separate process. The time of a generation is the median of its
+rounds, after one warm-up. Memory is the process's memory on the GPU (nvidia-smi). On a CPU, memory
+is the process's largest resident set. "equal" is the share of generated tokens that equal the
+tokens of eager PyTorch.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ canvas and the number of passes.
 """
 
 
-# ---- A contestant, in its own process ----
+# ---- A contestant in a separate process ----
 
 
 def native(options: argparse.Namespace) -> tuple[Generate, str]:
-    """The native loop over the bundle."""
+    """Return a function that generates with the native loop."""
     import dlm_runtime
 
     bundle = dlm_runtime.open(
@@ -66,7 +67,10 @@ def native(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
-    """The reference loop: eager, or with a compiled body, with or without CUDA graphs."""
+    """Return a function that generates with the reference loop.
+
+    The loop is eager, or its body is compiled, with or without CUDA graphs.
+    """
     import torch
 
     from dlm_export import families
@@ -87,8 +91,8 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
         compiled = torch.compile(denoiser.hidden, dynamic=False, mode=mode)
 
         def hidden(*arguments: Any) -> Any:
-            # When a CUDA graph is replayed, it overwrites the results of the last replay. The loop
-            # keeps some of these results.
+            # A replay of a CUDA graph overwrites the results of the previous replay. The loop still
+            # needs some of these results.
             torch.compiler.cudagraph_mark_step_begin()
             features, presents = compiled(*arguments)
             return features.clone(), [(keys.clone(), values.clone()) for keys, values in presents]
@@ -103,7 +107,7 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """The memory of this process: on the GPU if the driver reports it, otherwise its largest
+    """Return this process's memory on the GPU if the driver reports it, otherwise its largest
     resident set.
     """
     if device == "cpu":
@@ -114,14 +118,14 @@ def memory_bytes(device: str) -> int | None:
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     told = subprocess.run(query, check=True, capture_output=True, text=True).stdout
     held = dict(line.split(", ") for line in told.splitlines() if line.split(", ")[-1].isdigit())
-    # In a container, the driver may know this process by another id. If only one process uses the
-    # GPU, it must be this one.
+    # In a container, the driver may list this process with a different id. If only one process uses
+    # the GPU, that process must be this process.
     own = held.get(str(os.getpid())) or (next(iter(held.values())) if len(held) == 1 else None)
     return None if own is None else int(own) << 20
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one contestant, for each loop."""
+    """Return the figures of one contestant for each loop."""
     generate, engine = (native if options.contestant == NATIVE else in_torch)(options)
     given, loops = [5 + 7 * i % 97 for i in range(options.prompt)], {}
     for cache in ("none", "dual"):
@@ -169,7 +173,7 @@ def install(wheel: Path) -> None:
 
 
 def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
-    """The checkpoint and its bundle. Files that an earlier run wrote are used again."""
+    """Return the checkpoint and its bundle. Files from an earlier run are reused."""
     import real_size
 
     checkpoint, bundle = work / "checkpoint", work / f"bundle-{options.precision}"
@@ -193,16 +197,16 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
             "--target",
             "cuda",
         ]
-        verify = (
-            [] if options.tiny else ["--no-verify"]
-        )  # torch's fp32 denoiser would take twice the memory
+        # A denoiser in fp32 would need twice the memory.
+        verify = [] if options.tiny else ["--no-verify"]
         run([*build, "--precision", options.precision, *verify, "-o", str(bundle)])
     return checkpoint, bundle
 
 
 def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list[dict[str, Any]]:
-    """A row for each contestant and loop. If a contestant fails, its row has the reason instead of
-    figures.
+    """Return a row for each contestant and loop.
+
+    If a contestant fails, the row contains the reason instead of figures.
     """
     rows, eager = [], {}
     for contestant in options.contestants:
@@ -240,7 +244,7 @@ def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The hardware and versions of the measurement."""
+    """Return the hardware and the versions of the measurement."""
     from dlm_export.machine import this_machine
 
     found = {name: value for name, value in this_machine().items() if name != "onnxruntime_library"}

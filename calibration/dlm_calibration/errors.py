@@ -4,8 +4,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class CalibrationError(DlmError):
-    """Raised if activation ranges cannot be found, because the calibration data or the denoiser's
-    activations are unusable.
+    """Raised if the calibration data or the denoiser's activations are unusable.
+
+    Activation ranges cannot be found then.
     """
 
     exit_code = ExitCode.WRONG_INPUT

@@ -1,5 +1,4 @@
-"""The number formats of quantised denoisers in numpy. The results equal the results of the runtimes
-bit by bit.
+"""The number formats of quantised denoisers, in numpy. The runtimes compute the same bits.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
 E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group has
@@ -39,8 +38,8 @@ FP16: ScaleType = np.dtype(np.float16)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
 )  # the value of each code; bit 3 is the sign
-INT4_GROUP_SIZE = 128  # default, as usual in GPTQ and AWQ
-NVFP4_GROUP_SIZE = 16  # fixed by the format
+INT4_GROUP_SIZE = 128  # the default; GPTQ and AWQ usually have this size too
+NVFP4_GROUP_SIZE = 16  # the format defines this size
 
 _LEVELS = {name: np.float32(known.levels) for name, known in NUMBER_FORMATS.items()}
 CODE_TYPES = {name: np.dtype(known.code_type) for name, known in NUMBER_FORMATS.items()}
@@ -51,8 +50,8 @@ _CODE_LIMITS = {
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
 # Smaller scales are replaced by 1, because fp32 subnormals lose bits and some devices flush them to
-# zero. NVFP4 multiplies the scale of the tensor by group scales as small as 2**-9, and the product
-# must stay a normal number.
+# zero. In NVFP4, the scale of the tensor is multiplied by group scales as small as 2**-9. The
+# product must still be a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
 """Candidates for the code of the largest value in an INT4 group. All candidates are tried.
@@ -96,8 +95,9 @@ class QuantisedWeight:
         return (second, first) if self.format == "nvfp4" else (first, second)
 
     def dequantise(self) -> np.ndarray:
-        """Return the matrix as fp32 ``[K, N]``. Factors are multiplied in the same order as in ONNX
-        DequantizeLinear.
+        """Return the matrix as fp32 ``[K, N]``.
+
+        Factors are multiplied in the same order as in ONNX DequantizeLinear.
         """
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
@@ -123,8 +123,9 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Return a weight with some of the N columns. A slice or an array of indices selects the
-        columns.
+        """Return a weight with some of the N columns.
+
+        A slice or an array of indices selects the columns.
         """
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
@@ -140,8 +141,9 @@ def quantise_weight(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` of any float type. The fp32 values of ``w`` are rounded half to
-    even.
+    """Quantise ``w`` ``[K, N]`` of any float type.
+
+    The fp32 values of ``w`` are rounded half to even.
 
     | format | codes | scale |
     | int8 | -127..127 | amax / 127 per column |
@@ -201,8 +203,9 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8. The fp32 ``scales`` are
-    broadcast to the shape of the values.
+    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8.
+
+    The fp32 ``scales`` are broadcast to the shape of the values.
 
     The function divides by the scale, as ONNX QuantizeLinear does. Multiplying by the reciprocal
     would round differently. Codes saturate: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and
@@ -221,8 +224,9 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """Return fp32 scales that map ``amax`` to the largest code of the format. In nvfp4, the result
-    is the global scale.
+    """Return fp32 scales that map ``amax`` to the largest code of the format.
+
+    In nvfp4, this is the global scale.
 
     If amax is tiny, the scale is 1. Scales are rounded to ``scale_dtype``. Scales in fp16 are at
     least ``SMALLEST_FP16_SCALE``.
@@ -248,8 +252,8 @@ def int4_scales(
     For each group, the function tries six scales, from amax / 7 to amax / 9.5. The function returns
     the scale with the smallest weighted squared error. If several scales have this error, the
     function returns the largest of these scales. Each squared error is multiplied by the square of
-    the value, as in llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than the
-    plain error suggests (figures in BENCHMARKS.md).
+    the value, as in llama.cpp's IQ4_NL. Clipping large weights costs more accuracy than the plain
+    error suggests (figures in BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.
@@ -427,8 +431,8 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     magnitude += np.float32(4)
     np.minimum(codes, magnitude, out=codes)
     unsigned: np.ndarray = codes.astype(np.uint8)
-    # As in modelopt, a negative value that is rounded to zero gets a sign bit, and minus zero does
-    # not.
+    # As in modelopt, a negative value that is rounded to zero gets a sign bit. The value -0.0 does
+    # not get a sign bit.
     unsigned |= (values < 0).view(np.uint8) << np.uint8(3)
     return unsigned
 

@@ -24,13 +24,14 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-RESAMPLES = 1000  # resamples of a bootstrap; 25 resamples are below a 95% interval, and 25 above
+# Number of resamples of a bootstrap; a 95% interval excludes the lowest 25 and the highest 25.
+RESAMPLES = 1000
 LEVEL = 0.95
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
-_CHUNK_ELEMENTS = (
-    1 << 22
-)  # Logits processed at a time: 32 MB in float64, or 33 rows with a vocabulary of 126,464.
+# The number of logits that are processed at a time. They use 32 MB in float64. With a vocabulary of
+# 126,464 tokens, they are 33 rows.
+_CHUNK_ELEMENTS = 1 << 22
 
 Decode = Callable[[list[int]], str | None]
 
@@ -64,9 +65,7 @@ class Rows:
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """Return the metrics at the positions ``chosen``, which is bool ``[R]`` or an array of
-        indices.
-        """
+        """Return the metrics at the ``chosen`` positions: bool ``[R]`` or an array of indices."""
         return Rows(
             self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
         )
@@ -184,8 +183,9 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """Return ``above / below``. If both values are 0, the result is 1. If only ``below`` is 0, the
-    result is ``None``.
+    """Return ``above / below``.
+
+    If both values are 0, the result is 1. If only ``below`` is 0, the result is ``None``.
     """
     if below == 0:
         return 1.0 if above == 0 else None
@@ -196,8 +196,8 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
     """Return the 95% bootstrap interval of ``sum(above) / sum(below)``.
 
     Each resample consists of N random pairs ``(above[i], below[i])``, selected with replacement.
-    Both values of a pair are from the same sample, so the sample's difficulty cancels out in the
-    ratio. Returns ``None`` if the ratio of a resample is undefined.
+    Both values of a pair come from the same sample. The difficulty of the sample therefore cancels
+    out in the ratio. Returns ``None`` if the ratio of a resample is undefined.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -214,7 +214,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
 def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     """Return the 95% bootstrap interval of the mean of paired differences ``[N]``."""
     interval = ratio_interval(differences, np.ones(len(differences)), seed)
-    assert interval is not None  # the denominators are 1
+    assert interval is not None  # all denominators are 1, so the ratio is always defined
     return interval
 
 
@@ -242,8 +242,8 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Commitment:
-    """A denoiser's predictions at the ``M`` masked positions of a block, and the positions that the
-    denoiser would commit.
+    """A denoiser's predictions at the ``M`` masked positions of a block, and its choice of
+    positions to commit.
 
     ``logits`` are the raw logits ``[M, V]``, and ``guess`` are the most likely tokens ``[M]``.
     ``is_chosen``, bool ``[M]``, is True for positions that the denoiser would commit.
@@ -297,8 +297,9 @@ class Frontier:
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the results as plain Python objects, for accuracy.json. Ranges of mask ratios
-        without states are left out.
+        """Return the results as plain Python objects, for accuracy.json.
+
+        Ranges of mask ratios without states are left out.
         """
         buckets, shared = np.array(self._buckets), np.array(self._jaccard)
         committed, flips = np.array(self._committed), np.array(self._flips)
@@ -416,11 +417,13 @@ def summarise_runs(
     seed: int,
     reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Compare the free runs of two denoisers, for accuracy.json. ``prompts`` are the prompt texts
-    to show.
+    """Compare the free runs of two denoisers, for accuracy.json.
+
+    ``prompts`` are the prompt texts to show.
 
     A run of the reference may be unknown (``None``). In this case, the results that compare texts
-    are ``None``, and ``reference_nfe`` contains an estimated number of passes for each prompt.
+    are ``None``. ``reference_nfe`` contains an estimated number of passes of the reference for each
+    prompt.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []

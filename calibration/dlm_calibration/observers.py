@@ -1,9 +1,9 @@
 """Collects statistics of layer inputs during calibration: ranges, outliers, and drift over mask
 ratios.
 
-Statistics are kept separately for masked and committed positions, and for each bucket of mask
-ratios. Ranges that are found on clean text only would be wrong for partly masked canvases
-(arXiv:2508.14896).
+There are separate statistics for masked and committed positions, and for each bucket of mask
+ratios. A bucket is a range of mask ratios. Ranges that are found on clean text only would be wrong
+for partly masked canvases (arXiv:2508.14896).
 
 Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 per octave, from
 2**-32 to 2**32. The histogram has four advantages:
@@ -48,7 +48,7 @@ _BUCKETS = 11
 _CHUNK = 1 << 18  # elements processed at a time
 # Clipping ranges to try, as shares of the largest magnitude, down to 1/1024.
 _MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)
-# The number of magnitudes per bin at which the error is computed. One magnitude is not enough,
+# The rounding error is computed at this number of magnitudes per bin. One magnitude is not enough,
 # because a bin may span several INT8 levels.
 _MSE_POINTS = 8
 _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
@@ -68,7 +68,7 @@ class Observer:
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
         self.layer = layer
         self.channels = channels
-        self.count = 0  # input vectors seen
+        self.count = 0  # number of observed input vectors
         self._rng = np.random.default_rng(seed)
         self._rows = np.empty((keep_rows, channels), dtype=np.float32)
         # row 0: committed positions, row 1: masked positions
@@ -237,7 +237,7 @@ class Observer:
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
-        if amax > SMALLEST_AMAX:  # such small values would not change the sums of powers
+        if amax > SMALLEST_AMAX:  # smaller values would not change the sums of powers
             # The values are divided by the largest value, so that powers cannot overflow. Each
             # chunk is summed in fp32.
             values = (x / np.float32(amax)).ravel()
@@ -270,8 +270,9 @@ class Observers(dict[str, Observer]):
     """The observers of a denoiser's layers. The keys are the names of the layers."""
 
     def check(self, layers: Iterable[str]) -> None:
-        """Check that every layer was observed. Raises CalibrationError, which names the layers that
-        were not observed.
+        """Check that every layer was observed.
+
+        Raises CalibrationError, which names the layers that were not observed.
         """
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
@@ -289,8 +290,9 @@ def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
 
 
 def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to E4M3. ``clip`` is mapped to the largest number of the
-    format, 448.
+    """Round magnitudes ``x``, float64, to E4M3.
+
+    ``clip`` is mapped to the largest number of the format, 448.
     """
     codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * (clip / 448)
@@ -332,7 +334,8 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    if variance <= 1e-12 * second:  # the difference is a rounding error, so all values are equal
+    # Such a small variance is a rounding error, so all values are equal.
+    if variance <= 1e-12 * second:
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements in a piece
 _FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
-MOST_CORES = 8  # more cores would only wait for the disk and use more memory
+MOST_CORES = 8  # with more cores, the cores would only wait for the disk and use more memory
 
 
 @dataclass(frozen=True)

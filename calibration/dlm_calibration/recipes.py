@@ -1,5 +1,6 @@
-"""Quantisation recipes. A recipe says which format each layer gets, and how ranges, scales and
-weights are found.
+"""Quantisation recipes.
+
+A recipe defines the format of each layer, and the methods that find ranges, scales and weights.
 
 A recipe is a preset of ``RECIPES`` or a TOML file:
 
@@ -84,8 +85,9 @@ class Recipe:
             raise RecipeError(f"recipe {self.name}: smoothing {self.smoothing} is outside 0..1")
 
     def formats(self, layers: Sequence[str]) -> dict[str, str]:
-        """Map each layer to the name of its format. Raises RecipeError if a pattern matches no
-        layer.
+        """Map each layer to the name of its format.
+
+        Raises RecipeError if a pattern matches no layer.
         """
         chosen = dict.fromkeys(layers, HIGH)
         for pattern, name in self.layers:
@@ -98,15 +100,17 @@ class Recipe:
         return chosen
 
     def needs_states(self, formats: Mapping[str, str]) -> bool:
-        """Return True if this recipe needs calibration. Calibration runs the denoiser on
-        calibration states.
+        """Return True if this recipe needs calibration.
+
+        Calibration runs the denoiser on calibration states.
         """
         is_static = any(FORMATS[name].is_static for name in formats.values())
         return is_static or self.solver != "nearest" or self.smoothing is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as plain Python objects, for the manifest. ``recipe_from`` reads these
-        objects.
+        """Return the recipe as plain Python objects, for the manifest.
+
+        ``recipe_from`` reads these objects.
         """
         values = {
             key: value
@@ -200,7 +204,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-# largest number of dots in a line, because tomllib is slow for keys with many dots (quadratic time)
+# largest number of dots in a line; for keys with many dots, tomllib takes quadratic time
 _MOST_PARTS = 200
 
 
@@ -230,8 +234,9 @@ def for_experts(recipe: Recipe) -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe from a TOML file of at most 1 MiB. Raises RecipeError. The message lists the
-    valid choices.
+    """Read a recipe from a TOML file of at most 1 MiB.
+
+    Raises RecipeError. The message lists the valid choices.
     """
     text = read_text(path, _MOST_BYTES, RecipeError)
     if any(line.count(".") > _MOST_PARTS for line in text.splitlines()):
@@ -284,8 +289,9 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def abridged(layers: Sequence[str]) -> str:
-    """List layer names for an error message. Block indices are replaced by N, and each name is
-    listed once.
+    """List layer names for an error message.
+
+    Block indices are replaced by N, and each name is listed once.
     """
     return ", ".join(
         dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # this limit and the limit on canvas length bound the memory use
-_MOST_BYTES = 1 << 20  # largest line or paragraph; any canvas is far shorter
+_MOST_SAMPLES = 100_000  # together with the limit on canvas length, this limits the memory
+_MOST_BYTES = 1 << 20  # largest line or paragraph in bytes; the text of any canvas is far shorter
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ def read_samples(
         eos_token_id: End token to add after completions.
         max_canvas_length: Longest sample in tokens.
         limit: Stop after this many samples, without checking the rest.
-        prompts_only: Read prompts without completions. With this option, lines may omit the
-            completion, and messages may end with the user's message.
+        prompts_only: If True, read only prompts. Lines may then omit the completion, and messages
+            may end with the user's message.
 
     Raises:
         CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.
@@ -278,8 +278,9 @@ def _completed(
     completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Encode a prompt and its completion as a sample. ``eos_token_id``, if not ``None``, is
-    appended.
+    """Encode a prompt and its completion as a sample.
+
+    ``eos_token_id``, if not ``None``, is appended.
 
     Without a completion, the sample contains only the prompt. Samples are trusted text, so the text
     of a special token is encoded as that token. Raises ValueError if the completion is empty.

@@ -1,9 +1,9 @@
-"""Finds which layers to quantise first, from the loss of each layer in each format.
+"""Finds the layers to quantise first, given the loss of each layer in each format.
 
 An assignment gives a format to every layer. The result is a list of assignments. Each assignment
 takes fewer bytes than the assignment before it. The predicted loss of an assignment is the sum of
-the layers' losses. This sum is accurate if the losses are small. The caller measures the real loss
-of the assignments that it considers.
+the layers' losses. This sum is accurate if the losses are small. The caller measures the real
+losses of the assignments from which it chooses.
 """
 
 from __future__ import annotations

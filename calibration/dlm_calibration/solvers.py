@@ -1,5 +1,6 @@
-"""Changes weights so that a number format represents the weights better. The methods are smoothing,
-AWQ and rotation.
+"""Changes weights so that quantising them loses less accuracy.
+
+The methods are smoothing, AWQ and rotation.
 
 A weight is a matrix ``w`` ``[K, N]``, used as ``x @ w``. Smoothing (SmoothQuant, arXiv:2211.10438)
 and AWQ (arXiv:2306.00978) multiply each of the K input channels by a scale: ``(x / scales) @
@@ -138,8 +139,9 @@ def awq_scales(
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Return the orthonormal Hadamard matrix of Sylvester's construction, fp32 ``[n, n]``. The
-    matrix is symmetric.
+    """Return the orthonormal Hadamard matrix of Sylvester's construction, fp32 ``[n, n]``.
+
+    The matrix is symmetric.
 
     n is the largest power of two that divides ``size``, but at most 1024. For an odd size, n is 1.
     Raises ValueError if size < 1.

@@ -1,12 +1,13 @@
-"""Makes calibration states from samples. A calibration state is a canvas on which a denoiser is
-run.
+"""Makes calibration states from samples.
 
-There are three kinds of state. A masked state is a sample with random mask tokens, as in the
-forward process of masked diffusion (arXiv:2502.09992, section 2.1). The mask ratios are stratified,
-so that there are states for every range of ratios. A trajectory state is a canvas from a real
-generation. In this canvas, the denoiser has already committed the positions that were easy to
-predict. Random masking almost never produces such a canvas. A clean state is a sample without mask
-tokens.
+To calibrate a denoiser, its inputs are observed on these states.
+
+A calibration state is a canvas. There are three kinds of state. A masked state is a sample with
+random mask tokens, as in the forward process of masked diffusion (arXiv:2502.09992, section 2.1).
+The mask ratios are stratified, so that there are states for every range of ratios. A trajectory
+state is a canvas from a real generation. In this canvas, the denoiser has already committed the
+positions that were easy to predict. Random masking almost never produces such a canvas. A clean
+state is a sample without mask tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
-MIX = (0.5, 0.4, 0.1)  # default share of each entry of SOURCES
+MIX = (0.5, 0.4, 0.1)  # the default share of each source in SOURCES
 PER_SAMPLE = 8
 
 Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
@@ -60,8 +61,9 @@ class State:
 
     @property
     def bucket(self) -> int:
-        """The mask ratio in tenths, rounded down: 0..9. A ratio of 1 is in bucket 9, and clean
-        states have bucket -1.
+        """The mask ratio in tenths, rounded down: 0..9.
+
+        A ratio of 1 is in bucket 9, and clean states have bucket -1.
         """
         # The ratio is a rounded quotient of small integers, so it may be slightly too small. Adding
         # 1e-9 corrects this error. A single position changes the ratio by far more than 1e-9.
@@ -76,8 +78,9 @@ class State:
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
-    """Write states to a file. The file is written to a temporary name, and renamed when it is
-    complete.
+    """Write states to a file.
+
+    The file is written to a temporary name, and renamed when it is complete.
     """
     arrays = {
         "tokens": np.concatenate([state.canvas for state in states]),
@@ -267,8 +270,9 @@ def mask_share(
 def random_tokens(
     length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
-    """Return ``length`` uniformly random token ids of the vocabulary, int64. The ids in
-    ``excluded`` are never returned.
+    """Return ``length`` uniformly random token ids of the vocabulary, int64.
+
+    The ids in ``excluded`` are never returned.
     """
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, dtype=np.int64))
     return rng.choice(allowed, size=length).astype(np.int64)
@@ -337,8 +341,9 @@ def _pass_inputs(
 def _next_pass(
     count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
 ) -> int | None:
-    """Choose one of a generation's ``count`` passes for the next trajectory state. Returns the
-    index of the chosen pass.
+    """Choose one of a generation's ``count`` passes for the next trajectory state.
+
+    Returns the index of the chosen pass.
 
     The least used trajectory points are tried first. The first point whose pass is not in ``taken``
     is chosen. Returns ``None`` if the passes of all points are in ``taken``. Updates ``taken``, and

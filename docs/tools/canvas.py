@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT = (
     "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
 )
-# Pixels.
+# Sizes in pixels.
 WIDTH, MARGIN, LABEL = 820, 18, 64
 CHARACTER, PADDING, GAP = 7.3, 8, 3
 LINE, BETWEEN = 28, 14
@@ -32,7 +32,7 @@ text { font-family: ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace
 
 
 def passes(bundle: dlm.Bundle) -> tuple[list[str], list[int]]:
-    """The answer's tokens as text, and the pass that committed each."""
+    """Return the answer's tokens as text, and for each token the pass that committed it."""
     committed: dict[int, int] = {}
     for event in bundle.stream(prompt=PROMPT):
         for position, is_undecided in enumerate(event.undecided):
@@ -47,7 +47,7 @@ def passes(bundle: dlm.Bundle) -> tuple[list[str], list[int]]:
 
 
 def draw(texts: list[str], committed: list[int]) -> str:
-    """One row of cells a pass; a token has the same place in every row."""
+    """Draw one row of cells per pass. A token has the same place in every row."""
     places: list[tuple[float, int, float]] = []  # x, line, width
     x, line = float(MARGIN + LABEL), 0
     for text in texts:

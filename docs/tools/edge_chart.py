@@ -19,7 +19,7 @@ BARS = (  # precision, row of the results, label
     ("int8", "pass of 4", "dlm-export int8, 4 tokens"),
     ("int8", "llama.cpp token", "llama.cpp Q8_0, 1 token"),
 )
-# Pixels.
+# Sizes in pixels.
 WIDTH, MARGIN, LEFT, RIGHT = 820, 18, 270, 70
 BAR, GAP, BETWEEN, HEAD = 16, 4, 16, 62
 

@@ -1,8 +1,8 @@
-"""Draw docs/images/page-*.webp: the server's page while an answer denoises.
+"""Draw docs/images/page-*.webp: the server's page while an answer is generated.
 
 make demo && PYTHONPATH=tests python docs/tools/page_images.py
 
-It needs Chromium with its driver, and the packages selenium and Pillow.
+The script needs Chromium with its driver, and the packages selenium and Pillow.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PROMPT = (
     "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
 )
 PASSES, SHOWN_PASS = 6, 4
-SCREENS = {"desktop": (1120, 640), "phone": (390, 700)}  # pixels
+SCREENS = {"desktop": (1120, 640), "phone": (390, 700)}  # width and height in pixels
 MOST_BYTES = 120_000
 
 
 def draw(browser: Browser, url: str, screen: str, scheme: str) -> bytes:
-    """One image in WebP: an answer, shown at one of its passes."""
+    """Draw an image in WebP: the page after one of the passes of an answer."""
     browser.show(*SCREENS[screen], scheme)
     browser.driver.get("about:blank")
     browser.driver.get(url)

@@ -1,9 +1,9 @@
-"""Hooks of mkdocs: write the pages of the C header and of the commands, and bring linked files
-into the site.
+"""Hooks of mkdocs. They write the pages of the C header and of the commands, and add linked files
+to the site.
 
-Pages link to files of the repository by relative paths, which also work where the repository is
-browsed. The site has a copy of each such file: Markdown as a page in ``project/``, other files as
-text in ``source/``.
+Pages link to files of the repository by relative paths. These links also work in a web view of the
+repository. The site has a copy of each such file: Markdown as a page in ``project/``, other files
+as text in ``source/``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 
 
 def _in_site(path: Path) -> str | None:
-    """Where the site has a file of the repository; None: nowhere."""
+    """Return the path in the site for a file of the repository, or None if the site does not
+    contain the file.
+    """
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     if path.is_dir():
@@ -44,7 +46,7 @@ def _in_site(path: Path) -> str | None:
 
 
 def _in_repository(uri: str) -> Path:
-    """The file that a page of the site was made from."""
+    """Return the file from which a page of the site was made."""
     return ROOT / uri.removeprefix("project/") if uri.startswith("project/") else DOCS / uri
 
 
@@ -53,7 +55,9 @@ def _links(text: str) -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file of the repository that a page links to, directly or through another one."""
+    """Add every file of the repository to which a page links, directly or through other linked
+    files.
+    """
     waiting = [file.src_uri for file in files.documentation_pages()]
     while waiting:
         page = _in_repository(waiting.pop())
@@ -97,7 +101,9 @@ NAMES = re.compile(r"\b(dlm_\w+)\(|^typedef struct (dlm_\w+) \{|^typedef struct 
 
 
 def header_as_markdown(header: str) -> str:
-    """A heading, the comment as text, and the declaration, for each declaration of the header."""
+    """Return Markdown with a heading, the comment as text, and the declaration, for each
+    declaration of the header.
+    """
     introduction, *rest = SECTION.split(header)
     parts = [_text(introduction[: introduction.index("*/")].removeprefix("/*"))]
     before = introduction[introduction.index("#define DLM_API ") :]
@@ -109,7 +115,7 @@ def header_as_markdown(header: str) -> str:
 
 
 def _blocks(body: str) -> list[str]:
-    """Runs of lines between blank lines that are outside of braces."""
+    """Split the header at blank lines that are outside of braces."""
     body = re.sub(r"\n#ifdef __cplusplus\n}\n.*", "", body, flags=re.DOTALL)
     found, lines, depth = [], [], 0
     for line in body.splitlines():
@@ -136,12 +142,14 @@ def _declaration(block: str) -> str:
 
 
 def _text(comment: str) -> str:
-    """A comment's text as Markdown: sentences as they are, indented lines as a code block."""
+    """Return a comment's text as Markdown.
+
+    Indented lines become a code block, and other lines stay unchanged.
+    """
     lines = [re.sub(r"^ \* ?", "", line).rstrip() for line in comment.strip("\n").splitlines()]
     text = "\n".join(line.strip() if line.startswith("     ") else line for line in lines)
-    text = re.sub(
-        r"(?m)^(?![- ])(.+)\n(?=- )", r"\1\n\n", text
-    )  # a list needs a blank line before it
+    # In Markdown, a list needs a blank line before it.
+    text = re.sub(r"(?m)^(?![- ])(.+)\n(?=- )", r"\1\n\n", text)
     return re.sub(r"(?<![\w`])(dlm_runtime\.h|dlm_\w+|DLM_\w+\b)", r"`\1`", _escape(text)).strip()
 
 
@@ -153,7 +161,7 @@ def _escape(text: str) -> str:
 
 
 def commands_as_markdown() -> str:
-    """Usage, help and options of each command."""
+    """Return the usage, help and options of each command."""
     from dlm_export.cli import main
 
     parts = []
@@ -172,7 +180,10 @@ def commands_as_markdown() -> str:
 
 
 def _help(text: str) -> str:
-    """A command's help as Markdown. Paragraphs that click must not wrap are code."""
+    """Return a command's help as Markdown.
+
+    Paragraphs that click must not wrap become code blocks.
+    """
     paragraphs = inspect.cleandoc(text).split("\f")[0].split("\n\n")
     return "\n\n".join(
         "```\n" + paragraph.removeprefix("\b\n") + "\n```"

@@ -1,7 +1,7 @@
 """The calls that the first two demos write, as Pydantic models.
 
-The first demo writes one ``Call``. It does not write the last four functions of this file. The
-second demo writes ``Calls``, which is a list:
+The first demo writes one ``Call``. It does not use the last four functions of this file. The second
+demo writes ``Calls``, which is a list:
 
     out = dlm_runtime.open("build/several").generate(prompt=command, schema=Calls)
     for call in Calls.model_validate_json(out.text).root:

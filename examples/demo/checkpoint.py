@@ -24,7 +24,7 @@ from dlm_export.network.spec import NetworkSpec
 
 
 def llada_config(c: NetworkSpec) -> dict[str, object]:
-    """The content of ``config.json`` as in a released LLaDA."""
+    """Return the content of ``config.json`` in the form of a released LLaDA."""
     layer = c.layers[0]
     assert layer.attention.rope is not None
     return {
@@ -53,7 +53,7 @@ def llada_config(c: NetworkSpec) -> dict[str, object]:
 
 
 def sdar_config(c: NetworkSpec) -> dict[str, object]:
-    """The content of ``config.json`` as in a released SDAR."""
+    """Return the content of ``config.json`` in the form of a released SDAR."""
     layer = c.layers[0]
     assert layer.attention.rope is not None
     return {
@@ -102,7 +102,7 @@ def save_checkpoint(
     tensors = {}
     for name in network.parameters():
         parameter = parameters[name].detach()
-        # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
+        # Matrices in released checkpoints are [out, in]. The denoiser's Linear stores [in, out].
         tensors[layout.released(name)] = (
             (parameter.T if name in matrices else parameter).to(torch.bfloat16).contiguous()
         )

@@ -1,5 +1,6 @@
-"""Compare a demo's answers to held-out commands with and without a constraint. The constraint
-allows only calls that are valid by the schemas of the functions.
+"""Compare a demo's answers to held-out commands with and without a constraint.
+
+The constraint allows only calls that are valid by the schemas of the functions.
 
     python examples/demo/constrained.py build/demo
     python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
@@ -7,9 +8,9 @@ allows only calls that are valid by the schemas of the functions.
     python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
         --count 100 --defaults
 
-Prints how many answers are valid, how many are exactly right, and how many passes they took. The
+Prints the number of valid answers, the number of right answers, and the number of passes. The
 second demo writes one call per line. Its bundle records this layout (json_layout), and the
-constraint uses it.
+constraint uses this layout.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 def commands(data: Path) -> list[tuple[str, str]]:
-    """The held-out commands and their right answers. An answer is a call or a list of calls."""
+    """Return the held-out commands and their right answers.
+
+    An answer is a call or a list of calls.
+    """
     rows = map(json.loads, data.read_text(encoding="utf-8").splitlines())
     return [(row["prompt"], row["completion"]) for row in rows]
 
 
 def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
-    """Make a JSON Schema that allows these answers and answers like them."""
+    """Make a JSON Schema that allows these answers and answers of the same form."""
     if not isinstance(answers[0], list):
         return call_schema(answers)
     calls = call_schema([call for answer in answers for call in answer])
@@ -52,8 +56,10 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make a JSON Schema of calls. A call of a function may have the arguments that occur in the
-    example calls of this function, in the same order.
+    """Make a JSON Schema of calls.
+
+    A call of a function may have the arguments that occur in the example calls of this function, in
+    the same order.
     """
     by_name = defaultdict[str, list[dict[str, Any]]](list)
     for call in calls:
@@ -159,8 +165,9 @@ def compare(
 def by_default(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]
 ) -> Iterator[str]:
-    """Count the right answers with a constraint and no other option. Yields one line of results per
-    kind of constraint.
+    """Count the right answers with a constraint and default options.
+
+    Yields one line of results per kind of constraint.
     """
     tools = tools_of(schema)
     kinds: dict[str, dict[str, Any]] = {
@@ -181,7 +188,7 @@ def by_default(
 
 
 def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The functions that a schema of answers allows, described as tools."""
+    """Describe the functions that a schema of answers allows as tools."""
     branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
     described = [
         {"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches
@@ -190,7 +197,7 @@ def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_answer(out: Generation, answer: str) -> bool:
-    """True if the calls of a result equal those of an answer in the data."""
+    """True if the calls of a result equal the calls of an answer in the data."""
     wanted = json.loads(answer)
     calls = [{"name": call.name, "arguments": call.arguments} for call in out.tool_calls]
     return same_call(

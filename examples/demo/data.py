@@ -1,11 +1,12 @@
-"""Generates commands as people speak them, and the JSON call that each command asks for. The
-commands depend only on a seed.
+"""Generates spoken commands, and the JSON call that each command asks for.
+
+The commands depend only on a seed.
 
 A command is made from a template of ``functions.py``. The template has slots, which are filled with
-random values from ``values.py``. Some templates and values are held out, that is, not used in
-training:
+random values from ``values.py``. Some templates and values are held out: they are not used in
+training.
 
-- Templates. Each function lists some templates in ``held_out``, which training commands never use.
+- Templates. The templates in a function's list ``held_out`` are held out.
 - Values. An open value is a name, an item or a phrase. Open values for which ``is_held_out`` is
   true are held out.
 
@@ -13,8 +14,8 @@ The following label rules ensure that every command has exactly one right call:
 
 - Free text is copied verbatim. Places, items, objects and points are copied without a leading
   ``the``.
-- ``seven`` is 07:00. ``seven pm``, ``in the afternoon`` and ``in the evening`` add twelve hours.
-  ``twelve`` alone and ``noon`` are 12:00, and ``midnight`` is 00:00.
+- ``seven`` becomes 07:00. ``pm``, ``in the afternoon`` and ``in the evening`` add twelve hours.
+  ``twelve`` alone and ``noon`` become 12:00, and ``midnight`` becomes 00:00.
 - Arguments that a command does not mention are left out. Keys have the order of ``FUNCTIONS``.
 """
 
@@ -53,7 +54,7 @@ class Example:
 
 
 def slots(template: str) -> list[tuple[str, str]]:
-    """``(argument, kind)`` of every slot of a template, in order."""
+    """Return ``(argument, kind)`` of every slot of a template, in order."""
     return [(match[1], match[2] or match[1]) for match in _SLOT.finditer(template)]
 
 
@@ -62,20 +63,23 @@ IMPERATIVE = re.compile(
     "vacuum|mop|dust|lock|unlock|send|tell|text|message|let|write|drive|roll|rotate|pick|take|grab|place|patrol|watch|check|"
     "guard|do|run|slow|speed up|limit|search|look|google|find) "
 )
-# Of the training commands that start with a verb, the share that gets "i need to" in front.
+# The share of training commands that get "i need to" in front, among commands that start with a
+# verb.
 CARRIER_SHARE = 0.2
 
 
 def has_carrier_held_out(function: Function) -> bool:
-    """Return True if a held-out template of the function starts with ``i need to ...``. These words
-    are then never used in training commands for this function.
+    """Return True if a held-out template of the function starts with ``i need to ...``.
+
+    These words are then never used in training commands for this function.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
 
 def _resolve(template: str, rng: random.Random) -> str:
-    """Choose one of the alternatives everywhere, and keep each optional part with probability 1/2.
-    A part inside another part is resolved first.
+    """Choose one alternative of each group, and keep each optional part with probability 1/2.
+
+    If a part contains another part, the inner part is resolved first.
     """
 
     def decide(match: re.Match[str]) -> str:
@@ -102,8 +106,8 @@ def fill(
 ) -> tuple[str, dict[str, Any], list[str]]:
     """Resolve a template and fill its slots. ``sample`` returns a value for a kind of slot.
 
-    Returns the words, the value of every argument, and the open values among them. The items of a
-    list are separate open values.
+    Returns the words of the command, the value of every argument, and the list of the open values.
+    The items of a list are separate open values.
     """
     text, arguments, values = "", {}, []
     resolved, end = _resolve(template, rng), 0
@@ -119,8 +123,9 @@ def fill(
 
 
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
-    """Sometimes put ``i need to`` before a training command that begins with a verb. This is not
-    done for functions with a held-out template that uses these words.
+    """Sometimes put ``i need to`` before a training command that begins with a verb.
+
+    This is not done for functions with a held-out template that uses these words.
     """
     if (
         not has_carrier_held_out(function)
@@ -141,7 +146,7 @@ def with_manners(text: str, rng: random.Random) -> str:
 
 
 def call_of(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The call of a function, with its arguments in the declared order."""
+    """Return the call of a function, with its arguments in the declared order."""
     return {
         "name": function.name,
         "arguments": {key: arguments[key] for key in function.arguments if key in arguments},
@@ -149,7 +154,7 @@ def call_of(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def compact(value: Any) -> str:
-    """JSON without spaces."""
+    """Return a value as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -165,7 +170,7 @@ def make_example(function: Function, template: str, rng: random.Random, side: Si
 
 
 def training_examples(seed: int) -> Iterator[Example]:
-    """Yield an endless sequence of training commands. They only use training data."""
+    """Yield an endless sequence of training commands, without held-out templates and values."""
     rng = random.Random(seed)
     while True:
         function = rng.choice(FUNCTIONS)
@@ -174,11 +179,13 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
-    """Generate ``count`` different held-out commands. The label of each says which part of it is
-    not in training: ``template``, ``value`` or ``both``.
+    """Generate ``count`` different held-out commands.
 
-    The three kinds take turns. A command can only be ``value`` or ``both`` if it contains an open
-    value.
+    The label of a command says which part of the command is held out: ``template``, ``value`` or
+    ``both``.
+
+    The three labels take turns. A command can only have the label ``value`` or ``both`` if it
+    contains an open value.
     """
     rng = random.Random(seed)
     examples: list[tuple[str, Example]] = []

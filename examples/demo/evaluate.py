@@ -1,4 +1,4 @@
-"""Measures how many held-out commands a demo answers right, and how many passes (NFE) it needs.
+"""Measures how many held-out commands a demo answers correctly, and how many passes (NFE) it needs.
 
 Also measures tokens, the effect of thresholds and effort levels, and the loss. The demo runs in the
 native runtime or in torch.
@@ -43,7 +43,7 @@ def loss_at(
     ratio: float,
     seed: int = 0,
 ) -> float:
-    """The mean cross-entropy in nats of the masked tokens of calls.
+    """Return the mean cross-entropy in nats of masked tokens in calls.
 
     ``pairs`` are commands and their calls. The canvas of a call has two blocks. In the first block,
     a random share ``ratio`` of the tokens is masked. The second block is completely masked and does
@@ -70,8 +70,9 @@ def loss_at(
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Return True if both texts are JSON and contain equal values. Lists must have the same order,
-    and ``true`` does not equal 1.
+    """Return True if both texts are JSON and contain equal values.
+
+    Lists must have the same order, and ``true`` does not equal 1.
     """
     try:
         one, other = (
@@ -84,15 +85,16 @@ def same_call(first: str | None, second: str) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """The calls that answer a command, as text, and the number of passes that they took."""
+    """The answer to a command: the calls as text, and the number of passes."""
 
     text: str
     nfe: int
 
 
 class TorchBundle:
-    """Answers commands like a bundle, but runs a checkpoint with the reference loop in torch. This
-    needs no build, but it is slow.
+    """Like a bundle, but runs a checkpoint with the reference loop in torch.
+
+    No build is needed, but passes are slow.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -105,7 +107,7 @@ class TorchBundle:
         ]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
-        """Like ``Bundle.generate``, for a preset that is passed by name."""
+        """Like ``Bundle.generate``, but only for presets that the caller names."""
         tokens = self.tokenizer.encode(prompt)
         fields = PRESETS[preset].with_fields(policy)
         out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
@@ -120,8 +122,9 @@ def evaluate(
     max_new_tokens: int | None = None,
     **policy: Any,
 ) -> dict[str, Any]:
-    """Answer every command with at most ``max_new_tokens`` tokens. If None, the default number of
-    the bundle or checkpoint.
+    """Answer every command with at most ``max_new_tokens`` tokens.
+
+    None means the default number of the bundle or checkpoint.
 
     Returns the number of right answers, by split and by function or number of calls. Also returns
     the NFE, tokens and seconds per command, and the commands that failed.
@@ -139,9 +142,8 @@ def evaluate(
             right[group].append(is_right)
         seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
-        tokens.append(
-            len(bundle.tokenizer.encode(line["completion"])) - 2 + 1
-        )  # without the two prompt tokens, with eos
+        # The tokenizer adds two tokens as for a prompt, which do not count. One eos is added.
+        tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))
     return {

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Function:
-    """A function that the demo can call, with its templates. Its arguments are in the order in
-    which calls write them.
+    """A function that the demo can call, with its templates.
+
+    The arguments have the same order as in calls.
     """
 
     name: str

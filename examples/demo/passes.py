@@ -1,4 +1,4 @@
-"""Measure how many sudoku grids the third demo completes right, with few and with many passes.
+"""Measure how many sudoku grids the third demo completes correctly, with few and with many passes.
 
     python examples/demo/passes.py build/sudoku
 
@@ -29,14 +29,14 @@ NORMAL = 1.96
 
 
 def measure(bundle: Bundle, prompts: Sequence[str], **loop: Any) -> tuple[int, float]:
-    """The number of right grids, and the mean number of passes."""
+    """Return the number of right grids, and the mean number of passes."""
     results = [(prompt, bundle.generate(prompt=prompt, **loop)) for prompt in prompts]
     right = sum(is_right(prompt, out.text) for prompt, out in results)
     return right, sum(out.nfe for _, out in results) / len(prompts)
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson, 1927)."""
+    """Return the 95% interval of a share (Wilson, 1927)."""
     share, spread = right / count, NORMAL**2 / count
     middle = share + spread / 2
     half = NORMAL * math.sqrt(share * (1 - share) / count + spread / (4 * count))
@@ -44,7 +44,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def loops(bundle: Bundle) -> dict[str, dict[str, Any]]:
-    """The decoding loops to measure. A key is the name that is printed."""
+    """Return the decoding loops to measure. The keys are the names that are printed."""
     named = {
         f"--preset llada --steps {steps}": {"preset": "llada", "steps": steps} for steps in STEPS
     }

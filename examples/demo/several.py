@@ -4,13 +4,15 @@ A command consists of one to six *clauses*, which are joined by ``, then``, ``an
 words. Each clause asks for one call. A clause is made from a template of ``functions.py`` or of
 four further functions. Some clauses refer to an earlier clause, with words such as ``ten minutes
 later``, ``there``, ``her`` or ``it``. As in ``data.py``, some templates and values are held out of
-training. If a held-out command tests unseen templates, all of its clauses have unseen templates.
+training. If a held-out command tests held-out templates, all of its clauses have held-out
+templates.
 
 The label rules of ``data.py`` and the following rules ensure that every command has exactly one
 right list:
 
-- A reference such as ``there`` means the room of the latest call that has a room. The room is
-  written out again. Contacts, objects, lists and destinations follow the same rule.
+- A reference such as ``there`` means the room of the latest call that has a room. The call contains
+  the name of this room. References to contacts, objects, lists and destinations follow the same
+  rule.
 - The time of an earlier call is written as ``$n``, where ``n`` is the number of the call. The first
   call has number 1. A time some minutes later or earlier is written as ``$2+10`` or ``$2-90``.
 - The result of an earlier call is not known yet, so it is also written as ``$n``.
@@ -103,8 +105,8 @@ MORE_FUNCTIONS = (
     ),
 )
 
-# For each function: templates that refer to an earlier call. The templates of the first tuple are
-# for training. Those of the second tuple are held out.
+# For each function: templates that refer to an earlier call. The templates in the first tuple are
+# for training. The templates in the second tuple are held out.
 REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "set_alarm": (
         (
@@ -304,7 +306,9 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Request:
-    """One command, its list of calls as JSON, and the templates and values that made it."""
+    """One command, its list of calls as JSON, and the templates and values from which the command
+    was made.
+    """
 
     prompt: str
     completion: str
@@ -315,8 +319,10 @@ class Request:
 
 
 def _later(call: str, rng: random.Random) -> tuple[str, str]:
-    """Choose a random time that is relative to the time of an earlier call. ``call`` is the written
-    form of the earlier call, such as ``$2``. Returns the spoken and the written form of the time.
+    """Choose a random time that is relative to the time of an earlier call.
+
+    ``call`` is the written form of the earlier call, such as ``$2``. Returns the spoken and the
+    written form of the time.
     """
     if rng.random() < 0.35:
         minutes, spoken = rng.choice(OFFSETS)
@@ -330,7 +336,7 @@ def _later(call: str, rng: random.Random) -> tuple[str, str]:
 
 
 def _refer(kind: str, meant: Any, rng: random.Random) -> tuple[str, Any]:
-    """A reference, as it is spoken in the command and as it is written in the call."""
+    """Return a reference in two forms: as spoken in the command, and as written in the call."""
     if kind == "later":
         return _later(meant, rng)
     return rng.choice(SPOKEN[kind]), [meant] if kind == "finding_item" else meant
@@ -349,7 +355,9 @@ class Speaker:
         self._joints = JOINTS
 
     def say(self, is_referring: bool) -> None:
-        """Add a clause. It refers to an earlier call if ``is_referring`` and if that is possible."""
+        """Add a clause. If ``is_referring`` is True, the clause refers to an earlier call if
+        possible.
+        """
         choices = self._references() if is_referring else {}
         if not choices:
             choices = {function: self._plain(function) for function in EVERY_FUNCTION}
@@ -391,7 +399,7 @@ class Speaker:
         )
 
     def _references(self) -> dict[Function, Sequence[str]]:
-        """The templates whose references can all refer to an earlier call."""
+        """Return the templates whose references all have an earlier call to refer to."""
         found = {}
         for name, (training, held_out) in REFERENCES.items():
             templates = held_out if self.is_template_unseen else training
@@ -421,8 +429,9 @@ REFERENCE_SHARE = 0.5
 
 
 def make_request(rng: random.Random, side: Side, is_template_unseen: bool, calls: int) -> Request:
-    """Make a command that asks for this number of calls. ``side`` says whether open values are
-    training values or held-out values.
+    """Make a command that asks for this number of calls.
+
+    ``side`` says whether open values are training values or held-out values.
     """
     speaker = Speaker(rng, side, is_template_unseen)
     for _ in range(calls):
@@ -442,8 +451,9 @@ EVENLY = (1.0,) * MOST_CALLS
 def training_requests(
     seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY
 ) -> Iterator[Request]:
-    """Yield an endless sequence of training commands. ``weights`` returns how often commands with
-    one call, two calls, and so on are chosen.
+    """Yield an endless sequence of training commands.
+
+    ``weights`` returns the relative frequencies of commands with one call, two calls, and so on.
     """
     rng = random.Random(seed)
     while True:
@@ -452,11 +462,13 @@ def training_requests(
 
 
 def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str, Request]]:
-    """Generate ``count`` different held-out commands. The label of each says which part of it is
-    not in training: ``template``, ``value`` or ``both``.
+    """Generate ``count`` different held-out commands.
 
-    The three kinds take turns, and so do the numbers of calls from ``fewest`` to six. A command can
-    only be ``value`` or ``both`` if it contains an open value.
+    The label of a command says which part of the command is held out: ``template``, ``value`` or
+    ``both``.
+
+    The three labels take turns. The numbers of calls from ``fewest`` to six take turns too. A
+    command can only have the label ``value`` or ``both`` if it contains an open value.
     """
     rng = random.Random(seed)
     cells = itertools.cycle(

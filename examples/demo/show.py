@@ -1,5 +1,5 @@
-"""Prints the output of `make demo`: some commands, the calls that the demo bundle writes for them,
-and the paths of the files.
+"""Prints the last part of the output of `make demo`: some commands, the calls for these commands,
+and paths of files.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A grid has each of the digits 1 to 4 once in each row, each column and each quarter. There are 288
 grids. A puzzle shows some cells of a grid, which are called *clues*. The other cells are empty. If
-there are few clues, several grids are right. Puzzles whose prompt has a CRC-32 that is a multiple
-of eight are held out of training.
+there are few clues, several grids are right. If the CRC-32 of a puzzle's prompt is a multiple of
+eight, the puzzle is held out of training.
 
     python sudoku.py --count 300 --seed 1 --out heldout-sudoku.jsonl
 """
@@ -42,7 +42,7 @@ def is_grid(cells: Sequence[str]) -> bool:
 
 @functools.cache
 def grids() -> list[str]:
-    """All grids, each as its 16 digits."""
+    """Return all grids. A grid is a text of 16 digits."""
     rows = ["".join(row) for row in itertools.permutations(sorted(DIGITS))]
     halves = [a + b for a in rows for b in rows if not {*a[:2]} & {*b[:2]}]
     halves = [half for half in halves if all(half[i] != half[i + 4] for i in range(4))]
@@ -50,14 +50,14 @@ def grids() -> list[str]:
 
 
 def prompt_of(grid: str, clues: Sequence[int]) -> str:
-    """The rows of a puzzle, with a dot for each cell that is not in ``clues``:
-    ``1.../..2./..../....``
+    """Return the rows of a puzzle, with a dot for each cell that is not in ``clues``, such as
+    ``1.../..2./..../....``.
     """
     return "/".join(_rows("".join(grid[i] if i in clues else "." for i in range(CELLS))))
 
 
 def completion_of(grid: str) -> str:
-    """The text of a grid, with one row per line."""
+    """Return the text of a grid, with one row per line."""
     return "\n".join(_rows(grid))
 
 
@@ -89,8 +89,9 @@ def _has_clues(cells: str, prompt: str) -> bool:
 
 
 def puzzles(seed: int, clues: Sequence[int], *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Yield an endless sequence of prompts and completions. The number of clues of each puzzle is
-    chosen from ``clues`` at random.
+    """Yield an endless sequence of prompts and completions.
+
+    The number of clues of each puzzle is chosen from ``clues`` at random.
     """
     rng = random.Random(seed)
     while True:
@@ -101,14 +102,14 @@ def puzzles(seed: int, clues: Sequence[int], *, held_out: bool) -> Iterator[tupl
 
 
 def solutions(prompt: str) -> int:
-    """The number of grids that contain the clues of ``prompt``."""
+    """Return the number of grids that contain the clues of ``prompt``."""
     return sum(_has_clues(grid, prompt) for grid in grids())
 
 
 def held_out_puzzles(seed: int, count: int, *, one_solution: bool = False) -> list[tuple[str, str]]:
-    """Different held-out prompts with three clues, each with one of its right answers.
+    """Return different held-out prompts with three clues, each with one of its right answers.
 
-    With ``one_solution``, prompts with four to six clues that have only one right answer.
+    With ``one_solution``, the prompts have four to six clues and only one right answer.
     """
     found: dict[str, str] = {}
     for prompt, completion in puzzles(seed, MORE_CLUES if one_solution else CLUES, held_out=True):

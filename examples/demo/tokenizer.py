@@ -1,12 +1,13 @@
-"""Trains the demo's tokenizer, a byte-level BPE. It splits a word in the same way in a command and
-inside JSON quotes.
+"""Trains the demo's tokenizer, a byte-level BPE.
+
+It splits a word in the same way in a command and inside JSON quotes.
 
 In a command, a word follows a space. In JSON, it follows a quote. An ordinary byte-level BPE would
-split the same word differently after a space and after a quote. Then the denoiser would have to
-learn spelling before it could copy a word. Here, BPE is trained on words without the space before
-them. After that, the most common pieces at the start of words are merged with the space before
-them. Merges apply in order, so `` garage`` and ``garage`` are split in the same way, except for the
-first piece.
+split the same word differently after a space and after a quote. The denoiser would then have to
+learn how words are spelled before it could copy a word. Here, BPE is trained on words without the
+space before them. After that, the most common first pieces of words are merged with the space
+before them. Merges are applied in order, so `` garage`` and ``garage`` are split in the same way,
+except for the first piece.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ CHAT_TEMPLATE = (
 )
 SPACE = "Ġ"
 """The letter for the byte 0x20 in the alphabet of byte-level BPE."""
-# Splits a text into these parts: the two fixed parts of a call, words, single digits, runs of JSON
-# punctuation, other single characters, and single white space characters.
+# A text is split into these parts: the two fixed parts of a call, words, single digits, runs of
+# JSON punctuation, other single characters, and single white space characters.
 _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA-Za-z_'0-9{}\[\]":,]|\s"""
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
-    """Train a tokenizer with exactly ``vocab_size`` tokens. ``spaced_pieces`` is the number of
-    tokens that consist of a space and the first piece of a word.
+    """Train a tokenizer with exactly ``vocab_size`` tokens.
 
-    Raises ValueError if ``texts`` have too few different pieces for these numbers.
+    ``spaced_pieces`` is the number of tokens that consist of a space and the first piece of a word.
+
+    Raises ValueError if ``texts`` contain too few different pieces for these numbers of tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -16,12 +16,14 @@ import click
 from constrained import call_schema
 from data import training_examples
 
-DRAWN = 20_000  # number of generated commands; enough to contain every function with every argument
+# Number of generated commands; so many commands contain every function with every argument.
+DRAWN = 20_000
 
 
 def tools() -> list[dict[str, Any]]:
-    """Describe each function as a tool. The description text is a command that asks for the
-    function.
+    """Describe each function as a tool.
+
+    The description text is a command that asks for the function.
     """
     examples = list(itertools.islice(training_examples(0), DRAWN))
     said = {example.function: example.prompt for example in reversed(examples)}

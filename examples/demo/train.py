@@ -1,13 +1,14 @@
-"""Trains the demo's tokenizer and denoiser from random weights. The commands are generated during
-training.
+"""Trains the demo's tokenizer and denoiser from random weights.
 
-Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are replaced by mask tokens,
-that is, they are hidden. The denoiser must predict the hidden tokens from the other tokens. The
-response includes its padding with end tokens (eos). Training differs from LLaDA as follows:
+The commands are generated during training.
+
+Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are hidden: they are replaced
+by mask tokens. The denoiser must predict the hidden tokens from the other tokens. The response is
+padded with end tokens (eos), which belong to the response. Training differs from LLaDA as follows:
 
 - All positions that are included in the loss have the same influence. LLaDA multiplies the loss of
-  a canvas by 1/t, where t is the share of hidden tokens. Then canvases with few hidden tokens would
-  cause most of the noise in the gradient.
+  a canvas by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden
+  tokens would cause most of the noise in the gradient.
 - In most canvases, one block is partly hidden, earlier blocks are not hidden, and later blocks are
   completely hidden. Block-wise decoding only sees such canvases.
 - In half of the canvases, JSON syntax and eos are hidden less often than values, because decoding
@@ -45,7 +46,10 @@ ROPE = Rope(theta=500000.0)
 
 
 def describe(tokenizer: Tokenizer) -> NetworkSpec:
-    """The shape of the demo network. With a vocabulary of 3072, it has 3.8 million parameters."""
+    """Return the shape of the demo network.
+
+    With a vocabulary of 3072 tokens, the network has 3.8 million parameters.
+    """
     eos = tokenizer.token_to_id(EOS)
     return NetworkSpec(
         family="llada",
@@ -88,12 +92,13 @@ of features).
 def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
     """Set initial weights with which the denoiser can already copy words from the prompt.
 
-    Layer 0 writes a part of the codes of the tokens one and two positions to the left and to the
-    right. Layer 1 attends to positions with the same left or right neighbours, and copies the code
-    of the token at that position. The output head starts as the transposed embedding. This is the
-    induction circuit of arXiv:2209.11895 in both directions. With random initial weights, training
-    had not found such a circuit after 600 steps. Every other matrix that writes to the residual
-    stream starts at zero. All other weights are random.
+    The code of a token is a part of its embedding. At each position, layer 0 writes parts of the
+    codes of the four neighbours: the tokens one and two positions to the left and to the right.
+    Layer 1 attends to positions with the same left or right neighbours, and copies the code of the
+    token at these positions. The output head starts as the transposed embedding. This pattern is
+    the induction circuit of arXiv:2209.11895, in both directions. With random initial weights,
+    training had not found such a circuit after 600 steps. Every other matrix that writes to the
+    residual stream starts at zero. All other weights are random.
     """
     c = denoiser.network
     with torch.no_grad():
@@ -110,8 +115,8 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
         # nothing.
         embedding[c.mask_token_id, :CODE] = 0.0
         embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
-        # The embeddings of all tokens get the same length. So feature 191 is the same for all
-        # tokens after the norm too. Together with RoPE, it distinguishes positions.
+        # The embeddings of all tokens get the same length. So feature 191 has the same value for
+        # all tokens, also after the norm. Together with RoPE, feature 191 distinguishes positions.
         embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
         assert denoiser.head is not None
         denoiser.head.weight.copy_(embedding.T * 0.1)
@@ -124,7 +129,7 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
 
 def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
     """Set the weights of attention heads that each attend to one fixed offset and write the code of
-    the token at this offset. They use only the fast rotations.
+    the token at this offset. These heads only use the fast rotations of RoPE.
     """
     size = attention.spec.head_size
     half, quick = size // 2, torch.arange(STEADY)
@@ -142,12 +147,13 @@ def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
 
 
 def _plant_copying(attention: Attention) -> None:
-    """Set the weights of six attention heads that copy the code of a token. Three heads attend to
-    positions with the same two neighbours on the left, and three to positions with the same two
-    neighbours on the right. Each head copies a third of the code.
+    """Set the weights of six attention heads that copy the code of a token.
 
-    Neighbours are compared with the slow rotations. The slow rotations hardly turn within a canvas,
-    so the distance between the two positions does not matter.
+    Three heads attend to positions with the same two neighbours on the left, and three to positions
+    with the same two neighbours on the right. Each head copies a third of the code.
+
+    The features with slow rotations compare the neighbours. Slow rotations hardly turn within a
+    canvas, so the distance between the two positions does not matter.
     """
     size = attention.spec.head_size
     half, third = size // 2, torch.arange(size)
@@ -238,7 +244,8 @@ def hide(
 
 
 def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
-    """Which of the V tokens of the vocabulary are eos or contain a quote, as a bool array ``[V]``.
+    """Return a bool array ``[V]`` that is True for eos and for the tokens that contain a quote.
+
     A token with a quote is JSON syntax.
     """
     eos = network.eos_token_ids[0]

@@ -4,14 +4,14 @@ several calls.
 Training follows block diffusion (BD3-LM, arXiv:2503.09573). A training example has two parts: the
 complete canvas, and a copy of the answer's blocks in which some tokens are replaced by mask tokens
 (hidden). A block of the copy sees itself and the complete blocks before it, so one pass trains
-every block. The training differs from that of the first demo as follows:
+every block. The training differs from the first demo's training as follows:
 
-- The initial weights are those of the first demo, which can already write most functions and copy
-  words. Norms of queries and keys are added. At first, they give queries and keys the average
-  lengths that these have in the first demo. Two layers are added in the middle, which at first do
-  not change their input.
+- The initial weights are the weights of the first demo, which can already write most functions and
+  copy words. Norms of queries and keys are added. With their initial weights, the norms give
+  queries and keys the same average lengths as in the first demo. Two layers are added in the
+  middle. With their initial weights, these layers do not change their input.
 - In every block of the copy, tokens are hidden independently of the other blocks. The hidden
-  positions are similar to those in decoding (see ``hide``).
+  positions are similar to the masked positions in decoding (see ``hide``).
 - Training starts with commands that ask for few calls.
 """
 
@@ -45,8 +45,10 @@ NEW_LAYERS = (3, 6)
 
 
 def describe(first: NetworkSpec) -> NetworkSpec:
-    """The shape of the second demo. It differs from the first demo by norms of queries and keys,
-    block-causal attention, and two more layers.
+    """Return the shape of the second demo.
+
+    Unlike the first demo, it has norms of queries and keys, block-causal attention, and two more
+    layers.
     """
     layer = first.layers[0]
     attention = replace(
@@ -58,8 +60,10 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
-    """Set the weights from those of the first demo. The lengths of the first demo's queries and
-    keys are measured on ``canvases``, which are B canvases ``[B, L]`` of L tokens.
+    """Set the weights from the weights of the first demo.
+
+    The lengths of the first demo's queries and keys are measured on ``canvases``, which are B
+    canvases ``[B, L]`` of L tokens.
     """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
@@ -77,8 +81,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm removes the length of a query. The weight of the norm restores the average length,
-    # which is the same for all heads of a layer.
+    # A norm gives all queries the same length. The weight of the norm sets this length to the
+    # average length. The weight is the same for all heads of a layer.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -99,8 +103,9 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """B canvases ``[B, L]`` of L tokens. Each canvas consists of whole blocks, and contains a
-    prompt, an answer, and eos up to the end.
+    """B canvases ``[B, L]`` of L tokens.
+
+    Each canvas consists of whole blocks, and contains a prompt, an answer, and eos up to the end.
 
     ``starts`` ``[B]`` has the number of prompt tokens of each canvas.
 
@@ -117,7 +122,7 @@ class Batch:
 
 
 def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """The canvas of a request, filled with eos to a whole block, and the number of its prompt
+    """Return the canvas of a request, padded with eos to whole blocks, and the number of its prompt
     tokens.
     """
     prompt = tokenizer.encode(request.prompt).ids
@@ -127,8 +132,10 @@ def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
 
 
 def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> Iterator[Batch]:
-    """Yield an endless sequence of batches of about ``tokens`` tokens. The tokens of the copies, in
-    which some are hidden, are included."""
+    """Yield an endless sequence of batches.
+
+    A batch has about ``tokens`` tokens, including the tokens of the copies.
+    """
     waiting: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for request in requests:
         canvas, start = canvas_of(request, tokenizer)
@@ -144,16 +151,18 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Choose the hidden positions of the copies of the answers' blocks. Returns a bool array
-    ``[B, L - first]``, where ``first`` is the position at which the copies begin.
+    """Choose the hidden positions of the copies of the answers' blocks.
 
-    Every block is hidden independently, in one of three ways with the same probability:
+    Returns a bool array ``[B, L - first]``, where ``first`` is the position at which the copies
+    begin.
 
-    - Completely, as at the start of decoding.
-    - At scattered positions. In half of these blocks, JSON syntax and eos are hidden less often
-      than values, because decoding commits them first.
-    - After a random position, as when decoding has committed the first tokens of the block. The
-      positions after it are hidden completely or in part.
+    In each block, tokens are hidden in one of three ways. The ways have the same probability:
+
+    - All positions, as at the start of decoding.
+    - Scattered positions. In half of these blocks, JSON syntax and eos are hidden less often than
+      values, because decoding commits them first.
+    - Positions after a random position, as when decoding has committed the first tokens of the
+      block. Either all of these positions are hidden, or some of them.
 
     ``is_easy`` ``[V]`` marks JSON syntax and eos.
     """
@@ -177,8 +186,8 @@ def hide(batch: Batch, is_easy: Tensor) -> Tensor:
 
 
 def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
-    """The attention mask of block diffusion training, as a bool array ``[T, T]``: which of the T
-    tokens of a training example see which other tokens.
+    """Return the attention mask of block diffusion training: a bool array ``[T, T]`` that says
+    which of the T tokens of a training example see which other tokens.
     """
     block = positions // BLOCK_LENGTH
     query, key = block[:, None], block[None, :]
@@ -187,7 +196,7 @@ def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
 
 
 def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
-    """The outputs of the last layer for the copies, ``[B, L - first, hidden]``."""
+    """Return the outputs of the last layer for the copies, ``[B, L - first, hidden]``."""
     clean, noised = batch.canvases[:, :-BLOCK_LENGTH], batch.canvases[:, batch.first :]
     noised = noised.masked_fill(is_hidden, denoiser.network.mask_token_id)
     length, before = batch.canvases.shape[1], clean.shape[1]
@@ -206,7 +215,7 @@ def _features(denoiser: Denoiser, ids: Tensor, positions: Tensor, is_visible: Te
 
 
 def loss_of(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of the hidden tokens."""
+    """Return the mean cross-entropy in nats of the hidden tokens."""
     logits = denoiser.project(both_copies(denoiser, batch, is_hidden)[is_hidden])
     return F.cross_entropy(logits.float(), batch.canvases[:, batch.first :][is_hidden])
 
@@ -241,8 +250,10 @@ number of steps.
 
 
 def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]:
-    """Yield training commands. Over the first ``easy_steps`` steps of ``training``, commands with
-    many calls become more frequent.
+    """Yield training commands.
+
+    Over the first ``easy_steps`` steps of ``training``, commands with many calls become more
+    frequent.
     """
 
     def weights() -> list[float]:
@@ -308,8 +319,9 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train the second demo, starting with the weights of the first demo. You can stop the training
-    at any time, and resume it with the same command.
+    """Train the second demo, starting with the weights of the first demo.
+
+    You can stop the training at any time, and resume it with the same command.
 
     Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state
     several.pt
@@ -335,7 +347,7 @@ def main(
     held_out = [request for _, request in held_out_requests(seed + 2, 48)]
 
     def losses() -> Iterator[Callable[[], Tensor]]:
-        # A resumed run generates other commands than the first part of the run.
+        # A resumed run generates commands that the earlier part of the run did not generate.
         for batch in batches(
             lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens
         ):

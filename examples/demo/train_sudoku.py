@@ -25,21 +25,21 @@ from training import Training, draw_layers, out_option, rate_option
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 
-VOCAB_SIZE = 260  # all bytes, and four special tokens
-NEW_TOKENS = 20  # 16 digits, 3 line ends, and eos
+VOCAB_SIZE = 260  # the tokens are all bytes and four special tokens
+NEW_TOKENS = 20  # the tokens are 16 digits, 3 line ends, and eos
 CLUES = range(9)
 GENERATION = {"max_new_tokens": NEW_TOKENS}
 """The content of ``generation_config.json``."""
 
 
 def shape(tokenizer: Tokenizer) -> NetworkSpec:
-    """The third demo's shape: 0.25 million parameters."""
+    """Return the shape of the third demo, which has 0.25 million parameters."""
     layer = LayerSpec(AttentionSpec(4, 4, 16, Rope(theta=100.0)), MlpSpec(192), norm_eps=1e-5)
     return replace(describe(tokenizer), hidden_size=64, layers=(layer,) * 4, max_canvas_length=64)
 
 
 def initialise(denoiser: Denoiser) -> None:
-    """Random weights, with a head that starts near zero."""
+    """Set random weights. The weights of the head start near zero."""
     draw_layers(denoiser)
     assert denoiser.head is not None
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""The training code that all demos use: the optimisers, the learning rate over a run, averaged
-weights, and saving the state.
+"""The training code that all demos use: optimisers, learning rates, averaged weights, and saved
+states.
 
 Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers.
 AdamW trains all other weights. torch's own Muon is not used, because it always orthogonalises in
@@ -48,8 +48,9 @@ AVERAGED_STEPS = 200  # approximate length of the moving average
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximate the nearest matrix whose singular values are all equal, with five Newton-Schulz
-    steps.
+    """Approximate the nearest matrix whose singular values are all equal.
+
+    Uses five Newton-Schulz steps.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -85,16 +86,19 @@ class Muon(torch.optim.Optimizer):
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """The current learning rate, as a share of the peak learning rate. It rises over 50 steps and
-    is then constant until ``progress`` is 0.4. After that, it falls linearly to zero at 1.
+    """Return the current learning rate as a share of the peak learning rate.
+
+    The rate rises during the first 50 steps, and is then constant until ``progress`` is 0.4. After
+    that, it falls linearly, to zero when ``progress`` is 1.
     """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
 
 @torch.no_grad()
 def draw_layers(denoiser: Denoiser) -> None:
-    """Set random matrices of the layers, and set norms to one. Matrices that write to the residual
-    stream start at zero.
+    """Set random matrices of the layers, and set norms to one.
+
+    Matrices that write to the residual stream start at zero.
     """
     for name, parameter in denoiser.named_parameters():
         if parameter.ndim == 1:
@@ -133,8 +137,9 @@ class Training:
         ]
 
     def learn(self, loss: Tensor, progress: float) -> None:
-        """Take one gradient step on ``loss``. ``progress`` goes from 0 to 1 during the run and sets
-        the learning rate.
+        """Take one gradient step on ``loss``.
+
+        ``progress`` goes from 0 to 1 during the run and sets the learning rate.
         """
         loss.backward()  # type: ignore[no-untyped-call]
         for optimiser, peak in self.optimisers:

@@ -1,7 +1,7 @@
 """Generates random values for the slots of templates, and decides which values are held out.
 
-There is a sampler for each kind of slot. A sampler returns a value as it is spoken in the command,
-and as it is written in the call. ``data.py`` lists the rules for the written form.
+There is a sampler for each kind of slot. A sampler returns a value in two forms: as spoken in the
+command, and as written in the call. ``data.py`` lists the rules for the written form.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """Which open values are used: training values mixed with unrelated phrases, training values
-    only, or held-out values.
+    """The open values that a sampler returns: training values mixed with unrelated phrases, only
+    training values, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -34,8 +34,9 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 
 
 def is_held_out(value: str) -> bool:
-    """Return True for open values that training does not use. These are about one in eight values,
-    chosen by CRC-32.
+    """Return True for open values that training does not use.
+
+    About one in eight values is held out, chosen by CRC-32.
     """
     return zlib.crc32(value.encode()) % 8 == 0
 
@@ -50,13 +51,15 @@ ANY_PHRASE_SHARE = 0.35  # share of unrelated phrases among the open values in t
 
 
 def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Sampler:
-    """Make a sampler of open values. With probability ``article``, it says ``the`` before the
-    value. The value in the call has no ``the``.
+    """Make a sampler of open values.
+
+    With probability ``article``, it says ``the`` before the value. The value in the call has no
+    ``the``.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
-        # If some words never began a value in training, the denoiser would learn never to predict
-        # them there. So in training, a value can begin with any word.
+        # If a word never began a value in training, the denoiser would learn that no value begins
+        # with this word. So in training, a value can begin with any word.
         source = (
             _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
         )
@@ -69,16 +72,18 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 
 
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
-    """Make a sampler of values from a short list. Training commands and held-out commands use the same
-    list.
+    """Make a sampler of values from a short list.
+
+    Training commands and held-out commands use the same list.
     """
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
     return lambda rng, side: rng.choice(choices)
 
 
 def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
-    """Make a sampler of whole numbers. They are spoken as digits with probability ``digits``,
-    otherwise as words.
+    """Make a sampler of whole numbers.
+
+    A number is spoken as digits with probability ``digits``, and otherwise as words.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, int]:
@@ -113,7 +118,10 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 
 
 def _any_words(rng: random.Random, most: int) -> str:
-    """One to ``most`` unrelated words. The denoiser can only predict them by copying."""
+    """Return one to ``most`` unrelated words.
+
+    The denoiser can only predict these words by copying them.
+    """
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
 
@@ -134,8 +142,10 @@ def _spoken_words() -> tuple[str, ...]:
 
 
 def _any_word(rng: random.Random) -> str:
-    """A random word. One in four is a compound such as ``playfence``: a word from commands,
-    followed by any other word. Some words are made up.
+    """Return a random word.
+
+    One in four words is a compound such as ``playfence``: a word from commands, followed by any
+    other word. Some words are made up.
     """
     if rng.random() < 0.25:
         return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
@@ -224,7 +234,7 @@ def _thing(choices: tuple[str, ...]) -> Callable[[random.Random], str]:
 
 
 def _time(rng: random.Random, side: Side) -> tuple[str, str]:
-    """A time of day as it is spoken, and as ``HH:MM``."""
+    """Return a time of day in two forms: as spoken, and as ``HH:MM``."""
     shape = rng.random()
     if shape < 0.06:
         return rng.choice((("noon", "12:00"), ("midnight", "00:00")))
@@ -256,7 +266,7 @@ def _time(rng: random.Random, side: Side) -> tuple[str, str]:
 
 
 def _degrees(rng: random.Random, side: Side) -> tuple[str, float]:
-    """A temperature from 15 to 29 degrees, in steps of one half."""
+    """Return a temperature from 15 to 29 degrees, in steps of half a degree."""
     spoken, number = _number(15, 29)(rng, side)
     if rng.random() < 0.2:
         return (f"{number}.5" if spoken.isdigit() else f"{spoken} and a half"), number + 0.5
@@ -264,7 +274,10 @@ def _degrees(rng: random.Random, side: Side) -> tuple[str, float]:
 
 
 def _metres(rng: random.Random, side: Side) -> tuple[str, float]:
-    """A distance from 1 to 20 metres, in steps of one half, with its unit."""
+    """Return a distance from 1 to 20 metres, in steps of half a metre.
+
+    The spoken form contains the unit.
+    """
     spoken, number = _number(1, 20)(rng, side)
     if rng.random() < 0.25:
         return (

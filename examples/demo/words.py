@@ -117,8 +117,9 @@ TENS = _words(",,twenty,thirty,forty,fifty,sixty,seventy,eighty,ninety")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """A made-up word such as ``velkamo``, which can be pronounced. It has at least four letters,
-    because a shorter one could be ``the`` or ``to``.
+    """Return a made-up word that can be pronounced, such as ``velkamo``.
+
+    The word has at least four letters, because a shorter word could be ``the`` or ``to``.
     """
     word = ""
     while len(word) < 4:
@@ -132,8 +133,8 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def number_words(number: int) -> str:
-    """A number from 0 to 999 in English, such as ``one hundred eighty``, without a hyphen and
-    without ``and``.
+    """Return a number from 0 to 999 in English words, without hyphens and without ``and``, such as
+    ``one hundred eighty``.
     """
     if number >= 100:
         rest = f" {number_words(number % 100)}" if number % 100 else ""

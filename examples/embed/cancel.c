@@ -1,7 +1,7 @@
 /* Generates text until the text is complete, the time is over, or Ctrl-C is pressed:
  *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
  * A second thread ends the request when the time is over or Ctrl-C is pressed. The program prints
- * the text so far and the reason why the request ended. README.md explains how to build this
+ * the text so far, and the reason why the request ended. README.md explains how to build this
  * program. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
@@ -21,7 +21,7 @@ struct watch {
   double seconds;
 };
 
-/* Waits for one of two signals. Returns the signal number, or 0 if the time is over. */
+/* Waits for one of two signals. Returns the number of the signal, or 0 if the time is over. */
 static int wait_for(int one, int other, double seconds) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -37,12 +37,12 @@ static int wait_for(int one, int other, double seconds) {
 }
 
 /* Ends the request when the time is over or Ctrl-C is pressed. Signals are blocked in all threads,
- * and this thread waits for signals. So the program needs no signal handler. */
+ * and this thread waits for them. So the program needs no signal handler. */
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (!is_over) { /* the call is repeated, because dlm_session_cancel has no effect before the
-                        request has begun */
+  while (!is_over) { /* repeated, because dlm_session_cancel has no effect before the request has
+                        begun */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
   }
@@ -77,9 +77,8 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   const dlm_result* result = NULL;
   const dlm_status status = dlm_session_generate(session, &request, &result);
   pthread_kill(thread, SIG_OVER);
-  pthread_join(
-      thread,
-      NULL); /* the thread uses the session, so the thread must end before dlm_session_destroy */
+  /* The thread uses the session, so it must end before dlm_session_destroy. */
+  pthread_join(thread, NULL);
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
   int undecided = 0;
   for (size_t i = 0; i < result->length; ++i) undecided += result->undecided[i] != 0;
@@ -99,8 +98,8 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
-  sigset_t signals; /* signals are blocked before the library starts threads, because threads
-                       inherit the block */
+  sigset_t signals; /* blocked before the library starts threads, because threads inherit the
+                       blocked signals */
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIG_OVER);

@@ -1,8 +1,8 @@
 // Answers chat messages in C++ with dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
-// The program answers each MESSAGE, or each line of stdin if there is no MESSAGE. The program
-// prints each answer while the answer is generated. Then the program submits all messages to a
-// scheduler at once, and compares the new answers with the earlier answers. README.md says how to
-// build this program.
+// The program answers each MESSAGE, or each line of stdin if there is no MESSAGE. It prints each
+// answer while the answer is generated. Then it submits all messages to a scheduler at the same
+// time, and compares the new answers with the earlier ones. README.md explains how to build this
+// program.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -49,8 +49,8 @@ Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_ne
   return out;
 }
 
-// Answers all messages at once, in shared passes. Returns the number of answers that differ from
-// the earlier answers.
+// Answers all messages at the same time, in shared passes. Returns the number of answers that
+// differ from the earlier answers.
 int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before,
                 std::int32_t max_new_tokens) {
   dlm::Scheduler scheduler(bundle);

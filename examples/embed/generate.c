@@ -1,6 +1,6 @@
 /* Generates text from a bundle in C: generate BUNDLE NEW_TOKENS PROMPT
- * Prints the text after the prompt to stdout while the text is generated. Then prints the number of
- * passes and the seconds to stderr. README.md says how to build this program. */
+ * Prints the text after the prompt to stdout while it is generated. Then prints the number of
+ * passes and the seconds to stderr. README.md explains how to build this program. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 #include "dlm_runtime.h"
 
-/* Reads an integer that fits int32_t. Returns 0 if the text is not such an integer. */
+/* Reads an integer that fits int32_t. Returns 0 if the text is something else. */
 static int read_int32(const char* text, int32_t* value) {
   char* end = NULL;
   errno = 0;
@@ -21,15 +21,15 @@ static void report(dlm_status status, const char* sentence) {
   fprintf(stderr, "generate: %s: %s\n", dlm_status_name(status), sentence);
 }
 
-/* Prints the text that a step adds, in whole characters. A return value other than 0 would end the
- * request. */
+/* Prints the text that a step adds, which consists of complete characters. A return value other
+ * than 0 would end the request. */
 static int32_t on_step(void* user, const dlm_step* step) {
   FILE* out = user;
   return fwrite(step->text, 1, step->text_size, out) != step->text_size || fflush(out) != 0;
 }
 
 int main(int argc, char** argv) {
-  dlm_request request; /* the request uses the default preset, because request.policy is not set */
+  dlm_request request; /* request.policy stays NULL, so the request uses the default preset */
   dlm_request_init(&request, sizeof request);
   if (argc != 4 || !read_int32(argv[2], &request.max_new_tokens) || request.max_new_tokens < 0) {
     fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT\n");

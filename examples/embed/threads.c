@@ -1,9 +1,9 @@
 /* Runs requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
- * First, each thread runs one request in its own session. All sessions use the same bundle, so the
- * weights of the denoiser are in memory only once. Then a scheduler runs the same requests
- * together. The results of the threads and of the scheduler must be the same as the results of a
- * single session. The program prints how many seconds and how much memory it used. README.md says
- * how to build the program. */
+ * First, each thread runs one request in a session of its own. All sessions use the same bundle, so
+ * the weights of the denoiser are in memory only once. Then a scheduler runs the same requests
+ * together. The threads, the scheduler and a single session must all give the same results. The
+ * program prints how many seconds and how much memory it used. README.md explains how to build the
+ * program. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@
 
 enum { MOST_THREADS = 1024 };
 
-/* Data that all threads read, and that no thread changes. */
+/* Data that all threads read and no thread changes. */
 struct work {
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
@@ -61,7 +61,7 @@ static dlm_status keep(struct task* task, const dlm_result* result) {
   return task->answer != NULL ? DLM_OK : fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
 }
 
-/* Runs a task in its own session. */
+/* Runs a task in a session of its own. */
 static dlm_status answer_alone(struct task* task) {
   dlm_session* session = NULL;
   dlm_status status =
@@ -83,7 +83,7 @@ static dlm_status answer_scheduled(struct task* task) {
   dlm_job* job = NULL;
   dlm_status status = dlm_scheduler_submit(task->work->scheduler, &request, task->message,
                                            sizeof task->message, &job);
-  if (status != DLM_OK) return status; /* for DLM_BUSY, a service would answer "try again later" */
+  if (status != DLM_OK) return status; /* a service would answer "try again later" to DLM_BUSY */
   dlm_job_wait(job, -1);
   dlm_job_result(job, &result);
   status = keep(task, result);
@@ -114,8 +114,8 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Returns the peak memory of the process in MiB. This function does not use ru_maxrss of getrusage,
- * because ru_maxrss would include the memory of the program that started this program. */
+/* Returns the peak memory of the process in MiB. Does not use ru_maxrss of getrusage, because
+ * ru_maxrss includes the memory of the program that started this one. */
 static double held(void) {
   long kib = 0;
   char line[256];
@@ -127,7 +127,7 @@ static double held(void) {
   return (double)kib / 1024;
 }
 
-/* Runs each task in a thread. Returns the number of tasks with a wrong result. */
+/* Runs each task in a thread of its own. Returns the number of tasks with a wrong result. */
 static int run_all(const char* name, void* (*run)(void*), struct task* tasks, int count,
                    const struct task* wanted, int kinds) {
   static pthread_t threads[MOST_THREADS];

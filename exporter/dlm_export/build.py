@@ -52,10 +52,8 @@ class BuildReport:
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """The modules that call native kernels, and the modules that use plain operators, with the
-    reasons.
-
-    The dict has the layout of ``Fused.as_dict``. The value is ``None`` for a GPU target.
+    """The number of calls of each native kernel, and the modules that use slower operators, with
+    the reasons (see ``Fused.as_dict``). ``None`` for a GPU target.
     """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
@@ -64,9 +62,8 @@ class BuildReport:
     threshold: Refit | None
     levels: Levels | None
     cache: dict[str, Any] | None
-    """The loss of accuracy from rounding cached keys and values (``rounded_cache.judge_cache``).
-
-    The value is ``None`` if the cache does not round keys and values.
+    """The loss of accuracy because the cache stores rounded keys and values (the result of
+    ``rounded_cache.judge_cache``). ``None`` if the cache does not round keys and values.
     """
     curve: list[CurvePoint]
     tuning: Tuning | None
@@ -110,16 +107,17 @@ def build(
     hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Build a bundle from a checkpoint folder or an unquantised bundle. A failed build leaves no
-    files behind.
+    """Build a bundle from a checkpoint folder or an unquantised bundle.
+
+    A failed build leaves no files behind.
 
     Args:
         source_path: The checkpoint or bundle.
         output: Folder of the new bundle.
         options: What to build. ``None`` builds an fp32 bundle for the CPU.
         overrides: Values to use where the checkpoint's values are missing or wrong.
-        hub: The place from which the checkpoint was downloaded, or ``None`` if the checkpoint was
-            not downloaded. The manifest records this origin.
+        hub: The origin of a downloaded checkpoint, which the manifest records. ``None`` if the
+            checkpoint was not downloaded.
         progress: The object that is notified when a stage starts or advances.
 
     Returns:
@@ -161,7 +159,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         raise work.ResumeError(
             f"--resume {kept}: is inside the new bundle, which is replaced as a whole; choose another folder"
         )
-    # Each engine contains its own copy of the weights, in addition to the weight file.
+    # In addition to the weight file, each engine contains its own copy of the weights.
     needed = (1 + len(request.builders)) * (
         write.data_bytes(source.network, job.base, job.formats, table_dtype(job).itemsize)
         + SMALL_FILES_BYTES
@@ -198,9 +196,9 @@ def _make_manifest(
     precision = {"name": job.base} if quantised is None else quantised.precision_record()
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
-    # A bundle for a GPU is judged on this CPU. The bundle is marked as simulated, so that the CPU
-    # computes its operators in floating point. The CPU's integer kernels could give results that
-    # differ from the GPU's results.
+    # A bundle for a GPU is judged on this CPU. Mark the bundle as simulated, so that the CPU
+    # computes its operators in floating point. The CPU's integer kernels could give other results
+    # than the GPU.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,
@@ -231,7 +229,7 @@ def _make_manifest(
 def _build_engines(
     job: Job, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any], stages: Stages
 ) -> list[Built]:
-    """Build an engine for every target that this machine can build an engine for."""
+    """Build the engines of all targets for which this machine can build engines."""
     request, made = job.request, []
     for target in request.targets:
         if target.name in request.builders:

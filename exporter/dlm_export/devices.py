@@ -1,9 +1,9 @@
 """Lists the GPUs that can be build targets by name, with their published specifications.
 
-To add a device, add a ``Device`` to ``DEVICES``. If a vendor gives a memory size in GB, 10**9 bytes
-are assumed. The driver reports at least this size. All compute rates are for dense matrices. If a
-vendor publishes only the rate for sparse matrices, the record contains half of the published rate,
-and a comment says so.
+To add a device, add a ``Device`` to ``DEVICES``. If a vendor states a memory size in GB, this
+module assumes that a GB has 10**9 bytes. The driver reports at least this size. All compute rates
+are for dense matrices. If a vendor publishes only the rate for sparse matrices, the record contains
+half of the published rate, and a comment says so.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU model. A value that no source gives is ``None``, or is missing from a mapping.
+    """One GPU model. A value that no source states is ``None``, or is missing from a mapping.
 
     - ``sm``: the compute capability times 10. 89 means 8.9.
     - ``is_shared``: true if CPU and GPU use the same memory.
     - ``tera``: peak rates in 10**12 operations per second. The keys are fp16, int8, int4, fp8 and
       nvfp4.
-    - ``derived``: for each rate that no source gives directly, how the rate was derived.
+    - ``derived``: explains, for each rate that no source states directly, how it was derived.
     """
 
     name: str
@@ -65,8 +65,8 @@ DEVICES = (
         tera={"fp16": 17, "int8": 33},
     ),
     # NVIDIA publishes 157 sparse TOPS for the GPU and the two DLAs together. dlm-export's engines
-    # do not use the DLAs, and no NVIDIA page gives the rate of the GPU alone. So no rate is
-    # recorded.
+    # do not use the DLAs, and no NVIDIA page states the rate of the GPU alone, so this record
+    # contains no rate.
     Device(
         "orin-nx",
         87,
@@ -76,10 +76,10 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # The int8 rate is the GPU's part of the 275 TOPS at MAXN. NVIDIA publishes these TOPS as a
-    # sparse rate. (The brief rounds this rate to 170.) For fp16, the brief says that a tensor core
-    # computes 16 fp16 products in the time of 32 int8 products. The two rates of the Orin Nano have
-    # the same ratio.
+    # NVIDIA publishes a sparse rate of 275 TOPS at MAXN for the whole module. The int8 rate is the
+    # GPU's part of it, which the source (a technical brief) rounds to 170. For fp16, the brief says
+    # that a tensor core computes 16 fp16 products in the time of 32 int8 products. The two rates of
+    # the Orin Nano have the same ratio.
     Device(
         "agx-orin",
         87,
@@ -140,7 +140,8 @@ DEVICES = (
         gb_per_s=4800,
         tera={"fp16": 1979 / 2, "int8": 3958 / 2, "fp8": 3958 / 2},
     ),
-    # The source gives rates for eight GPUs together. The nvfp4 rate is dense, the others sparse.
+    # The source gives rates for eight GPUs together. The nvfp4 rate is dense, and all other rates
+    # are sparse.
     Device(
         "b200",
         100,
@@ -191,7 +192,7 @@ DEVICES = (
         gb_per_s=1792,
         tera={"fp16": 503.8, "int8": 1007.6, "fp8": 1007.6, "nvfp4": 2015.2},
     ),
-    # The source gives a sparse rate for nvfp4. No page gives the other rates.
+    # The source gives a sparse rate for nvfp4. No page states the other rates.
     Device(
         "gb10",
         121,

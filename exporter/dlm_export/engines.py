@@ -35,7 +35,8 @@ RTX = EngineBuilder(
     "tensorrt_rtx",
     "rtx",
     "TensorRT-RTX",
-    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # the complete package, or only the Python bindings
+    # The module of the complete package, and the module of the package with only the bindings.
+    ("tensorrt_rtx", "tensorrt_rtx_bindings"),
     ("libtensorrt_rtx.so.1",),
 )
 ENGINE_BUILDERS = {builder.name: builder for builder in (TENSORRT, RTX)}

@@ -16,9 +16,7 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """The engine packages of this machine (true if installed), and the SM of the machine's GPU, if
-    any.
-    """
+    """Says which engine packages are installed on a machine, and the SM of its GPU, if any."""
 
     onnxruntime: bool
     rtx: bool
@@ -35,8 +33,8 @@ def builders_here() -> Builders:
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
     """Find out whether this machine can build the engine of ``target``, and how.
 
-    Returns a boolean and a text. The text says how the engine is built here, or what the user must
-    do instead. If ``here`` describes a machine, the answer is for that machine instead.
+    Returns a boolean and a text. The text says how this machine builds the engine, or what the user
+    must do instead. If ``here`` is given, it describes the machine to use instead of this machine.
     """
     here = here or builders_here()
     if target.sm is None:
@@ -67,9 +65,7 @@ def reported_sms(sm: int) -> tuple[int, ...]:
 
 
 def device_sm() -> int | None:
-    """Return the SM of the first GPU that libcuda reports, or ``None`` if there is no driver or no
-    GPU.
-    """
+    """Return the SM of the first GPU that libcuda reports, or ``None`` without a driver or GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -99,7 +95,7 @@ def _processor() -> str:
 def this_machine() -> dict[str, Any]:
     """Describe this machine: its processor, memory, GPU, and ONNX Runtime.
 
-    A value is ``None`` if the machine has no GPU or no ONNX Runtime.
+    The values for the GPU and for ONNX Runtime are ``None`` if the machine does not have them.
     """
     from importlib import metadata
 

@@ -23,8 +23,8 @@ def _trim() -> Callable[[int], int] | None:
 def give_back() -> None:
     """Return unused heap memory of this process to the system. Does nothing without glibc.
 
-    Reading a checkpoint one tensor at a time fragments the heap. For a denoiser of 1 B parameters,
-    the unused pages take a fifth of the denoiser's size.
+    Reading a checkpoint one tensor at a time leaves unused pages in the heap. For a denoiser of 1 B
+    parameters, these pages take a fifth of the denoiser's size.
     """
     trim = _trim()
     if trim is not None:
@@ -47,7 +47,7 @@ def resident_bytes() -> int:
 def available_memory_bytes() -> int | None:
     """Return Linux's estimate of how many bytes a new program can use without swapping.
 
-    ``None`` if unknown.
+    Returns ``None`` if Linux gives no estimate.
     """
     info = Path("/proc/meminfo")
     for line in info.read_text().splitlines() if info.is_file() else []:

@@ -1,4 +1,4 @@
-"""Options for opening a bundle, shared by all commands that run a bundle."""
+"""Defines the options for opening a bundle. All commands that run a bundle use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlm_runtime import Bundle
 
 @dataclass(frozen=True)
 class Opening:
-    """Arguments of ``dlm_runtime.open``, with the same names."""
+    """Options with the names and meanings of the arguments of ``dlm_runtime.open``."""
 
     engine: str = "auto"
     provider: str = "cpu"
@@ -27,6 +27,7 @@ class Opening:
 
 
 ON_CPU = Opening(engine="onnxruntime")
-"""Opens a bundle with ONNX Runtime on the CPU. Every bundle can be opened in this way, even a
-bundle for GPUs.
+"""Opens a bundle with ONNX Runtime on the CPU.
+
+Every bundle can be opened in this way, even a bundle for GPUs.
 """

@@ -1,17 +1,15 @@
-"""Writes files and folders atomically. Output is written to a temporary folder, and then moved into
-place in one step.
+"""Writes files and folders atomically, with a temporary folder and a final move in one step.
 
-While a process writes ``NAME``, the process owns a temporary folder ``.NAME.dlm-export`` beside
-``NAME``. This temporary folder is called the claim. The claim contains the unfinished output, and a
-file ``owner`` with the process number. The process keeps ``owner`` locked (flock) until the process
-exits. If the process is killed, the system releases the lock, but the claim remains. The next
-process that writes ``NAME`` sees that ``owner`` is not locked. This process then takes over the
-claim and deletes the unfinished output.
+While a process writes ``NAME``, it owns a temporary folder ``.NAME.dlm-export`` beside ``NAME``.
+This folder is called the claim. The claim contains the unfinished output, and a file ``owner`` with
+the process number. The process locks ``owner`` (flock) until it exits. If the process is killed,
+the system releases the lock, but the claim remains. The next process that writes ``NAME`` sees that
+``owner`` is not locked. It then takes over the claim and deletes the unfinished output.
 
-The finished output is moved with renameat2(2). The flag is RENAME_NOREPLACE if the path is free,
-and RENAME_EXCHANGE if old output is replaced. So the path always contains either the old output or
-the complete new output. After an exchange, the old output is in the claim, and is deleted from the
-claim.
+The process moves the finished output with renameat2(2). The flag is RENAME_NOREPLACE if the path
+does not exist, and RENAME_EXCHANGE if old output is replaced. The path therefore always contains
+either the old output or the complete new output. After an exchange, the old output is in the claim,
+and the process deletes it.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ OWNER, NEW, OLD = "owner", "new", "old"
 """Names of the entries of a claim.
 
 ``owner`` is the locked file. ``new`` is the folder of the unfinished output. ``old`` is the
-replaced output. The entry ``old`` exists only on file systems that cannot exchange two paths.
+replaced output. It exists only on file systems that cannot exchange two paths.
 """
 
 _AT_FDCWD = -100
-_NOREPLACE, _EXCHANGE = 1, 2  # linux/fs.h
+_NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2, from linux/fs.h
 # The error codes that mean that the kernel or the file system does not support renameat2.
 _NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +50,7 @@ class OutputError(DlmError):
 
 
 class TakenError(OutputError):
-    """Raised if the output path is taken, and its content must not be replaced."""
+    """Raised if the output path exists, and its content must not be replaced."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -69,9 +67,8 @@ def claimed(
     Args:
         output: Final path.
         force: Replace existing output.
-        kept_because: A function whose argument is an existing path. The function returns the reason
-            why the path must never be replaced, or ``None`` if the path may be replaced with
-            ``force``.
+        kept_because: A function of an existing path. It returns the reason why the path must never
+            be replaced, or ``None`` if ``force`` may replace the path.
         needed_bytes: Disk space that must be free.
 
     Raises:
@@ -99,8 +96,8 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        # Check the path again. Taking over the claim of a killed process may have restored the old
-        # output to this path.
+        # Check the path again, because taking over the claim of a killed process may have moved the
+        # old output back to this path.
         _check(output, force, kept_because)
         try:
             before = _look(output)
@@ -131,7 +128,7 @@ def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextMana
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Raise TakenError if ``output`` is one of the ``sources`` or is inside one of the ``sources``.
+    """Raise TakenError if ``output`` is one of ``sources`` or lies inside one of them.
 
     Symbolic links are followed.
     """
@@ -141,16 +138,15 @@ def check_outside(output: Path, *sources: Path) -> None:
             raise TakenError(f"{output}: is the source that is read; choose another path")
         if read in wanted.parents:
             raise TakenError(
-                f"{output}: is inside {source}, which is only read, never written; choose a path outside it"
+                f"{output}: is inside {source}, which must not be changed; choose a path outside it"
             )
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a path next to ``path``. If the block succeeds, the file at the yielded path replaces
-    ``path``.
+    """Yield a temporary path, whose file replaces ``path`` if the block succeeds.
 
-    An existing ``path`` is replaced without any check. So use this function only for files that
+    An existing ``path`` is replaced without any check. Use this function only for files that
     dlm-export created.
     """
     new = path.with_name(f"{path.name}.new")
@@ -176,7 +172,8 @@ def locked(folder: Path) -> Iterator[None]:
         raise OutputError(
             f"{folder}: another dlm-export is changing it. Wait for it, and try again."
         ) from err
-    # The file system has no locks. ``_place`` still detects changes by other processes.
+    # Continue if the file system has no locks, because ``_place`` still detects changes by other
+    # processes.
     except OSError:
         pass
     try:
@@ -224,8 +221,8 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        # If the entry "old" exists, the old output could not be moved back to its path. In this
-        # case, the entry is the user's only copy, so do not delete the entry.
+        # Do not delete the entry "old". If it exists, the old output could not be moved back to its
+        # path, and this entry is the user's only copy.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
             # Remove "owner" last, because no process deletes the contents of a claim without the
@@ -271,9 +268,9 @@ def _take(claim: Path, output: Path) -> int:
                 f"{output}: {who} is writing it. Wait for it, or choose another name."
             ) from err
         except OSError as err:
-            # Some network file systems have no locks. On such a file system, a process can still
-            # create a claim safely, because only one process can create the folder. But a process
-            # cannot take over an existing claim, because the claim's owner may still be running.
+            # Some network file systems have no locks. Creating a new claim is still safe, because
+            # only one process can create the folder. Taking over an existing claim is not safe,
+            # because its owner may still be running.
             if not is_new:
                 os.close(owner)
                 raise OutputError(
@@ -310,7 +307,8 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
-        before = None  # another process has deleted the old output
+        # Continue as if ``output`` had never existed, because another process has deleted it.
+        before = None
     if before is None:
         try:
             _move(new, output)
@@ -322,7 +320,7 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
     ours = os.lstat(new)
     try:
         _exchange(new, output)
-    finally:  # Even after Ctrl-C, check the replaced output before it is deleted.
+    finally:  # Check the replaced output before it is deleted, even after Ctrl-C.
         if not os.path.samestat(os.lstat(new), ours) and _look(new) != before:
             _exchange(new, output)
             raise OutputError(lost)
@@ -335,9 +333,9 @@ def _move(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Check that ``to`` does not exist, then rename. Another process may create ``to`` between
-        # these two steps. If ``source`` is a folder, rename could then replace only an empty
-        # folder. If ``source`` is a file, rename would replace the file of the other process.
+        # Check that ``to`` does not exist, and then rename. Another process may create ``to``
+        # between these two steps. If ``source`` is a folder, the rename could then replace only an
+        # empty folder. If ``source`` is a file, the rename would replace the other process's file.
         if os.path.lexists(to):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to)) from err
         os.rename(source, to)
@@ -351,13 +349,13 @@ def _exchange(source: Path, to: Path) -> None:
         if err.errno not in _NOT_OFFERED:
             raise
         # Rename twice instead. Between the two renames, the path ``to`` does not exist. If the
-        # process is killed at this moment, the next process that takes the claim restores the old
-        # output.
+        # process is killed at this moment, the next process that takes over the claim restores the
+        # old output.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
             os.rename(source, to)
-        finally:  # Ctrl-C may have stopped the process between the two renames
+        finally:  # After Ctrl-C between the two renames, move the old output back.
             if os.path.lexists(aside):
                 os.rename(aside, to if os.path.lexists(source) else source)
 

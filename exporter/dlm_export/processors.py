@@ -12,9 +12,9 @@ from dlm_runtime.abi import native as _native
 class KernelSet:
     """The kernels for one kind of processor.
 
-    ``codes`` names the instruction set of the integer kernels. The integer kernels compute INT8 and
-    INT4 layers. ``floats`` names the instruction set of the floating-point kernels. The
-    floating-point kernels compute NVFP4 layers, attention, and candidate tokens.
+    ``codes`` names the instruction set of the integer kernels, which compute INT8 and INT4 layers.
+    ``floats`` names the instruction set of the floating-point kernels, which compute NVFP4 layers,
+    attention, and the best tokens of each row.
     """
 
     name: str
@@ -24,9 +24,10 @@ class KernelSet:
 
     @property
     def instructions(self) -> dict[str, str]:
-        """Maps each kind of kernel to the instruction set that it uses.
+        """Maps each kind of kernel to its instruction set.
 
-        The kinds are the formats of linear layers, ``attention`` and ``candidates``.
+        The kinds are the formats of linear layers, ``attention``, and ``candidates`` (the choice of
+        the best tokens).
         """
         codes, floats = self.codes, self.floats
         return {
@@ -53,7 +54,7 @@ sets.
 def list_kernels() -> list[dict[str, Any]]:
     """Describe each kernel set in ``KERNEL_SETS`` in values that JSON can represent.
 
-    ``refusal`` says why the kernels cannot run on this machine, or is ``None`` if the kernels can
+    ``refusal`` is the reason why the kernels cannot run on this machine, or ``None`` if they can
     run.
     """
     here = _native.kernel_sets()

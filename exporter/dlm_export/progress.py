@@ -1,4 +1,4 @@
-"""Reports the progress of long commands, and measures the time of the commands' stages."""
+"""Reports the progress of long commands, and measures how long their stages take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 class Progress(Protocol):
     """Receives notifications about a command's progress.
 
-    A command consists of stages, and a stage of units of work.
+    A command consists of stages, and a stage consists of units of work.
     """
 
     def start(self, stage: str, total: int) -> None:
@@ -22,7 +22,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Discards progress."""
+    """A ``Progress`` that ignores all notifications."""
 
     def start(self, stage: str, total: int) -> None: ...
 

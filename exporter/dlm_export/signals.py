@@ -1,4 +1,4 @@
-"""Handles signals that end a process: Ctrl-C, ``kill``, a closed terminal."""
+"""Handles signals that end a process, such as those of Ctrl-C, ``kill`` and a closed terminal."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Ended(BaseException):
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While the block runs, ``handler`` is called for signals that end a process.
+    """Call ``handler`` for signals that would end the process, while the block runs.
 
     Signals that the process ignores, for example under ``nohup``, stay ignored. Python lets only
     the main thread set handlers, so this function does nothing in other threads.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    # getsignal returns None for a handler that C code has set. Python could not restore such a
-    # handler later, so do not replace such a handler.
+    # getsignal returns None for a handler that C code has set. Do not replace such a handler,
+    # because Python could not restore it later.
     numbers = [
         number
         for number in ENDING
@@ -48,7 +48,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
-    """While the block runs, a signal that would end the process sets ``cancel`` instead.
+    """Set ``cancel`` on a signal that would end the process, while the block runs.
 
     The block can then finish its work, and the process ends after the block. If a second signal
     follows, the process ends at once. Use this function inside ``dying_by_signal``.
@@ -69,7 +69,7 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """While the block runs, Ctrl-C calls ``on_interrupt``.
+    """Call ``on_interrupt`` on Ctrl-C, while the block runs.
 
     If ``on_interrupt`` returns False, the previous handler is called too.
     """
@@ -94,11 +94,10 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def dying_by_signal() -> Iterator[None]:
-    """While the block runs, a signal that ends the process first raises an exception.
+    """Raise an exception on a signal that ends the process, while the block runs.
 
-    The exception lets the code clean up. Then the process kills itself with the same signal. An
-    exit with code 128 + n would not be enough, because a shell loop that runs the command would
-    then continue.
+    The exception lets the code clean up. The process then kills itself with the same signal. It
+    does not exit with code 128 + n, because a shell loop that runs the command would then continue.
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -40,7 +40,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """An open source: a denoiser to build a bundle from, with its text files and presets."""
+    """An open source: the denoiser from which a bundle is built, with its text files and presets."""
 
     path: Path
     network: NetworkSpec
@@ -53,12 +53,14 @@ class Source:
     notes: tuple[str, ...] = ()
     """Messages for the user about parts of the checkpoint that a build ignores."""
     config_sha256: str | None = None
-    """SHA-256 of the checkpoint's config.json. The value is ``None`` for a bundle that does not
-    record this hash.
+    """SHA-256 of the checkpoint's config.json.
+
+    The value is ``None`` for a bundle that does not record this hash.
     """
     max_new_tokens: int | None = None
-    """The default number of tokens that a request generates. The value is ``None`` if the source
-    does not define this number.
+    """The default number of tokens that a request generates.
+
+    The value is ``None`` if the source does not define this number.
     """
     json_layout: str | None = None
     """Name of the JSON layout that the denoiser was trained on, or ``None`` if the layout is
@@ -70,8 +72,7 @@ class Source:
     hub: Hub | None = None
     """The place from which the checkpoint was downloaded, or ``None`` if it was not downloaded."""
     has_effort: bool = False
-    """True if the source is a bundle with effort levels. A bundle that is built from this source
-    cannot use these levels.
+    """True if the source is a bundle with effort levels. The new bundle does not get these levels.
     """
 
 
@@ -106,9 +107,9 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
     """Open ``path`` as the source that ``bundle`` was built from.
 
-    The mask token, the canvas length and the block length are taken from the bundle's ``manifest``.
-    Raises BundleError or CheckpointError. If the denoiser in ``path`` is a different denoiser,
-    CheckpointError is raised, and its message says what differs.
+    The bundle's ``manifest`` determines the mask token, the canvas length and the block length.
+    Raises BundleError or CheckpointError. If ``path`` contains a different denoiser,
+    CheckpointError says what differs.
     """
     built = network_of(manifest)
     overrides = None
@@ -128,9 +129,9 @@ def _check_config(
 ) -> None:
     """Raise CheckpointError if the checkpoint's config.json describes a different network.
 
-    The networks are compared only if the bundle records a different hash of config.json. The
-    networks' mask tokens are not compared. The checkpoint is first read with its own mask token,
-    because the bundle's mask token may be outside the checkpoint's vocabulary.
+    The function compares the networks only if the bundle records a different hash of config.json.
+    It does not compare their mask tokens. It first reads the checkpoint with the checkpoint's own
+    mask token, because the bundle's mask token may be outside the checkpoint's vocabulary.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -153,7 +154,7 @@ def _check_config(
 
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
-    """Return the presets for a network. A network with a window runs them without a cache."""
+    """Return the presets for a network. If the network has a window, they use no cache."""
     presets = presets_for(network.visible_block, network.shift)
     if not network.has_window:
         return presets
@@ -212,8 +213,7 @@ class BundleParameters:
         stack = self._panels.get(parameter)
         tensor = self._tensors[parameter if stack is None else f"{parameter}.panels"]
         try:
-            # onnx_ir never closes its memory mapping of a tensor, so this code maps the file
-            # instead.
+            # Map the file here, because onnx_ir never closes its own memory mapping of a tensor.
             stored = (
                 np.memmap(
                     tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy()
@@ -232,9 +232,7 @@ class BundleParameters:
         return array
 
     def view(self, parameter: str) -> None:
-        """Always return ``None``. Callers must use ``read`` instead, because ``read`` also checks
-        the values.
-        """
+        """Always return ``None``, so that callers use ``read``, which also checks the values."""
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
@@ -243,8 +241,8 @@ class BundleParameters:
 
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
-    # Opening the bundle compares the sizes and hashes of its files with the manifest. So a changed
-    # file causes an error at this point.
+    # Opening the bundle compares the sizes and hashes of its files with the manifest, and raises an
+    # error if a file was changed.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
         presets = {name: bundle.policy(name) for name in published_presets(manifest)}

@@ -20,11 +20,13 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
-STORED = "stored"  # use the formats of a checkpoint that is already quantised
+# The value of ``--precision`` that uses the formats of a checkpoint that is already quantised.
+STORED = "stored"
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""The oldest SM that runs each full precision. 75 means SM 7.5. TensorRT-RTX 1.7 does not compile
-bf16 for SM 7.5.
+"""The lowest SM that supports each full precision. 75 means SM 7.5.
+
+TensorRT-RTX 1.7 does not compile bf16 for SM 7.5.
 """
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
@@ -32,17 +34,17 @@ CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 # ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
 # docs/OperatorKernels.md of ONNX Runtime and libonnxruntime_providers_cuda.so of onnxruntime-gpu
 # 1.31.1. The provider supports all operators of fp16 and bf16 graphs at opset 23 (graph/cuda.py).
-# The provider supports MatMulNBits since 1.24.4. The provider supports DequantizeLinear and
-# QuantizeLinear at opset 21, but without bf16 scales. The provider does not support BitShift. The
-# provider's MatMulInteger takes signed bytes only.
+# It supports MatMulNBits since 1.24.4. It supports DequantizeLinear and QuantizeLinear at opset 21,
+# but without bf16 scales. It does not support BitShift. It supports MatMulInteger for signed bytes
+# only.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
-# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. TensorRT-RTX's enumeration
-# ComputeCapability lists these SMs.
+# SMs for which TensorRT-RTX 1.7 can build engines without a GPU, from its enumeration
+# ComputeCapability.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-# Maps each SM that can be a target to the versions of standard TensorRT that support it. The name
-# of such a target contains the SM, for example sm89. According to the release notes, Blackwell and
-# FP4 are supported since 10.8. GB300, DGX B300 and DGX Spark are supported since 10.14
+# Maps each SM that a user can name as a target (for example sm89) to the versions of standard
+# TensorRT that support it. According to the release notes, Blackwell and FP4 are supported since
+# 10.8. GB300, DGX B300 and DGX Spark are supported since 10.14
 # (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
 # JetPack 7. On Orin, JetPack 7.2 has TensorRT 10.16.
 TENSORRT_BY_SM = {
@@ -69,8 +71,9 @@ class TargetError(DlmError):
 
 @dataclass(frozen=True)
 class Target:
-    """What a device can run. A value that no source gives is ``None``, or is missing from a
-    mapping.
+    """Describes what a device can run.
+
+    A value that no source states is ``None``, or is missing from a mapping.
 
     Attributes:
         formats: Formats of quantised layers that the device supports.
@@ -82,7 +85,7 @@ class Target:
         memory_is_shared: True if CPU and GPU use the same memory.
         rates: Peak operations per second of the tensor cores, by number format. If the vendor gives
             a rate for accumulation in fp32, this rate is used.
-        derived: For each rate that no source gives directly, how the rate was derived.
+        derived: Explains, for each rate that no source states directly, how it was derived.
         provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
         engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
             TensorRT-RTX. It can build engines without a GPU. "tensorrt" is standard TensorRT. It
@@ -131,9 +134,7 @@ class Target:
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
-        """Return the formats in ``formats`` that the target does not support, sorted and without
-        duplicates.
-        """
+        """Return the formats that the target does not support, sorted and without duplicates."""
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def check_layers(self, layers: Mapping[str, str]) -> None:
@@ -174,13 +175,14 @@ def _formats(recipe: Recipe) -> set[str]:
 
 
 def _least_sm(name: str) -> int:
-    """Return the oldest SM that supports a full precision or a layer's format."""
+    """Return the lowest SM that supports a full precision or a layer's format."""
     return FORMATS[name].least_sm if name in FORMATS else LEAST_SM.get(name, 0)
 
 
 def _formats_for(kind: str) -> tuple[str, ...]:
-    """Return the formats that ``--precision auto`` tries on one kind of target: cpu, cuda or
-    tensorrt.
+    """Return the formats that ``--precision auto`` tries on a kind of target.
+
+    The kinds are cpu, cuda and tensorrt.
     """
     return tuple(name for name, known in FORMATS.items() if kind in known.auto)
 
@@ -313,7 +315,7 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
 def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None:
     """Raise TargetError if a target does not support one of ``formats``.
 
-    ``asker`` is what needs the formats. The message names ``asker``.
+    ``asker`` describes what needs the formats, for the error message.
     """
     formats = list(formats)
     for target in targets:

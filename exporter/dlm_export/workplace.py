@@ -14,8 +14,8 @@ from dlm_runtime.errors import DlmError, RequestError
 SMALL_MATRIX = 1 << 19
 """Matrices of at most this many elements are multiplied on one thread.
 
-Such a product takes about a millisecond, so dividing the product between threads takes more time
-than it saves.
+Such a product takes about a millisecond, so dividing it between threads takes more time than it
+saves.
 """
 
 
@@ -27,12 +27,12 @@ class DeviceError(DlmError):
 class Workplace:
     """The resources that a build may use.
 
-    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. Hidden states
-      beyond the limit are stored in a file in ``folder``. ``None`` means no limit.
+    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. If they need
+    more, the build stores them in a file in ``folder``. ``None`` means no limit.
     - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps these weights in
       memory.
-    - ``states``: file for the calibration states, which are canvases to run the denoiser on.
-      ``None`` keeps the states in memory only.
+    - ``states``: file for the calibration states, which are canvases on which the build observes
+      the inputs of layers. ``None`` keeps the states in memory only.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -44,12 +44,12 @@ class Workplace:
 
 @contextmanager
 def threads_for(elements: int) -> Iterator[None]:
-    """While the block runs, torch uses one thread if all matrices are small.
+    """Let torch use a single thread while the block runs, if all matrices are small.
 
-    ``elements`` is the number of elements of the largest matrix. Matrices of up to ``SMALL_MATRIX``
-    elements count as small. If threads divided a small product, the threads would have to wait for
-    each other at the end of the product. If other programs use the same cores, this wait can be as
-    long as a time slice.
+    ``elements`` is the number of elements of the largest matrix. A matrix of up to ``SMALL_MATRIX``
+    elements is small. If several threads computed a small product, they would have to wait for each
+    other at the end. If other programs use the same cores, this wait can be as long as a time
+    slice.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:

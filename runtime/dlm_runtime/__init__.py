@@ -1,5 +1,6 @@
-"""The Python API of dlm-export's runtime. The API opens bundles, and generates text with the opened
-bundles.
+"""The Python API of dlm-export's runtime.
+
+The API opens bundles, and generates text with the opened bundles.
 
 >>> import dlm_runtime as dlm
 >>> bundle = dlm.open("build/demo")

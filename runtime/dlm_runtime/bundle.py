@@ -57,7 +57,7 @@ class Bundle(Decides, UsesPromptCaches):
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` contains any tokenizer files. If ``checks_hashes`` is True, the files' hashes are checked."""
+        """``folder`` contains the tokenizer, if any. ``checks_hashes``: check the hashes of the tokenizer's files."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -150,8 +150,8 @@ class Bundle(Decides, UsesPromptCaches):
     ) -> Constraint:
         """Compile a constraint on generated texts, for this bundle's tokenizer.
 
-        Pass exactly one of the first nine arguments. The bundle keeps the last 64 compiled constraints, and does not
-        compile a kept constraint again.
+        Pass exactly one of the first nine arguments. The bundle stores the last 64 compiled constraints. A stored
+        constraint is not compiled again.
 
         Args:
             schema: A JSON Schema as a value or as JSON text, or a class with a method
@@ -215,7 +215,7 @@ class Bundle(Decides, UsesPromptCaches):
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check tools once, to use them in many requests. ``Options`` describes the arguments. Raises RequestError."""
+        """Check tools once, for many requests. ``Options`` describes the arguments. Raises RequestError."""
         how = {
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -253,7 +253,7 @@ class Bundle(Decides, UsesPromptCaches):
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """Like ``policy``. An error message may also suggest an argument of ``method``, the method that was called."""
+        """Like ``policy``. For an unknown field, the error may suggest an argument of the caller, ``method``."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)
@@ -447,18 +447,18 @@ class Bundle(Decides, UsesPromptCaches):
 
         The name of the denoiser's mask token marks a hole too: ``"the capital of [MASK] is [MASK]"``.
 
-        The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. If
-        ``text`` is the whole canvas, the tokens that the tokenizer adds at the start of a prompt are added, unless
-        ``text`` already starts with these tokens. If the denoiser has no end token, the tokens that the tokenizer adds
-        at the end of a prompt are added too.
+        The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. For a
+        prompt, the tokenizer may add tokens at the start and at the end. If ``text`` is the whole canvas, ``infill``
+        also adds the start tokens, unless ``text`` already starts with them. If the denoiser has no end token,
+        ``infill`` adds the tokenizer's tokens at the end too.
 
         Args:
             text: Text with at least one hole. If ``prompt`` or ``chat`` is passed, the text is the answer.
             lengths: Tokens per hole, 1 or more. An integer applies to all holes. A list contains one entry for each
                 hole, or a single entry for all holes. An entry is an integer, or a list of lengths to try. Each
-                combination of lengths is a separate request. At most 64 combinations are allowed. The result with the
-                highest mean ln p of the tokens in the holes is returned. If None, 16 tokens if the denoiser has an end
-                token, and otherwise 1 token.
+                combination of lengths is a separate request. At most 64 combinations are allowed. Each result has a
+                mean ln p of the tokens in its holes, and ``infill`` returns the result with the highest mean. If
+                ``lengths`` is None, each hole has 16 tokens if the denoiser has an end token, and 1 token otherwise.
             constrain_from: An index into the characters of ``text``. If set, the constraint covers the text from this
                 character to the end, and the text must have only one hole. If None, the constraint covers the text of
                 each hole.
@@ -584,9 +584,10 @@ class Bundle(Decides, UsesPromptCaches):
             max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only if the
                 expected time of the pass stays within this limit. If 0, there is no limit.
             cost: The measured cost of passes on this machine. ``max_pass_ms`` requires this argument.
-            prefix_cache_bytes: Limit on the bytes, within ``cache_bytes``, that keep keys and values of requests that
-                have ended. A later request reuses them if its prompt starts with the same tokens. If None, all of
-                ``cache_bytes`` that no running request needs is used. If 0, nothing is reused.
+            prefix_cache_bytes: Limit on the bytes of keys and values that the scheduler stores after a request has
+                ended. These bytes count towards ``cache_bytes`` too. A later request reuses the keys and values if its
+                prompt starts with the same tokens. If None, the scheduler may use all of ``cache_bytes`` that no
+                running request needs. If 0, nothing is reused.
 
         Raises:
             RequestError: An argument is out of range, or ``max_pass_ms`` is set although requests cannot share passes.

@@ -147,7 +147,8 @@ def from_callback(
     If ``run`` raises an Exception, the request ends, and ``generate`` raises an EngineError with
     this exception as its cause. Other exceptions, such as KeyboardInterrupt, are raised unchanged.
     """
-    # Per thread: sessions run passes on the caller's thread, and schedulers on a separate thread.
+    # Each thread has a separate value. A session runs passes on the caller's thread, and a
+    # scheduler runs passes on a thread of the scheduler.
     raised = threading.local()
 
     def call(_: int, pointer: object) -> int:

@@ -32,8 +32,9 @@ def prefix() -> Path:
 
 
 def cflags() -> str:
-    """Return the compiler options for a C or C++ program that includes the header. The options are
-    quoted for a shell.
+    """Return the compiler options for a C or C++ program that includes the header.
+
+    The options are quoted for a shell.
     """
     return shlex.quote(f"-I{prefix() / 'include'}")
 

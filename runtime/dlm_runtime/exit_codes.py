@@ -6,8 +6,9 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit codes for failures. Success is 0. If signal n ended a command, the command's exit
-    code is 128 + n.
+    """The exit codes for failures.
+
+    Success is 0. If signal n ended a command, the command's exit code is 128 + n.
 
     A failure's exit code says what must change before the same command can succeed. For users,
     docs/guides/troubleshooting.md lists the exit codes.

@@ -22,8 +22,9 @@ _PIECE_BYTES = 1 << 16
 def read_bytes(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> bytes:
-    """Read a regular file. Symbolic links are followed. ``sha256`` is the expected hash, or None to
-    accept any content.
+    """Read a regular file.
+
+    Symbolic links are followed. ``sha256`` is the expected hash, or None to accept any content.
     """
     try:
         # Opening a pipe would wait for a writer, so the file is opened without blocking. The type

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # characters, because a name or value may be as long as the manifest
+_MESSAGE_LIMIT = 300  # in characters; without a limit, a message could be as long as the manifest
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text files of a bundle: the paths of its tokenizer and chat template. A path is None if
-    the bundle does not contain the file.
+    """The text files of a bundle: the paths of its tokenizer and chat template.
+
+    A path is None if the bundle does not contain the file.
 
     ``special_tokens`` contains the texts of the special tokens that the template may use.
     """
@@ -44,8 +45,9 @@ class TextFiles:
 
 
 def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the whole manifest of the bundle in ``folder``. The native library must have opened the
-    bundle already.
+    """Check the whole manifest of the bundle in ``folder``.
+
+    The native library must have opened the bundle already.
 
     Raises BundleError. The message contains the file's path, the wrong member and the reason.
     """
@@ -59,8 +61,9 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """Find the text files that a manifest names. Raises BundleError if one of these files is
-    missing in the manifest's member ``files``.
+    """Find the text files that a manifest names.
+
+    Raises BundleError if the manifest's member ``files`` does not list one of them.
     """
 
     def listed(name: object, place: str) -> Path:
@@ -86,8 +89,9 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check that this version knows the JSON layout and the call format. Raises BundleError
-    otherwise.
+    """Check that this version knows the JSON layout and the call format.
+
+    Raises BundleError otherwise.
     """
     for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
         name = manifest.get(key)
@@ -132,8 +136,9 @@ def _policy_rule(field: Any) -> dict[str, Any]:
 
 @functools.cache
 def validator() -> Draft202012Validator:
-    """Create a validator for manifests. Like the native reader, the validator accepts 1 but not 1.0
-    as an integer.
+    """Create a validator for manifests.
+
+    Like the native reader, the validator accepts 1 but not 1.0 as an integer.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend

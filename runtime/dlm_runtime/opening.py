@@ -46,9 +46,9 @@ def open(
             a GPU provider, the engine "auto" means "onnxruntime".
         allow_fallback: If True, the CPU runs the nodes that the provider cannot run, and
             ``Bundle.engine`` lists these nodes. If False, such nodes are an error.
-        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. The number of threads
-            is never larger than the number of cores that this process may use. A larger value is
-            reduced, and a DlmWarning is issued.
+        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. If the value is
+            larger than the number of cores that this process may use, the number of cores is used
+            instead, and a DlmWarning is issued.
         library: Path of the engine's library. If None, the variable $DLM_ONNXRUNTIME or
             $DLM_TENSORRT names the library. If the variable is not set, the library of an installed
             Python package is used, or else the system's library.
@@ -56,11 +56,11 @@ def open(
             only the sizes are compared. A file of more than 16 MiB is not hashed again if its hash
             matched before and the file has not changed since. Every file is always hashed if
             ``engine`` is "none" or $DLM_HASH_FILES is "always".
-        prefix_cache_bytes: The most bytes of keys and values that the bundle keeps between the
-            calls of ``generate``, ``generate_batch`` and ``stream``. A later call reuses them if
-            its prompt starts with the same tokens. If several threads call at the same time, each
-            of these threads can keep this number of bytes. If 0, nothing is kept. Schedulers have
-            their own limit.
+        prefix_cache_bytes: Limit on the bytes of keys and values that the bundle stores after a
+            call of ``generate``, ``generate_batch`` or ``stream``. A later call reuses the stored
+            keys and values if its prompt starts with the same tokens. If several threads call at
+            the same time, the limit applies to each thread separately. If 0, nothing is stored.
+            Schedulers have their own limit.
         prompt_caches: Files to load with ``Bundle.load_prompt_cache``.
 
     Raises:
@@ -100,14 +100,14 @@ def open(
         threads=threads,
         prefix_cache_bytes=kept,
     )
-    cores = len(os.sched_getaffinity(0))  # the native library counts in the same way
+    cores = len(os.sched_getaffinity(0))  # the native library counts cores in the same way
     if threads > cores:
         said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
         warnings.warn(said, DlmWarning, stacklevel=2)
     bundle = Bundle(handle, Path(path), checks_hashes=check_hashes, provider=name)
     check_text_options(bundle.manifest, Path(path))
     if engine != "none":
-        _ = bundle.tokenizer  # raises an error for a damaged file
+        _ = bundle.tokenizer  # reading the tokenizer raises an error for a damaged file
     for cache in prompt_caches:
         bundle.load_prompt_cache(cache)
     return bundle

@@ -16,7 +16,7 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Names of scores in papers and in the papers' code -> the names of the same scores in a policy.
+# Maps the names of scores in papers and in their code to the names in a policy.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
@@ -24,14 +24,15 @@ SCORE_ALIASES = {
 }
 
 # A known name is suggested for an unknown name if the similarity of the two names is at least this
-# value. With difflib's default, top_p would be suggested for stop.
+# value. With the lower default of difflib, top_p would be suggested for stop.
 _NEAR = 0.7
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy of one denoising loop. The fields are the fields of ``dlm_policy`` in
-    ``dlm_runtime.h``, in the same order.
+    """The policy of one denoising loop.
+
+    The fields are the fields of ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
 
     Args:
         select: How the token of a position is chosen. "argmax" chooses the most likely token.
@@ -113,8 +114,8 @@ class Policy:
 
         ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
         value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
-        ``temperature`` becomes 0. ``beside`` contains the names of the caller's other arguments. An
-        error message may also suggest one of these names.
+        ``temperature`` becomes 0. ``beside`` contains the names of the caller's other arguments,
+        which an error message may suggest.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)

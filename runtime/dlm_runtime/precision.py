@@ -1,5 +1,6 @@
-"""Number formats and layer formats. Each format is one record, and all other code uses these
-records.
+"""Number formats and layer formats.
+
+Each format is one record, and all other code uses these records.
 
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
 number formats a matrix multiplication uses for its weights and its activations. A layer format also
@@ -21,8 +22,8 @@ class NumberFormat:
         code_type: The dtype of a stored code in numpy (with ml_dtypes).
         levels: The largest value that the format represents when the scale is 1.
         code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
-        least_sm: The compute capability, times 10, of the oldest GPU that can compute in the
-            format. 89 means 8.9.
+        least_sm: The lowest compute capability of GPUs that can compute in the format, times 10.
+            For example, 89 means 8.9.
         tensorrt: The names that TensorRT and TensorRT's inspector use for the format.
         is_simulated_on_cpu: True if a CPU cannot compute in the format. In this case, the CPU
             multiplies the quantised numbers in fp32.
@@ -84,16 +85,15 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in this format. In this case, the CPU multiplies the
-        quantised numbers in fp32.
+        """True if a CPU cannot compute in this format.
+
+        In this case, the CPU multiplies the quantised numbers in fp32.
         """
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
     @property
     def least_sm(self) -> int:
-        """The compute capability of the oldest GPU on which TensorRT can compute this format, as in
-        ``NumberFormat.least_sm``.
-        """
+        """The lowest compute capability with which TensorRT can compute this format, times 10."""
         return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
 
     @property
@@ -116,8 +116,9 @@ class LayerFormat:
 
     @property
     def suits_table(self) -> bool:
-        """True if a CPU can read single rows of a matrix in this format. The embedding table of a
-        tied head needs such a format.
+        """True if a CPU can read single rows of a matrix in this format.
+
+        The embedding table of a tied head needs such a format.
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 

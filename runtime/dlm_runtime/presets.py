@@ -41,14 +41,14 @@ PRESETS = {
     # The loop of Fast-dLLM, for denoisers whose rows predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
-    # positions with the highest entropies stay masked. 256 passes are the default of the released
-    # code, and the released code generates one token less than it is asked for.
+    # positions with the highest entropies stay masked. The released code plans 256 passes by
+    # default. For n requested tokens, the released code generates only n - 1 tokens.
     "rnd1": Policy(
         score="entropy", schedule="floor", block_length=0, steps_per_block=256, reserve="end"
     ),
     # For block-causal networks. The block length is the block length of the network, and the cache
-    # is exact. Each pass commits all tokens above the threshold, but at least the planned number of
-    # tokens. The planned number is the same in every block.
+    # is exact. Each pass commits all tokens above the threshold, but at least a planned number of
+    # tokens. This number is the same in every block.
     "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
     "llada2": _BLOCKS,
     # The loop of LLaDA2, followed by more passes over each finished block. These passes replace a
@@ -80,8 +80,9 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
-    """Return True if a denoiser supports the policy. ``plan.cc`` checks the same rules in the
-    native loop.
+    """Return True if a denoiser supports the policy.
+
+    ``plan.cc`` checks the same rules in the native loop.
     """
     if visible_block is None:
         return not policy.cache.startswith("block")

@@ -14,7 +14,7 @@ from dlm_runtime.errors import EngineError, RequestError
 
 # The libraries that must be loaded before a provider of onnxruntime-gpu 1.31.1, in the order of
 # their dependencies. The providers link to all of these libraries except cuDNN. A provider loads
-# cuDNN when it needs this library. {} is replaced by the major version of CUDA.
+# cuDNN only when it needs cuDNN. {} is replaced by the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -27,8 +27,9 @@ _LIBRARIES = (
 
 
 def parse(provider: str) -> tuple[str, int]:
-    """Split ``cuda:1`` into the name and the device number (default 0). The native library checks
-    the name.
+    """Split ``cuda:1`` into the name and the device number (default 0).
+
+    The native library checks the name.
     """
     match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
     if match is None:
@@ -80,10 +81,11 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, in the same order. The keys are the
-    names in ``_LIBRARIES``.
+    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, in the same order.
 
-    Libraries without a wheel are left out.
+    The keys are the names in ``_LIBRARIES``.
+
+    Libraries that no wheel contains are left out.
     """
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")

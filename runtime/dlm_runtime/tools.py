@@ -35,8 +35,8 @@ class ToolCall:
         name: Name of the function.
         arguments: A dict of the arguments of the call.
         id: An identifier: ``call_`` and 24 hexadecimal digits. The message with the function's
-            result refers to this identifier. The digits are random and do not depend on the seed. A
-            comparison of two calls ignores their ids.
+            result refers to this identifier. The digits are random and do not depend on the seed.
+            When two calls are compared, the ids are ignored.
     """
 
     name: str
@@ -46,8 +46,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written as text. Each call is a JSON object with the keys ``name`` and
-    ``arguments``.
+    """How calls are written as text.
+
+    Each call is a JSON object with the keys ``name`` and ``arguments``.
 
     Args:
         before, after: Text before each call, and text after each call.
@@ -115,8 +116,9 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Check the tools that a caller passed. Raises RequestError. The message names the invalid
-        entry and the reason.
+        """Check the tools that a caller passed.
+
+        Raises RequestError. The message names the invalid entry and the reason.
         """
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
@@ -173,9 +175,10 @@ class Tools:
     def calls(self, text: str | None) -> list[ToolCall]:
         """Return the calls in a text.
 
-        The text must consist of calls, or contain calls between the start and end texts of the
-        format. For any other text, the list is empty. A call must name one of these functions, and
-        its arguments must be an object. The arguments are not checked further.
+        Calls are found in two kinds of text: a text that consists only of calls, and a text with
+        calls between the start and end texts of the format. For any other text, the list is empty.
+        A call must name one of these functions, and its arguments must be an object. The arguments
+        are not checked further.
         """
         if text is None or self.choice == "none":
             return []
@@ -188,8 +191,9 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """Parse a sequence of JSON values. Each value must be a call or a list of calls. Returns
-        None if the text has a different form.
+        """Parse a sequence of JSON values.
+
+        Each value must be a call or a list of calls. Returns None if the text has a different form.
         """
         found: list[ToolCall] = []
         rest = text.strip()
@@ -225,8 +229,9 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """Return the name of a function. Raises RequestError if the description of the function is
-    invalid.
+    """Return the name of a function.
+
+    Raises RequestError if the description of the function is invalid.
     """
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
@@ -251,7 +256,7 @@ def _name_of(tool: Any, where: str) -> str:
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "tree" constraint for a function's arguments.
 
-    Properties that the schema does not list are allowed only if the schema says so.
+    Properties that the schema does not list are allowed only if the schema allows them explicitly.
     """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):

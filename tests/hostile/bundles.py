@@ -1,9 +1,9 @@
-"""Hostile bundles. Each is a valid bundle with one change.
+"""Hostile bundles. Each hostile bundle is a valid bundle with one change.
 
-A row of ``CASES`` has a name, the change, some words of the expected error message, who must reject
-the bundle, and the file that the message must name. A change to a file also updates its size and
-hash in the manifest, unless a wrong size or hash is the point of the row. So the bundle is rejected
-for the reason that the row names.
+A row of ``CASES`` contains a name, the change, some words of the expected error message, the reader
+that must reject the bundle, and the file that the message must name. A change to a file also
+updates its size and hash in the manifest, unless a wrong size or hash is the point of the row. So
+the bundle is rejected for the reason that the row names.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ GONE = object()
 
 @dataclass(frozen=True)
 class Case:
-    """A hostile bundle. ``engine`` is the engine with which the native library rejects it. If None,
-    only Python reads the damaged part.
+    """A hostile bundle.
+
+    ``engine`` is the engine with which the native library rejects it. If None, only Python reads
+    the damaged part.
     """
 
     name: str
@@ -37,8 +39,9 @@ class Case:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file of the copied bundle. The file may be a link to the original, so it is removed
-    first.
+    """Write a file of the copied bundle.
+
+    The old file is removed first, because it may be a link to the original.
     """
     path.unlink(missing_ok=True)
     path.write_bytes(content)
@@ -58,7 +61,10 @@ def text(change: Callable[[str], str | bytes]) -> Change:
 
 
 def put(*path: Any) -> Change:
-    """Set a value of the manifest. The last item of ``path`` is the value. GONE removes it."""
+    """Set a value of the manifest.
+
+    The last item of ``path`` is the new value. GONE removes the value.
+    """
     *parents, key, value = path
 
     def made(found: str) -> str:
@@ -131,9 +137,8 @@ def outside(name: str) -> Change:
 
 def a_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
-        here = os.open(
-            path.parent, os.O_RDONLY | os.O_DIRECTORY
-        )  # through the folder, because its path may be too long for a socket's name
+        # The path of the socket may be too long, so the name is relative to the folder.
+        here = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             made.bind(f"/proc/self/fd/{here}/{path.name}")
         finally:
@@ -214,8 +219,9 @@ PAGES = 0x110000 // 256
 def text_file(
     numbers: dict[str, list[int]] | None = None, tail: bytes = b"", version: int = 1, **sizes: int
 ) -> bytes:
-    """A compiled text file with a single token, "a", and as little else as possible, changed by the
-    arguments.
+    """A minimal compiled text file with the single token "a".
+
+    The arguments change parts of the file.
     """
     of = dict.fromkeys(SIZES, 0) | {"vocab": 1, "token_bytes": 1, "strings": 1} | sizes
     arrays = {
@@ -258,7 +264,10 @@ def splits(count: int, table: list[int]) -> bytes:
 
 
 def engine(**changes: Any) -> Change:
-    """An entry for a GPU engine that is correct, except for ``changes``. Its file is no engine."""
+    """An entry for a GPU engine.
+
+    The entry is correct except for ``changes``, but its file is not an engine.
+    """
 
     def change(bundle: Path) -> None:
         manifest = json.loads((bundle / MANIFEST).read_text())

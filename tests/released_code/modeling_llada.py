@@ -1,5 +1,6 @@
-"""LLaDA (arXiv:2502.09992) as code that a checkpoint could contain, for tests of ``capture``. It
-was written for the tests, from the paper and the names of the tensors.
+"""LLaDA (arXiv:2502.09992) as code that a checkpoint could contain, for tests of ``capture``.
+
+This code was written for the tests, based on the paper and on the names of the tensors.
 
 It shares no code with dlm_export: RoPE multiplies complex numbers, attention is written out, and
 all sizes come from config.json.
@@ -27,8 +28,9 @@ class Norm(nn.Module):
 
 
 def rotate(x, theta):
-    """RoPE on ``[B, H, L, D]``. Features i and i + D/2 form one complex number, which is rotated by
-    position / theta^(2i/D).
+    """RoPE on ``[B, H, L, D]``.
+
+    Features i and i + D/2 form one complex number, which is rotated by position / theta^(2i/D).
     """
     half = x.shape[-1] // 2
     speed = theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -40,8 +42,9 @@ def rotate(x, theta):
 
 
 class Block(nn.Module):
-    """Attention over the whole canvas, followed by a gated MLP. Each has a norm before it, and its
-    output is added to its input.
+    """Attention over the whole canvas, followed by a gated MLP.
+
+    Each has a norm before it, and its output is added to its input.
     """
 
     def __init__(self, c):

@@ -6,18 +6,18 @@ package dlm
 */
 import "C"
 
-// Automaton is a compiled constraint, which defines the texts that a request may generate. An
-// Automaton is compiled for the vocabulary of one bundle. Any number of goroutines may share an
-// Automaton.
+// Automaton is a compiled constraint, which defines the texts that a request may generate. It is
+// compiled for the vocabulary of one bundle. Any number of goroutines may share it.
 type Automaton struct{ handle *C.dlm_automaton }
 
-// Kind is the form of a constraint's content.
+// Kind says what the content of a constraint is.
 type Kind int32
 
-// The kinds of constraints. A Regex is a regular expression in the syntax of Rust's regex crate. An
-// Enum is a JSON list of strings. The content of JSONObject is empty. A Tree is JSON in the form
-// that docs/guides/c-api.md describes. A Grammar is a context-free grammar in GBNF. Decisions are
-// questions as JSON, in the form that dlm_runtime.h describes.
+// The kinds of constraints. The content of a Regex is a regular expression in the syntax of Rust's
+// regex crate. The content of an Enum is a JSON list of strings. The content of a JSONObject is
+// empty. The content of a Tree is JSON as described in docs/guides/c-api.md. The content of a
+// Grammar is a context-free grammar in GBNF. The content of Decisions is JSON with questions, as
+// described in dlm_runtime.h.
 const (
 	Regex      Kind = C.DLM_CONSTRAINT_REGEX
 	Schema     Kind = C.DLM_CONSTRAINT_SCHEMA
@@ -60,7 +60,7 @@ func compile(bundle *C.dlm_bundle, kind Kind, content []byte) (*Automaton, error
 	return a, nil
 }
 
-// Close frees the automaton. Running requests can still use the automaton.
+// Close frees the automaton. Running requests can still use it.
 func (a *Automaton) Close() {
 	C.dlm_automaton_destroy(a.handle)
 	a.handle = nil

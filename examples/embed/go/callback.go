@@ -6,15 +6,15 @@ import "C"
 
 import "runtime/cgo"
 
-// listener contains the caller's function. If the function panicked, listener also contains the
+// listener contains the caller's function. If the function has panicked, listener also contains the
 // value of the panic.
 type listener struct {
 	onText   func(delta string) bool
 	panicked any
 }
 
-// dlmGoOnText calls the listener's function. A panic must not unwind through C, so dlmGoOnText
-// stores the value of the panic and ends the request.
+// dlmGoOnText calls the listener's function. A panic must not unwind through C. So dlmGoOnText
+// stores the value of a panic and ends the request.
 //
 //export dlmGoOnText
 func dlmGoOnText(user C.uintptr_t, delta *C.char, size C.size_t) (end C.int32_t) {

@@ -1,12 +1,10 @@
 // Package dlm wraps libdlm_runtime, which generates text from bundles of dlm-export.
 //
-// Open a Bundle once and share the Bundle between goroutines. Each goroutine generates with its own
-// Session. If a program runs many requests at the same time, the program submits the requests to a
-// Scheduler. The Scheduler runs the requests in shared passes. Options sets a request's length,
-// Policy and constraint (Automaton).
+// Open a Bundle once and share it between goroutines. Each goroutine generates with a Session of
+// its own. To run many requests at the same time, submit them to a Scheduler, which runs them in
+// shared passes. Options sets the length, the Policy and the constraint (Automaton) of a request.
 //
-// The program must close each object that it creates. Close a Bundle after all objects that use the
-// Bundle.
+// The program must close each object that it creates. Close a Bundle after all objects that use it.
 package dlm
 
 /*
@@ -39,10 +37,10 @@ import (
 	"unsafe"
 )
 
-// Error contains the reason why a call failed.
+// Error says why a call failed.
 type Error struct {
 	Status   int    // the dlm_status of dlm_runtime.h, such as 2 for DLM_NOT_FOUND
-	Sentence string // what happened, for people
+	Sentence string // the error message
 }
 
 // Error returns the name of the status, followed by the error message.
@@ -50,7 +48,7 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("%s: %s", C.GoString(C.dlm_status_name(C.dlm_status(e.Status))), e.Sentence)
 }
 
-// check calls a C function that writes its error message to a buffer.
+// check calls a C function that writes an error message to a buffer.
 func check(call func(message *C.char, capacity C.size_t) C.dlm_status) error {
 	const capacity = 1024
 	message := (*C.char)(C.calloc(capacity, 1))
@@ -65,7 +63,7 @@ func check(call func(message *C.char, capacity C.size_t) C.dlm_status) error {
 type Bundle struct{ handle *C.dlm_bundle }
 
 // Open opens the bundle in a folder, checks the hashes of the bundle's files, and loads ONNX
-// Runtime. threads is the number of threads that ONNX Runtime uses; 0 means one thread per core.
+// Runtime. threads is the number of threads that ONNX Runtime uses. 0 means one thread per core.
 func Open(path string, threads int) (*Bundle, error) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
@@ -116,27 +114,27 @@ func (s *Session) Close() {
 	s.handle = nil
 }
 
-// NoNewTokens is a value of Options.MaxNewTokens. With this value, a request generates no tokens
-// after the prompt.
+// NoNewTokens is a value of Options.MaxNewTokens, with which a request generates no tokens after
+// the prompt.
 const NoNewTokens = -1
 
-// Options are the options of a request. The zero value means the bundle's default length and
+// Options are the options of a request. The zero value selects the bundle's default length and
 // default preset.
 type Options struct {
-	MaxNewTokens int        // how many tokens to generate at most; 0: the bundle's own number, Bundle.MaxNewTokens
-	Policy       *Policy    // the decoding loop; nil: the bundle's default preset
-	Constraint   *Automaton // the texts that are allowed; nil: any text
-	StopStrings  []string   // the text ends before the first of these
+	MaxNewTokens int        // largest number of tokens to generate; 0: Bundle.MaxNewTokens
+	Policy       *Policy    // nil: the bundle's default preset
+	Constraint   *Automaton // nil: any text is allowed
+	StopStrings  []string   // the text ends before the first stop string
 	DeadlineMs   float64    // milliseconds after which no pass starts; 0: no deadline
-	MaxSteps     int        // how many passes the request makes at most; 0: any number
-	// SpecialTokens, if true, turns the text of a special token in the prompt or in a message, such as
-	// <|eos|>, into this token. By default it is ordinary text.
+	MaxSteps     int        // largest number of passes; 0: no limit
+	// If SpecialTokens is true, the text of a special token in the prompt or in a message, such as
+	// <|eos|>, is encoded as this token. If it is false, the text is encoded as ordinary text.
 	SpecialTokens bool
-	OnText        func(delta string) bool // receives the text that each step adds; false ends the request with an error. For sessions
+	OnText        func(delta string) bool // for sessions only: receives the text that each step adds; false ends the request with an error
 }
 
-// raw copies the options, and the data to which the options point, to C memory. The function `free`
-// releases this memory.
+// raw copies the options, and the data that the options point to, to C memory. The function `free`
+// frees this memory.
 func (o *Options) raw() (request *C.dlm_request, free func()) {
 	request = (*C.dlm_request)(C.calloc(1, C.sizeof_dlm_request))
 	C.dlm_request_init(request, C.sizeof_dlm_request)
@@ -176,8 +174,8 @@ func (o *Options) raw() (request *C.dlm_request, free func()) {
 	}
 }
 
-// A source sets the prompt or the chat of a request. The prompt or chat is in C memory, which the
-// function `free` releases.
+// A source sets the prompt or the chat of a request. It allocates C memory, which the function
+// `free` frees.
 type source func(request *C.dlm_request) (free func())
 
 func promptOf(prompt string) source {
@@ -196,8 +194,8 @@ func chatOf(chat []Message) source {
 	}
 }
 
-// clamp limits a number to the range of int32. The library then rejects a limited number with an
-// error.
+// clamp limits a number to the range of int32. If the limited number is too large, the library
+// rejects it with an error.
 func clamp(number int) int {
 	if number > math.MaxInt32 {
 		return math.MaxInt32
@@ -216,11 +214,11 @@ type Message struct {
 
 // Generation is the result of a request.
 type Generation struct {
-	Text             string    // without the prompt, up to the first end token
-	Finish           string    // "stop", "length", "steps", "deadline", "cancelled" or "constraint"; "unknown": of a newer library
-	Passes           int       // how many passes the request took part in
-	PromptTokens     int       // how many tokens the prompt has
-	CompletionTokens int       // how many tokens were generated before the first end token
+	Text             string    // the generated text before the first end token
+	Finish           string    // "stop", "length", "steps", "deadline", "cancelled", "constraint", or "unknown" for a value of a newer library
+	Passes           int       // number of passes of the request
+	PromptTokens     int       // number of tokens of the prompt
+	CompletionTokens int       // number of tokens generated before the first end token
 	OptionProbs      []float64 // for the kind Decisions: the probability of each option of all questions
 }
 
@@ -238,13 +236,13 @@ func newGeneration(result *C.dlm_result) *Generation {
 	return &Generation{text, finish, int(result.stats.nfe), int(result.prompt_tokens), int(result.completion_tokens), probs}
 }
 
-// GenerateText generates the text after a prompt. When ctx is done, the request ends, and
+// GenerateText generates the text after a prompt. If ctx is done, the request ends early, and
 // GenerateText returns the text so far.
 func (s *Session) GenerateText(ctx context.Context, prompt string, options Options) (*Generation, error) {
 	return s.generate(ctx, promptOf(prompt), options)
 }
 
-// newMessages copies a chat to C memory. The function `free` releases this memory.
+// newMessages copies a chat to C memory. The function `free` frees this memory.
 func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 	messages = (*C.dlm_message)(C.calloc(C.size_t(len(chat)+1), C.sizeof_dlm_message))
 	copied := unsafe.Slice(messages, len(chat))
@@ -260,8 +258,8 @@ func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 	}
 }
 
-// GenerateChat generates the assistant's answer to a chat. When ctx is done, the request ends, and
-// GenerateChat returns the text so far.
+// GenerateChat generates the assistant's answer to a chat. If ctx is done, the request ends early,
+// and GenerateChat returns the text so far.
 func (s *Session) GenerateChat(ctx context.Context, chat []Message, options Options) (*Generation, error) {
 	return s.generate(ctx, chatOf(chat), options)
 }
@@ -289,7 +287,7 @@ func (s *Session) generate(ctx context.Context, given source, options Options) (
 }
 
 // cancelWith starts a goroutine that cancels the session's request when ctx is done. The returned
-// function ends the goroutine and waits for its end.
+// function ends this goroutine and waits until it has ended.
 func (s *Session) cancelWith(ctx context.Context) func() {
 	over, ended := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -299,7 +297,7 @@ func (s *Session) cancelWith(ctx context.Context) func() {
 			return
 		case <-ctx.Done():
 		}
-		for { // repeated, because a cancel before the request began has no effect
+		for { // repeated, because cancelling has no effect before the request has begun
 			C.dlm_session_cancel(s.handle, 0)
 			select {
 			case <-over:

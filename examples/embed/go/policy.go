@@ -16,11 +16,11 @@ import (
 )
 
 // Policy decides which tokens are committed after each pass. A Policy starts as a preset or an
-// effort level of a bundle, and the program can change its fields. dlm_policy in dlm_runtime.h
-// documents the fields. Do not use a Policy after its bundle is closed.
+// effort level of a bundle, and the program can change its fields. They are documented at
+// dlm_policy in dlm_runtime.h. Do not use a Policy after its bundle was closed.
 type Policy struct{ fields C.dlm_policy }
 
-// Preset returns the preset of the bundle with this name, such as "fast-dllm". If the name is
+// Preset returns the bundle's preset with this name, for example "fast-dllm". If the name is
 // unknown, the error lists all names.
 func (b *Bundle) Preset(name string) (*Policy, error) {
 	return b.policy(name, "")
@@ -50,7 +50,8 @@ func (b *Bundle) policy(preset, effort string) (*Policy, error) {
 	return p, nil
 }
 
-// Set changes a numeric field, such as ("temperature", 0.7). The library checks the policy as a whole when a request starts.
+// Set changes a numeric field, for example ("temperature", 0.7). The library checks the policy as a
+// whole when a request starts.
 func (p *Policy) Set(name string, value float64) error {
 	field, err := fieldOf(name)
 	if err != nil {
@@ -77,7 +78,7 @@ func (p *Policy) Set(name string, value float64) error {
 	return nil
 }
 
-// SetChoice changes a field whose value is a string, such as ("select", "sample").
+// SetChoice changes a field whose value is a string, for example ("select", "sample").
 func (p *Policy) SetChoice(name, value string) error {
 	field, err := fieldOf(name)
 	if err != nil {

@@ -5,15 +5,14 @@ import "C"
 
 import "context"
 
-// Scheduler runs the requests of any number of goroutines in shared passes. The scheduler starts a
-// thread that runs the passes.
+// Scheduler runs the requests of any number of goroutines in shared passes, on a thread of its own.
 type Scheduler struct {
 	handle *C.dlm_scheduler
 	ended  chan struct{}
 }
 
-// NewScheduler creates a scheduler with the default limits of dlm_scheduler_options, and starts the
-// scheduler's thread.
+// NewScheduler creates a scheduler with the default limits of dlm_scheduler_options, and starts its
+// thread.
 func (b *Bundle) NewScheduler() (*Scheduler, error) {
 	s := &Scheduler{ended: make(chan struct{})}
 	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
@@ -23,14 +22,14 @@ func (b *Bundle) NewScheduler() (*Scheduler, error) {
 	}
 	go func() {
 		defer close(s.ended)
-		// If this call fails, every job fails with the same error, which Job.Wait returns.
+		// If this call fails, every job fails with the same error, and Job.Wait returns it.
 		C.dlm_scheduler_run(s.handle, 0, nil, nil, nil, 0)
 	}()
 	return s, nil
 }
 
-// Close cancels all unfinished requests and frees the scheduler. Each job of the scheduler remains
-// valid until the job is closed.
+// Close cancels all unfinished requests and frees the scheduler. The scheduler's jobs remain valid
+// until they are closed.
 func (s *Scheduler) Close() {
 	C.dlm_scheduler_stop(s.handle)
 	<-s.ended
@@ -68,9 +67,8 @@ func (s *Scheduler) submit(given source, options Options) (*Job, error) {
 // Job is a request that was submitted to a Scheduler.
 type Job struct{ handle *C.dlm_job }
 
-// Wait waits until the request has ended. Then Wait returns the request's result, or an error if
-// the request failed. If ctx is done before that, Wait ends the request and returns the text so
-// far.
+// Wait waits until the request has ended, and returns its result, or an error if the request
+// failed. If ctx is done before that, Wait ends the request and returns the text so far.
 func (j *Job) Wait(ctx context.Context) (*Generation, error) {
 	done, watched := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -91,11 +89,11 @@ func (j *Job) Wait(ctx context.Context) (*Generation, error) {
 	return newGeneration(result), nil
 }
 
-// Cancel ends the request within one pass. The result contains the text so far. Any goroutine may
-// call Cancel.
+// Cancel ends the request after at most one more pass. The result contains the text so far. Any
+// goroutine may call Cancel.
 func (j *Job) Cancel() { C.dlm_job_cancel(j.handle) }
 
-// Close frees the job. If the job's request is not finished, Close cancels the request. Close a job
+// Close frees the job. If its request is not finished, Close cancels the request. Close a job
 // before its bundle.
 func (j *Job) Close() {
 	C.dlm_job_destroy(j.handle)

@@ -1,10 +1,10 @@
 //! Links libdlm_runtime from `$DLM_RUNTIME_LIB_DIR`, or from the folder that pkg-config names.
 //!
-//! By default, the static library is linked, so a program that depends on this crate needs no
-//! settings to start. With the feature `shared`, the program loads `libdlm_runtime.so` when the
-//! program starts. With `shared`, the programs of this crate contain an rpath. A program that
-//! depends on this crate needs `LD_LIBRARY_PATH`, or its build script must set an rpath to the
-//! folder in `DEP_DLM_RUNTIME_LIB_DIR`:
+//! By default, the static library is linked. Then a program that depends on this crate needs no
+//! settings to start. With the feature `shared`, a program loads `libdlm_runtime.so` when it
+//! starts. The programs of this crate then contain an rpath. A program that depends on this crate
+//! needs `LD_LIBRARY_PATH`, or its build script must set an rpath to the folder in
+//! `DEP_DLM_RUNTIME_LIB_DIR`:
 //!
 //! ```text
 //! println!("cargo:rustc-link-arg-bins=-Wl,-rpath,{}", std::env::var("DEP_DLM_RUNTIME_LIB_DIR").unwrap());

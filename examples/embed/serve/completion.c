@@ -17,8 +17,8 @@ struct completion {
   dlm_job* job;
   char id[64];
   int64_t created;
-  int is_begun;          /* a stream has sent the event with the role */
-  int is_over;           /* a stream has sent all events */
+  int is_begun;          /* the event with the role was appended to the stream */
+  int is_over;           /* all events were appended to the stream */
   pthread_mutex_t mutex; /* protects the fields below, which the scheduler's thread writes */
   pthread_cond_t changed;
   buffer fresh; /* text that has not been sent yet */
@@ -67,7 +67,7 @@ static int is_known(const char* name, int is_chat) {
 }
 
 /* Reads a number from a member of the object, if the object has this member. Returns 0 if the value
- * is not a number or is out of range. */
+ * is not a number in the range. */
 static int read_number(const json_t* root, const char* name, double low, double high,
                        double* number) {
   const json_t* const value = json_object_get(root, name);
@@ -77,7 +77,7 @@ static int read_number(const json_t* root, const char* name, double low, double 
   return *number >= low && *number <= high;
 }
 
-/* Reads all fields except the prompt. If an error occurs, returns 0 and sets *why. */
+/* Reads all fields except the prompt. After an error, returns 0 and sets *why. */
 static int read_options(completion* of, const json_t* root, refusal* why) {
   const char* key;
   json_t* value;
@@ -123,12 +123,12 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
     of->policy.select = temperature > 0 ? "sample" : "argmax";
     of->policy.temperature = temperature;
   }
-  if (top_p < 1) of->policy.top_p = top_p; /* the library rejects top_p without sampling */
+  if (top_p < 1) of->policy.top_p = top_p; /* without sampling, the library rejects top_p below 1 */
   of->request.deadline_ms = of->service->limits.deadline_ms;
   return 1;
 }
 
-/* Reads the messages of a chat into malloc'ed memory. If an error occurs, returns NULL and sets
+/* Reads the messages of a chat into malloc'ed memory. After an error, returns NULL and sets
  * *why. */
 static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* why) {
   *count = json_array_size(messages);
@@ -150,8 +150,8 @@ static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* wh
       why, 400, "a message is no object of a role and a content, which are strings%s", "");
 }
 
-/* Sets the prompt or chat of the request. *chat is malloc'ed, or NULL. If an error occurs, returns
- * 0 and sets *why. */
+/* Sets the prompt or chat of the request. Sets *chat to malloc'ed memory, or to NULL. After an
+ * error, returns 0 and sets *why. */
 static int read_prompt(completion* of, const json_t* root, dlm_message** chat, refusal* why) {
   const json_t* const prompt = json_object_get(root, of->is_chat ? "messages" : "prompt");
   if (of->is_chat) {
@@ -175,7 +175,7 @@ static int32_t on_step(void* user, const dlm_step* step) {
   return !is_kept;
 }
 
-/* ---- A completion's life ---- */
+/* ---- Start and end of a completion ---- */
 
 completion* completion_start(service* of, uint64_t number, int is_chat, const char* body,
                              size_t size, refusal* why) {
@@ -278,8 +278,8 @@ static const char* finish_reason(const dlm_result* result) {
                                                                                       : "length";
 }
 
-/* Makes the JSON object that contains an answer or an event. The function takes ownership of the
- * references to `choice` and `usage`. `usage` may be NULL. */
+/* Makes the JSON object of an answer or an event. Takes over the references to `choice` and
+ * `usage`. `usage` may be NULL. */
 static char* frame(const completion* of, json_t* choice, json_t* usage) {
   const char* const object = !of->is_chat    ? "text_completion"
                              : of->is_stream ? "chat.completion.chunk"

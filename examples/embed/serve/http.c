@@ -1,4 +1,4 @@
-/* The HTTP side of the service: libmicrohttpd with a thread for each connection. */
+/* The HTTP part of the service. It uses libmicrohttpd with one thread per connection. */
 #define _GNU_SOURCE /* POLLRDHUP */
 #include <arpa/inet.h>
 #include <microhttpd.h>
@@ -11,9 +11,9 @@
 #include "serve.h"
 
 enum {
-  POLL_MS = 100,    /* how often to check whether the client is still connected */
-  MOST_DROPPED = 16 /* if a body is too large, the service reads at most this many times the limit,
-                       and discards the body */
+  POLL_MS = 100,    /* time between checks whether the client is still connected */
+  MOST_DROPPED = 16 /* if a body is too large, at most this many times the limit is read and
+                       discarded */
 };
 
 /* An HTTP request and its answer. */
@@ -21,7 +21,7 @@ typedef struct exchange {
   service* service;
   uint64_t number;
   int is_refused_early; /* the service is stopping */
-  unsigned status;      /* HTTP status of the answer, or 0 while there is no answer */
+  unsigned status;      /* HTTP status of the answer; 0: there is no answer yet */
   int socket;
   uint64_t received; /* number of bytes of the body so far, including discarded bytes */
   buffer body;
@@ -31,7 +31,7 @@ typedef struct exchange {
   int is_last;
 } exchange;
 
-/* Returns 1 if the client has closed the connection and no longer waits for the answer. */
+/* Returns 1 if the client has closed the connection before the answer was sent. */
 static int is_gone(const exchange* of) {
   struct pollfd one = {of->socket, POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
@@ -70,7 +70,7 @@ static enum MHD_Result send_response(struct MHD_Connection* connection, exchange
   return queued;
 }
 
-/* Sends `text`, which is malloc'ed, as the answer, and frees `text`. If `text` is NULL, closes the
+/* Sends `text` as the answer, and frees `text`, which is malloc'ed. If `text` is NULL, closes the
  * connection. */
 static enum MHD_Result send_text(struct MHD_Connection* connection, exchange* of, unsigned status,
                                  const char* type, char* text) {
@@ -94,7 +94,7 @@ static enum MHD_Result refuse(struct MHD_Connection* connection, exchange* of, u
   return send_refusal(connection, of, &why);
 }
 
-/* Waits for the next bytes of a stream's events, and copies these bytes to the answer. */
+/* Waits for the next bytes of a stream's events, and copies them to the answer. */
 static ssize_t read_events(void* user, uint64_t position, char* to, size_t room) {
   exchange* const of = user;
   (void)position;
@@ -127,7 +127,7 @@ static enum MHD_Result complete(struct MHD_Connection* connection, exchange* of,
                       : send_text(connection, of, 200, "application/json", text);
 }
 
-/* Writes the counts of the service in the format of Prometheus. */
+/* Writes the statistics of the service in the format of Prometheus. */
 static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange* of) {
   service* const service = of->service;
   dlm_scheduler_stats stats;
@@ -209,9 +209,9 @@ static enum MHD_Result handle(void* user, struct MHD_Connection* connection, con
       !buffer_append(&of->body, upload, *upload_size))
     return MHD_NO;
   *upload_size = 0;
-  /* If the body is too large, the service reads and discards the rest of the body, because the
-   * client reads the answer only after the client has sent the whole body. The number of discarded
-   * bytes is limited too. */
+  /* If the body is too large, the rest of the body is read and discarded. The reason is that the
+   * client reads the answer only after it has sent the whole body. The number of discarded bytes is
+   * limited too. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 
@@ -243,8 +243,8 @@ struct MHD_Daemon* http_start(service* of, const char* address, uint16_t port) {
   place.sin_family = AF_INET;
   place.sin_port = htons(port);
   if (inet_pton(AF_INET, address, &place.sin_addr) != 1) return NULL;
-  /* The timeout is longer than a request can take. Otherwise, a connection whose thread waits for a
-   * request would be closed as idle. */
+  /* The timeout is longer than a request can take. Otherwise, a connection would be closed as idle
+   * while its thread waits for a request. */
   const unsigned idle_s = (unsigned)(of->limits.deadline_ms / 1000) + 30;
   const unsigned flags =
       MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;

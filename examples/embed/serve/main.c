@@ -1,5 +1,5 @@
-/* An HTTP service for completions: serve BUNDLE [--port N] ... README.md says how to build and use
- * the service. One scheduler runs the requests of all clients. After SIGTERM or SIGINT, the service
+/* An HTTP service for completions: serve BUNDLE [--port N] ... README.md explains how to build and
+ * use it. One scheduler runs the requests of all clients. After SIGTERM or SIGINT, the service
  * rejects new requests, finishes the running requests, and exits with 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
@@ -12,9 +12,9 @@
 
 #include "serve.h"
 
-enum { ANSWER_MS = 5000 }; /* time to send the last answers after --drain-ms is over */
+enum { ANSWER_MS = 5000 }; /* time for sending the last answers after --drain-ms */
 
-/* The options of the command line. Each numeric option has a range. */
+/* The options of the command line. Each numeric option has a range of valid numbers. */
 struct settings {
   double port, threads, max_running, max_waiting, max_tokens, body_bytes, deadline_ms, drain_ms;
   const char *bundle, *address, *preset, *model;
@@ -43,7 +43,7 @@ static int wrong(const char* what, const char* why) {
   return 0;
 }
 
-/* Reads the command line. If the command line is invalid, prints an error message and returns 0. */
+/* Reads the command line. If it is invalid, prints an error message and returns 0. */
 static int read_settings(int argc, char** argv, struct settings* to) {
   const struct {
     const char* name;
@@ -92,7 +92,7 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Opens all objects that requests need. If an error occurs, the caller closes the objects that were
+/* Opens all objects that requests need. After an error, the caller closes the objects that were
  * opened. */
 static dlm_status open_service(service* to, const struct settings* settings, char* message,
                                size_t capacity) {
@@ -103,8 +103,8 @@ static dlm_status open_service(service* to, const struct settings* settings, cha
   if (status != DLM_OK) return status;
   dlm_policy_init(&to->policy, sizeof to->policy);
   status = dlm_bundle_policy(to->bundle, settings->preset, NULL, message, capacity, &to->policy);
-  const dlm_text* text = NULL; /* the call fails if the bundle has no tokenizer, because the service
-                                  needs a tokenizer */
+  /* dlm_bundle_text fails if the bundle has no tokenizer, which the service needs. */
+  const dlm_text* text = NULL;
   if (status == DLM_OK) status = dlm_bundle_text(to->bundle, message, capacity, &text);
   if (status != DLM_OK) return status;
   dlm_scheduler_options scheduling;
@@ -118,8 +118,8 @@ static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status, message); /* the service ends, because the service cannot run passes any more; a
-                              supervisor can restart the service */
+  report(status, message); /* the service ends, because it cannot run passes any more; a supervisor
+                              can restart it */
   _exit(1);
 }
 
@@ -135,7 +135,8 @@ static int wait_until_none(service* of, const unsigned* count, double ms) {
   }
 }
 
-/* Stops accepting requests, and waits for running requests within their time limits. */
+/* Stops accepting requests, and waits for running requests, but not longer than the limits
+ * allow. */
 static void stop(service* of, struct MHD_Daemon* daemon) {
   pthread_mutex_lock(&of->mutex);
   of->is_stopping = 1;
@@ -159,7 +160,7 @@ static void tell_counts(const service* of) {
   fprintf(stderr, ", %llu given up by their client\n", (unsigned long long)of->gone);
 }
 
-/* Serves until a signal comes. Returns the exit code. */
+/* Runs the service until a signal arrives. Returns the exit code. */
 static int serve(service* of, const struct settings* settings, const sigset_t* signals) {
   pthread_t passes;
   if (pthread_create(&passes, NULL, make_passes, of->scheduler) != 0)
@@ -194,7 +195,7 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, NULL);
-  signal(SIGPIPE, SIG_IGN); /* without this line, a client that disconnects would end the program */
+  signal(SIGPIPE, SIG_IGN); /* otherwise a client that disconnects would end the program */
   static service of;
   pthread_mutex_init(&of.mutex, NULL);
   const char* const slash = strrchr(settings.bundle, '/');
@@ -206,7 +207,7 @@ int main(int argc, char** argv) {
   of.limits.deadline_ms = settings.deadline_ms;
   of.limits.drain_ms = settings.drain_ms;
   of.limits.connections = (unsigned)(settings.max_running + settings.max_waiting) +
-                          64; /* clients whose requests are rejected need a connection too */
+                          64; /* extra connections for answers that reject a request */
   char message[1024];
   const dlm_status status = open_service(&of, &settings, message, sizeof message);
   const int code = status == DLM_OK ? serve(&of, &settings, &signals) : report(status, message);

@@ -16,14 +16,14 @@ typedef struct buffer {
   size_t size, capacity;
 } buffer;
 int buffer_append(buffer* to, const char* data,
-                  size_t size); /* adds bytes; if there is no memory, returns 0 and adds no bytes */
+                  size_t size); /* adds bytes; if there is no memory, returns 0 and adds none */
 void buffer_free(buffer* of);
 
 typedef struct limits {
   size_t body_bytes;    /* largest size of a request's body */
   int32_t max_tokens;   /* largest number of new tokens of a request */
-  double deadline_ms;   /* time from a request's arrival to its last pass */
-  double drain_ms;      /* when the service stops: time for running requests to finish */
+  double deadline_ms;   /* time from the arrival of a request to its last pass */
+  double drain_ms;      /* time for running requests to finish when the service stops */
   unsigned connections; /* largest number of connections at the same time */
 } limits;
 
@@ -32,19 +32,19 @@ typedef struct service {
   limits limits;
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
-  dlm_policy policy; /* the policy of requests that do not set a policy */
+  dlm_policy policy; /* the policy of requests that do not select one */
 
   pthread_mutex_t mutex;  /* protects all fields below */
-  int is_stopping;        /* new requests are rejected */
-  int is_cut;             /* running requests are cancelled */
+  int is_stopping;        /* 1: new requests are rejected */
+  int is_cut;             /* 1: running requests are cancelled */
   unsigned under_way;     /* number of HTTP requests that are not finished */
   unsigned promised;      /* number of running requests that were accepted before is_stopping */
   uint64_t taken;         /* number of HTTP requests so far */
   uint64_t gone;          /* number of HTTP requests whose client disconnected */
-  uint64_t answered[600]; /* number of answered HTTP requests, by HTTP status */
+  uint64_t answered[600]; /* number of answered HTTP requests for each HTTP status */
 } service;
 
-/* The reason why a request is rejected. The reason consists of an HTTP status and a message. */
+/* Why a request is rejected: an HTTP status and a message. */
 typedef struct refusal {
   unsigned status;
   char message[1024];
@@ -52,28 +52,28 @@ typedef struct refusal {
 
 /* ---- completion.c ---- */
 
-/* A completion request. Two threads use a completion request: the thread of its connection and the
- * scheduler's thread. */
+/* A completion request. Two threads use it: the thread of its connection, and the scheduler's
+ * thread. */
 typedef struct completion completion;
 
-/* Reads the JSON in the body of an HTTP request and submits a request to the scheduler. `number`
- * identifies the request. If an error occurs, returns NULL and sets *why. */
+/* Reads the JSON in the body of an HTTP request, and submits a request to the scheduler. `number`
+ * identifies the request. After an error, returns NULL and sets *why. */
 completion* completion_start(service* of, uint64_t number, int is_chat, const char* body,
                              size_t size, refusal* why);
 int completion_is_stream(const completion* of);
-/* Waits at most `ms` milliseconds. Returns 1 if the completion is finished, or if there are stream
- * events to send. */
+/* Waits at most `ms` milliseconds. Returns 1 if the completion is finished, or if there are events
+ * to send. */
 int completion_wait(completion* of, int ms);
 void completion_cancel(completion* of);
-/* Returns the answer of a finished completion as JSON (malloc'ed). If an error occurs, returns NULL
- * and sets *why. */
+/* Returns the answer of a finished completion as malloc'ed JSON. After an error, returns NULL and
+ * sets *why. */
 char* completion_answer(completion* of, refusal* why);
-/* Appends the new events of a stream, as text/event-stream. Sets *is_last if the last event of the
- * stream is appended. Returns 0 if there is no memory. */
+/* Appends the new events of a stream, as text/event-stream. Sets *is_last if these include the last
+ * event of the stream. Returns 0 if there is no memory. */
 int completion_events(completion* of, buffer* to, int* is_last);
 void completion_destroy(completion* of); /* cancels the request if it is not finished */
 
-/* Returns the JSON answer of a rejected request (malloc'ed), or NULL if there is no memory. */
+/* Returns the answer to a rejected request as malloc'ed JSON, or NULL if there is no memory. */
 char* refusal_json(const refusal* why);
 
 /* ---- http.c ---- */

@@ -1,6 +1,6 @@
-"""Computes how much memory a build needs at least.
+"""Computes the smallest amount of memory that a build needs.
 
-The computation needs only the description of the network. No weights are read.
+The computation uses only the description of the network, and loads no weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Round up, because the amount of memory that this process already uses varies from run to
-        # run.
+        # Round up, so that the error message is the same in each run although ``held`` varies.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
@@ -52,8 +51,8 @@ def activation_bytes(job: Job) -> int | None:
 def _for_pace(job: Job, least: int) -> str:
     """Return the part of an error message that says how much memory makes calibration fast.
 
-    With this amount of memory, several generations run together. With less memory, each generation
-    reads all layers from disk again.
+    With this amount of memory, several generations run together. With less memory, every generation
+    loads all layers from disk again.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
@@ -77,12 +76,11 @@ def needed_bytes(job: Job) -> dict[str, int]:
     ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # A quantised matrix takes three times its fp32 size in memory: for the matrix, for its codes,
-    # and for a working copy. Unquantised matrices are processed in pieces, so they need less
-    # memory.
+    # Quantising a matrix takes three times its fp32 size: for the matrix, for its codes, and for a
+    # working copy. Unquantised matrices are processed in pieces, so they need less memory.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    # In a graph for GPUs, all experts of a layer form one matrix. The codes of this matrix are in
-    # memory twice: once as one array, and once as one array per expert.
+    # In a graph for GPUs, all experts of a layer form one matrix. Memory contains the codes of this
+    # matrix twice: in one array, and in a separate array for each expert.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,

@@ -18,8 +18,9 @@ from dlm_export.tensorrt.estimate import EngineOptions
 class QuantiseOptions:
     """Options for calibrating and judging a quantised bundle.
 
-    A bundle whose loss of accuracy exceeds ``budgets`` is not written. A solver rounds the weights
-    of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the expert.
+    If the bundle's loss of accuracy exceeds ``budgets``, the build fails. A solver rounds the
+    weights of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the
+    expert.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -52,8 +53,8 @@ class BuildOptions:
         quantise: Options for calibrating and judging quantised bundles.
         device: The device that torch uses: auto, cpu, cuda, or one GPU such as cuda:1.
         memory_bytes: Memory limit for torch. ``None`` allows all available memory.
-        resume: Folder that keeps the results of finished stages of a quantised build. A later
-            build with the same folder continues from these results.
+        resume: Folder that keeps the results of finished stages of a quantised build. A later build
+            with the same folder continues from these results.
     """
 
     targets: tuple[str, ...] = ("cpu",)

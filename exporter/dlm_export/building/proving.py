@@ -29,8 +29,8 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, if --judged is not given
-# For each judged sample, the ranking of layers uses this many canvases (calibration states).
-# Ranking on one canvas takes as long as ten passes.
+# The build also measures the loss of each layer, to rank the layers. For each judged sample, this
+# measurement uses this many canvases (calibration states). One canvas takes as long as ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -110,9 +110,9 @@ def _check_pass(
 ) -> Parity:
     """Compare whole passes of an unquantised bundle with torch.
 
-    In a network with experts, a tiny difference can route a token to a different expert. Such a
-    change affects the whole pass. So if whole passes of a network with experts differ, the
-    network's layers are compared one by one.
+    In a network with experts, a tiny difference can route a token to a different expert, which
+    changes the rest of the pass. If whole passes of such a network differ, the function therefore
+    compares the layers one by one.
     """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
@@ -138,9 +138,7 @@ def _check_layers(
     workplace: Workplace,
     stages: Stages,
 ) -> Parity:
-    """Compare each layer of a quantised bundle with the same layer in torch. Both layers get equal
-    inputs.
-    """
+    """Compare each layer of a quantised bundle with the same layer in torch, for equal inputs."""
     with stages.stage("check parity", by_layer.units(job.source.network)):
         return by_layer.check_layers(
             folder,
@@ -181,8 +179,9 @@ def _judge_cache(
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit | None, Levels | None]:
-    """Measure the bundle's accuracy. If the effort is "full", also fit the bundle's threshold and
-    effort levels.
+    """Measure the bundle's accuracy.
+
+    If the effort is "full", also fit the bundle's threshold and effort levels.
     """
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
@@ -196,7 +195,7 @@ def _judge(
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
             judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
-        # Fit on as many samples as the judging has used.
+        # Use as many samples for fitting as for judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
         if exact:
@@ -230,9 +229,7 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Summarise the calibration for accuracy.json. The summary describes the calibration data and
-    the activation ranges of each layer.
-    """
+    """Summarise the calibration data and each layer's activation ranges, for accuracy.json."""
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

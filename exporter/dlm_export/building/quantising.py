@@ -1,7 +1,7 @@
 """Implements the stages of a build that quantise a denoiser.
 
-1. If the recipe needs calibration states, make these states, which are canvases to run the denoiser
-   on.
+1. If the recipe needs calibration states, make them. A calibration state is a canvas on which the
+   build observes the inputs of layers.
 2. If the user requested ``--precision auto``, search for a recipe.
 3. Compute the ranges, scales and rounded weights that the recipe needs.
 """
@@ -37,8 +37,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The calibration data, the canvases (states) made from the data, and the manifest's entry
-    about the calibration.
+    """The calibration data, the states made from it, and the manifest's entry about calibration.
 
     ``states`` is empty if the recipe needs no states.
     """
@@ -53,8 +52,8 @@ class Quantised:
     """A quantised denoiser: the results of the stages in this module.
 
     ``calibration`` is ``None`` if the build needs no data. The search of ``--precision auto`` sets
-    two more fields. ``curve`` contains the size and the loss of each recipe that the search tried.
-    ``tuning`` contains the measured times of layers, if the search used times.
+    two more fields. ``curve`` contains the size and the loss of each recipe that the search
+    considered. ``tuning`` contains the measured times of layers, if the search minimised the time.
     """
 
     numbers: Quantisation
@@ -70,8 +69,9 @@ class Quantised:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in one of the formats. For such a format, the CPU computes
-        in fp32 with the exact values of the format.
+        """True if a CPU cannot compute in one of the formats, and therefore simulates the format.
+
+        To simulate a format, the CPU computes in fp32 with the exact values of the format.
         """
         return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
 
@@ -89,8 +89,7 @@ class Quantised:
 def quantise(
     job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages
 ) -> Quantised:
-    """Quantise the denoiser of ``job``. If a checkpoint stores quantised weights, use these
-    weights.
+    """Quantise the denoiser of ``job``, or use the quantised weights of its checkpoint.
 
     Raises CheckpointError, RecipeError, CalibrationError or TargetError.
     """
@@ -103,7 +102,7 @@ def quantise(
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
     # The search for a recipe measures losses on calibration states. A pre-quantised checkpoint
-    # already contains its ranges, so the build needs no calibration states.
+    # needs no calibration states, because it already contains its ranges.
     needs_states = (
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
@@ -221,9 +220,7 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
 ) -> search.Found:
-    """Find the cheapest recipe whose loss is within the budget. ``--precision auto`` calls this
-    function.
-    """
+    """Find the cheapest recipe whose loss is within the budget, for ``--precision auto``."""
     request, options = job.request, job.request.options.quantise
     formats = search.formats_for(request.targets, options.auto)
     network, exact = job.source.network, options.effort.name == "full"

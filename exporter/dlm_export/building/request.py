@@ -30,20 +30,20 @@ from dlm_export.workplace import find_device
 
 @dataclass(frozen=True)
 class Request:
-    """The checked options of a build. Names are replaced by the objects with these names."""
+    """The checked options of a build, with objects such as ``Target`` instead of their names."""
 
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
     """The recipe that the option ``precision`` names.
 
-    The value is ``None`` for a full precision. The value is also ``None`` for ``auto`` and
-    ``stored``, because the recipe for these two options is found later.
+    ``None`` for a full precision. Also ``None`` for ``auto`` and ``stored``, because the build
+    finds the recipe later.
     """
     builders: Mapping[str, Builder]
     """Maps the name of a target to the builder of its engine.
 
-    If a target is missing in this mapping, no engine is built for the target on this machine.
+    If the mapping does not contain a target, this machine does not build the target's engine.
     """
     device: torch.device
     """The device on which torch runs."""
@@ -100,11 +100,12 @@ class Job:
     preset: str
     """The preset whose canvases are used for calibration and judging."""
     formats: Mapping[str, str] | None
-    """Maps each layer to its format. ``None`` if there is no recipe, or if the recipe is not known
-    yet.
+    """Maps each layer to its format.
+
+    ``None`` if there is no recipe, or if the recipe is not known yet.
     """
     notes: tuple[str, ...] = ()
-    """Messages for the user about layers that get an unrequested format."""
+    """Messages for the user about layers that do not get the requested format."""
 
     @property
     def cache_dtype(self) -> str:
@@ -220,7 +221,7 @@ def check_job(request: Request, source: Source) -> Job:
 DENSE_EXPERTS = 16
 """The maximum number of experts per layer in a graph for GPUs.
 
-There is a limit because a graph for GPUs computes all experts for every token.
+The limit exists because a graph for GPUs computes all experts for every token.
 """
 
 
@@ -236,7 +237,7 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """Return the format that a layer gets if the recipe requests the format ``name``.
+    """Return the format of a layer if the recipe requests the format ``name``.
 
     The result is ``name`` itself if the layer's shape allows this format. Otherwise, the function
     returns the first alternative that the shape allows and that all targets support.
@@ -282,9 +283,9 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return messages for the user about layers that get an unrequested format.
+    """Return messages for the user about layers that do not get the requested format.
 
-    Layers with the same reason and the same new format share one message.
+    There is one message for all layers with the same reason and the same new format.
     """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():

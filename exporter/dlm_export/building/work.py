@@ -1,7 +1,7 @@
 """Manages the working folder of a build, which keeps intermediate results for later builds.
 
-The folder contains calibration states, which are canvases to run the denoiser on. The folder also
-contains solved weights, which are weights that a solver has rounded. The file ``work.json`` records
+The folder contains calibration states (canvases on which the build observes the inputs of layers).
+It also contains solved weights (weights that a solver has rounded). The file ``work.json`` records
 the origin of the states: the hashes of the checkpoint's files and of the data, and the sampling
 options. Builds of the same checkpoint in different precisions use the same states. Each precision
 needs its own solved weights.
@@ -35,17 +35,14 @@ _MOST_BYTES = 12 << 20
 
 
 class ResumeError(DlmError):
-    """Raised if the folder of ``--resume`` belongs to a different build, or contains unknown
-    files.
-    """
+    """Raised if the folder of ``--resume`` belongs to another build, or contains unknown files."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """Open the working folder for the duration of the ``with`` block, and yield the build's
-    resources.
+    """Open the working folder while the ``with`` block runs, and yield the build's resources.
 
     The folder of ``--resume`` remains after the build. Without that option, the folder is
     temporary.
@@ -88,7 +85,7 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:
-    """Assign the folder to the build that ``key`` describes.
+    """Mark the folder as the working folder of the build that ``key`` describes.
 
     Raises ResumeError if the folder belongs to a different build, or contains unknown files.
     """
@@ -121,9 +118,7 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """Collect all data and options on which calibration states depend. Files are represented by
-    their hashes.
-    """
+    """Collect all data and options on which calibration states depend, with hashes for files."""
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
@@ -142,9 +137,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of the settings on which solved weights depend, in addition to the result of
-    ``_key``.
-    """
+    """Return a hash of the settings that affect solved weights but not calibration states."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

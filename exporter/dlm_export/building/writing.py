@@ -1,6 +1,4 @@
-"""Implements the stages of a build that write the text files and the graph into the bundle's
-folder.
-"""
+"""Implements the stages of a build that write text files and the graph into the bundle's folder."""
 
 from __future__ import annotations
 
@@ -41,9 +39,9 @@ from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
-"""A function that ``write.write_graph`` calls to get the array of an initialiser.
+"""The type of a function that returns the array of an initialiser.
 
-The arguments are the name and the element type of the initialiser.
+``write.write_graph`` calls it with the name and the element type of the initialiser.
 """
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -103,9 +101,7 @@ class Written:
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Create the graph of the denoiser, quantise and fuse the graph, and write the graph with its
-    weights.
-    """
+    """Create the graph of the denoiser, quantise it, fuse it, and write it with its weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
@@ -168,8 +164,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
     """Return a function that reads the initialisers of a quantised graph.
 
     Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps the name
-    of each of these initialisers to the layer's part. All other initialisers are parameters of the
-    denoiser.
+    of each of these initialisers to the layer and the part. All other initialisers are parameters
+    of the denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -178,8 +174,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            # The parts of a layer are read one after the other, so it is enough to keep one layer
-            # in memory.
+            # The writer requests all parts of a layer one after the other, so it is enough to keep
+            # one layer in memory.
             held.clear()
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
@@ -198,8 +194,7 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Return a function that reads the initialisers of experts. For other initialisers, call
-    ``read``.
+    """Return a function that reads the initialisers of experts, and calls ``read`` for all others.
 
     ``parts`` maps the names of these initialisers to parts of a layer. The experts of a layer are
     read and quantised one at a time, to save memory.
@@ -208,8 +203,9 @@ def _expert_reader(
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Quantising an expert creates codes and scales together. The codes are requested first. So this
-    # dict stores the scales until the scales are requested.
+    # Quantising an expert creates codes and scales together, but the writer requests them
+    # separately. It requests the codes first. This dict stores the scales until the writer requests
+    # them.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
@@ -240,9 +236,7 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """Read the whole array. E4M3 values are returned as bytes, because kernels for experts expect
-    bytes.
-    """
+    """Return the whole array, with E4M3 values as bytes, because kernels for experts expect bytes."""
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 

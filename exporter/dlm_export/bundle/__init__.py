@@ -1,3 +1,1 @@
-"""Writes and reads bundles. A bundle is a folder with a manifest. The manifest lists all other
-files.
-"""
+"""Writes and reads bundles. A bundle is a folder with a manifest, which lists all other files."""

@@ -14,8 +14,8 @@ from typing import Any
 FEWEST_SAMPLES = 32
 """Fitting a default loop needs at least this many samples.
 
-With fewer samples, a fitted loop may look as good as the published loop although the fitted loop is
-a tenth worse.
+With fewer samples, a fitted loop may seem as good as the published loop, although its quality is a
+tenth lower.
 """
 FITTED = "fitted"
 """Name of the preset that contains a fitted loop."""
@@ -47,7 +47,5 @@ def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def published_presets(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the presets of a bundle that can also be used for other bundles. The preset ``fitted``
-    is left out.
-    """
+    """Return all presets of a bundle except ``fitted``, which suits only this bundle."""
     return {name: each for name, each in manifest["loop"]["presets"].items() if name != FITTED}

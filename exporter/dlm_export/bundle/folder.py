@@ -1,6 +1,4 @@
-"""Writes and replaces bundle folders safely, and records the sizes and hashes of the folders'
-files.
-"""
+"""Writes and replaces bundle folders safely, and records the sizes and hashes of their files."""
 
 from __future__ import annotations
 
@@ -16,10 +14,8 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Matches the names of files that belong to a bundle even if the bundle's manifest does not list
-these files.
-
-These files are the manifest, and the files that remain if ``dlm-export engine`` is killed.
+"""Matches the names of files that belong to a bundle although its manifest does not list them: the
+manifest, and the files that remain if ``dlm-export engine`` is killed.
 """
 
 
@@ -41,8 +37,9 @@ def finish(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json atomically. ``files`` maps each file name to the file's size and
-    SHA-256.
+    """Write manifest.json atomically.
+
+    ``files`` maps each file name to the file's size and SHA-256.
     """
     text = (
         json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)
@@ -81,11 +78,11 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """Yield a new folder. If the ``with`` block succeeds, the folder becomes ``output``. Otherwise,
-    the folder is deleted.
+    """Yield a new folder, which becomes ``output`` if the ``with`` block succeeds.
 
-    With ``force``, an existing bundle or empty folder at ``output`` is replaced. Files and other
-    folders are never replaced. Raises the errors of ``outputs.claimed``.
+    Otherwise, the folder is deleted. With ``force``, an existing bundle or empty folder at
+    ``output`` is replaced. Files and other folders are never replaced. Raises the errors of
+    ``outputs.claimed``.
     """
     with outputs.claimed(
         output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes
@@ -120,8 +117,8 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
 
     Returns ``None`` if ``folder`` is not a bundle. Manifests of all schema versions are accepted.
     """
-    # Folders of web applications contain a manifest.json too. The keys of the manifest must show
-    # that the folder is a bundle, because the caller may delete the folder.
+    # Folders of web applications contain a manifest.json too. Check that the manifest has the keys
+    # of a bundle, because the caller may delete the folder.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -20,8 +20,7 @@ from dlm_runtime.policy import Policy
 
 SCHEMA_VERSION = 1
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
-"""The decoding loop needs these fields of the network. The manifest stores the fields under
-``loop`` only.
+"""Network fields that the decoding loop needs. The manifest stores them under ``loop`` only.
 """
 
 

@@ -1,8 +1,8 @@
-"""Says whether requests can reuse the keys and values of equal prompts, and computes the memory.
+"""Says whether requests can reuse the keys and values of equal prompts, and computes their size.
 
-A scheduler reuses the keys and values of whole pages. The native files ``cache/arena.h`` and
-``decode/shared_passes.cc`` follow the same rules. docs/guides/reusing-prompts.md explains these rules
-to users.
+A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
+native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.
+docs/guides/reusing-prompts.md explains these rules to users.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FULL_ATTENTION = (
 
 
 def page_tokens(visible_block: int | None) -> int:
-    """Return the number of tokens in a page: the fewest whole blocks with at least 16 tokens."""
+    """Return the tokens in a page: the smallest multiple of the block length that is >= 16."""
     return whole_pages(LEAST_PAGE_TOKENS, visible_block or LEAST_PAGE_TOKENS)
 
 

@@ -1,9 +1,9 @@
 """Fetches a checkpoint from the hub, and checks every file against the hashes that the hub lists.
 
 Files are stored in the cache of huggingface_hub, which resumes interrupted downloads. If only
-headers are needed, the configuration files are fetched completely, and the header of each weight
-file is fetched with two range requests. The weight file in the cache is sparse: its tensor data
-takes no disk space.
+headers are needed, the module fetches whole configuration files, but only the header of each weight
+file, with two range requests. It then writes a sparse weight file, whose tensor data takes no disk
+space.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files that are fetched from a checkpoint. All other files are never fetched."""
+"""Names of the files that this module downloads. It never downloads any other file."""
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0
 
 
 class HubError(DlmError):
-    """Raised if a checkpoint on the hub does not exist, is not accessible, or was damaged during
-    the download.
+    """Raised if a checkpoint on the hub is missing, not accessible, or damaged by the download.
 
     ``is_input`` is true if the user must correct the name or request access.
     """
@@ -70,8 +69,8 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
         raise HubError(
             f"{name}: needs the hub extra: pip install 'dlm-export[hub]'", is_input=False
         ) from err
-    # Silence the log of huggingface_hub, because the message of HubError contains the reasons. The
-    # import of the logger sets its level, so the level must be changed after the import.
+    # Silence the log of huggingface_hub, because the message of HubError contains the reasons.
+    # Change the level after the import of the logger, because the import sets the level.
     logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -141,9 +140,7 @@ def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
 
 
 def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
-    """Compare a file with its hash on the hub: SHA-256 for large files, git's SHA-1 for small
-    files.
-    """
+    """Return True if a file has the hash on the hub: SHA-256 for large files, else git's SHA-1."""
     if file.lfs is not None:
         return digest == file.lfs.sha256
     data = path.read_bytes()
@@ -153,9 +150,7 @@ def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
 
 
 def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> None:
-    """Write a safetensors file with the header and the full size, but without data. Raises
-    HubError.
-    """
+    """Write a sparse safetensors file with the header but without data. Raises HubError."""
     size = file.lfs.size if file.lfs is not None else file.size
     if size is None or size < 8:
         raise HubError(f"{name}: {file.rfilename} is not a safetensors file", is_input=True)
@@ -184,7 +179,9 @@ def _range(name: HubName, commit: str, file: str, first: int, count: int) -> byt
         ) as response,
     ):
         utils.hf_raise_for_status(response)
-        if response.status_code != 206:  # a further read would download all weights
+        # The server ignored the range. Stop, because reading the response would download all
+        # weights.
+        if response.status_code != 206:
             raise HubError(
                 f"{name}: the server does not send parts of files, so headers cannot be read alone",
                 is_input=False,

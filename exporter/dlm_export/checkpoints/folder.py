@@ -28,17 +28,18 @@ from dlm_runtime.files import read_object
 if TYPE_CHECKING:
     import torch
 
-# Largest size of a JSON file. A tokenizer_config.json with a large added vocabulary takes less than
-# 2 MiB. A vocab.json of 262,144 ids takes less than 8 MiB. The limit is needed because Python may
-# use 30 times the size of a JSON file, if the file consists of empty lists and objects.
+# Largest size of a JSON file. A tokenizer_config.json with many added tokens takes less than 2 MiB.
+# A vocab.json of 262,144 ids takes less than 8 MiB. The limit is needed because a JSON file of
+# empty lists and objects takes 30 times its size in Python's memory.
 CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # The names of types in safetensors files, with their bytes per element.
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # accepted only in quantised checkpoints
 POSITION_IDS = ".embeddings.position_ids"
-"""The end of the name of an integer tensor in old checkpoints of transformers. The tensor contains
-the numbers 0, 1, 2 and so on, so it is not read.
+"""The suffix of the name of an integer tensor in old checkpoints of transformers.
+
+The tensor contains the numbers 0, 1, 2 and so on, so this module ignores it.
 """
 QUANTISATION_FILE = "hf_quant_config.json"
 NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
@@ -117,8 +118,8 @@ HARMLESS_KEYS = (
 class Config:
     """The content of config.json. Each method checks the type of the value that it returns.
 
-    Error messages name the file, the key and the expected value. The object records which keys were
-    read, because a key that was not read might describe a part of the network.
+    Error messages name the file, the key and the expected value. The object records which keys the
+    program has read. A key that it has not read might describe an unknown part of the network.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -132,7 +133,7 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Return the keys that were not read and might change the results of the network.
+        """Return the keys that were not read and that might change the network's results.
 
         Keys whose value is null or false are left out.
         """
@@ -158,8 +159,9 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number. ``default`` is the default of the architecture, if the
-        architecture's documentation states a default.
+        """Return a positive number.
+
+        ``default`` is the default value in the documentation of the architecture, if there is one.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -190,9 +192,9 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Check that ``Denoiser`` supports the value of a key, which must be one of ``allowed``.
+        """Check that the value of a key is one of ``allowed``, which ``Denoiser`` supports.
 
-        Otherwise, raises CheckpointError. A missing key is accepted, unless ``is_said`` is true.
+        Otherwise, raises CheckpointError. If ``is_said`` is false, the key may be missing.
         """
         value = self.get(key)
         if value is None and is_said:
@@ -227,11 +229,9 @@ ALGORITHMS = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4-weight",
 }
-"""The supported quantisation algorithms of modelopt -> the layer format that recipes use for the
-algorithm.
-
-Other algorithms of modelopt are not supported, because these algorithms scale, pack or split
-weights differently.
+"""Maps each supported quantisation algorithm of modelopt to the layer format that recipes use for
+it. Other algorithms of modelopt are not supported, because they scale, pack or split weights
+differently.
 """
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16
@@ -246,8 +246,7 @@ def weight_format(algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class PreQuantised:
-    """Describes how a checkpoint is quantised, as in hf_quant_config.json of modelopt's unified
-    export.
+    """Describes how a checkpoint is quantised, with the fields of modelopt's hf_quant_config.json.
 
     - ``excluded``: patterns of the modules that are in full precision.
     - ``layers``: the algorithm of each module. This field is used only if ``algorithm`` is
@@ -373,7 +372,7 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """Return the value if the value is a short printable name. Otherwise, return ``None``."""
+    """Return a value that is a short printable name, and ``None`` for any other value."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )
@@ -396,9 +395,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Read config.json, hf_quant_config.json and the headers of all tensors. Raises
-        CheckpointError.
-        """
+        """Read config.json, hf_quant_config.json and all tensor headers. Raises CheckpointError."""
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(
@@ -427,17 +424,15 @@ class Checkpoint:
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file in the folder of config.json. If the file does not exist, the result is
-        an empty object.
-        """
+        """Read a JSON file in the folder of config.json, or return ``{}`` if it does not exist."""
         path = self.path / name
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor as stored. The tensor is memory-mapped, and the mapping is freed with
-        the tensor.
+        """Return one tensor in its stored type, memory-mapped.
 
-        The header of the file is not read again, because the header may list thousands of experts.
+        Freeing the tensor frees the mapping. The method does not read the file's header again,
+        because the header may list thousands of experts.
         """
         import torch
 
@@ -447,11 +442,11 @@ class Checkpoint:
         size = math.prod(info.shape) * self.dtypes[info.dtype]
         if not size:
             return torch.empty(info.shape, dtype=kind)
-        try:  # a private mapping that can be written, because torch rejects read-only arrays
+        try:  # Map the file as private and writable, because torch rejects read-only arrays.
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        # Files from other writers may contain unaligned tensors.
+        # Some tools write files with unaligned tensors. Copy such a tensor.
         if info.offset % kind.itemsize:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)

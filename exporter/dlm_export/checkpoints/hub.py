@@ -51,7 +51,7 @@ class Hub:
     files: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return this record as plain Python objects."""
         return asdict(self)
 
 
@@ -68,12 +68,11 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Yield the folder of a checkpoint or bundle. If the folder is on the hub, the folder is
-    downloaded first.
+    """Yield the folder of a checkpoint or bundle, and download it first if it is on the hub.
 
-    A downloaded folder is in the cache of huggingface_hub. If ``headers_only`` is true, the
-    downloaded folder is temporary. Each weight file in this folder has the right header and the
-    full size, but contains zeros instead of weights. Raises HubError.
+    Downloads are stored in the cache of huggingface_hub. If ``headers_only`` is true, the yielded
+    folder is temporary. Its weight files have the right header and the full size, but contain zeros
+    instead of weights. Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)

@@ -1,5 +1,4 @@
-"""Reads the quantised matrices of modelopt's unified checkpoints. The codes of the matrices are not
-changed.
+"""Reads the quantised matrices of modelopt's unified checkpoints, without changing their codes.
 
 For a linear layer X, a checkpoint stores the codes ``X.weight`` and these scales
 (https://github.com/NVIDIA/Model-Optimizer, ``modelopt.torch.export``):
@@ -41,8 +40,7 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 
 @dataclass(frozen=True, eq=False)
 class StoredQuantised:
-    """A matrix as the checkpoint stores it: the codes and scales of the matrix, and the scale of
-    its input.
+    """The stored codes and scales of a quantised matrix, and the scale of its input.
 
     ``input_scale`` is ``None`` if the input has no static scale. ``algorithm`` is modelopt's name
     of the algorithm, a key of ``ALGORITHMS``.
@@ -56,10 +54,10 @@ class StoredQuantised:
     def input_amax(self) -> float | None:
         """The largest magnitude of the input in fp32, or ``None`` if the input has no static scale.
 
-        modelopt computes ``input_scale`` in fp32: the largest magnitude divided by a constant of
-        the format. For such a scale, dividing the returned number by the same constant gives
-        exactly ``input_scale`` again. For any other scale, the quotient differs from
-        ``input_scale`` by at most one unit in the last place.
+        modelopt computes ``input_scale`` in fp32, as the largest magnitude divided by a constant of
+        the format. If ``input_scale`` was computed in this way, dividing the returned number by the
+        constant gives exactly ``input_scale``. Otherwise, the quotient differs from ``input_scale``
+        by at most one unit in the last place.
         """
         if self.input_scale is None:
             return None
@@ -78,8 +76,7 @@ class Expected:
 
 
 def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> dict[str, Expected]:
-    """Return the tensors that make up a quantised weight of shape ``[outputs, inputs]``. The keys
-    are the names of the tensors.
+    """Return the tensors that make up a quantised weight ``[outputs, inputs]``, by name.
 
     ``tensor`` is the name of the weight.
     """
@@ -104,8 +101,7 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
 
 
 def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
-    """Return the algorithm with which a matrix was quantised, or ``None`` if the matrix was not
-    quantised.
+    """Return the algorithm with which a matrix was quantised, or ``None`` if it was not quantised.
 
     A matrix that is stored as BF16, F16 or F32 was not quantised, even if hf_quant_config.json does
     not exclude it.
@@ -130,11 +126,10 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 
 
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
-    """Read the codes and scales of a weight. The types and shapes of its tensors must have been
-    checked before.
+    """Read the codes and scales of a weight.
 
-    Raises CheckpointError if codes are NaN, or if scales are not finite and positive. Group scales
-    may be zero.
+    The caller must have checked the types and shapes of its tensors. Raises CheckpointError if
+    codes are NaN, or if scales are not finite and positive. Group scales may be zero.
     """
     base = tensor.removesuffix(".weight")
     number_format = weight_format(algorithm)

@@ -1,10 +1,10 @@
-"""Reads a checkpoint's tokenizer and chat template. A bundle stores the tokenizer as
-tokenizer.json, and the chat template as a Jinja file.
+"""Reads a checkpoint's tokenizer and chat template.
 
-Some releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
+A bundle stores the tokenizer as tokenizer.json, and the chat template as a Jinja file. Some
+releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
 tokenizer.json. The Python class is never run. Instead, dlm-export builds the same tokenizer, the
-byte-level BPE of Qwen2, from vocab.json and merges.txt. Old releases of BERT contain vocab.txt, from
-which dlm-export builds BERT's tokenizer.
+byte-level BPE of Qwen2, from vocab.json and merges.txt. Old releases of BERT contain vocab.txt,
+from which dlm-export builds BERT's tokenizer.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYT
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """The special tokens of BERT's vocab.txt."""
-# Largest share of a vocabulary that may be unused ids. Released vocabularies are padded to sizes
-# that are efficient for matrices: in LLaDA, 115 of 126,464 ids are padding, and in Dream, 397 of
-# 152,064.
+# Largest allowed share of unused ids in a vocabulary. Released vocabularies are padded to sizes
+# that are efficient for matrices. LLaDA has 126,464 ids, of which 115 are padding. Dream has
+# 152,064 ids, of which 397 are padding.
 PADDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The text files for the bundle: the text of tokenizer.json, the chat template, and the
-    template's special tokens.
-    """
+    """The text of tokenizer.json, the chat template, and the template's special tokens."""
 
     tokenizer: str | None
     chat_template: str | None
@@ -67,8 +65,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
-            # Serialise the tokenizer again, without the truncation and padding of training. These
-            # settings would silently cut or pad prompts.
+            # Serialise the tokenizer again, without its settings for truncation and padding in
+            # training. These settings would silently cut or pad prompts.
             text = _with_special(
                 tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
             )
@@ -91,8 +89,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 def _with_special(text: str, tokens: Sequence[int]) -> str:
     """Mark added tokens as special in a tokenizer.json.
 
-    If a request contains the text of a special token, this text is never encoded as the special
-    token.
+    A special token is never used to encode the text of a request, even if the request contains the
+    token's text.
     """
     found = json.loads(text)
     plain = [
@@ -106,7 +104,8 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
     """Build tokenizer.json from vocab.json and merges.txt.
 
-    Also returns the added tokens that tokenizer_config.json lists. The keys are token ids.
+    Also returns a dict that maps the ids of the added tokens in tokenizer_config.json to their
+    texts.
     """
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError
@@ -250,7 +249,7 @@ def _chat_template(checkpoint: Checkpoint, config: dict[str, Any]) -> str | None
     template: Any = config.get("chat_template")
     if template is None and (checkpoint.path / "chat_template.json").exists():
         template = read_json(checkpoint.path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
+    if isinstance(template, list):  # tokenizer_config.json contains several named templates
         named = [
             entry
             for entry in template

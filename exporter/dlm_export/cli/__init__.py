@@ -1,4 +1,4 @@
-"""Implements the program ``dlm-export``. Other packages do the work of the program's commands.
+"""Implements the command line of ``dlm-export``. Other packages do the work of the commands.
 
 - ``app`` defines the program, reports errors and sets exit codes.
 - ``options`` declares the options that several commands share.
@@ -6,7 +6,7 @@
 - ``printing`` prints tables and progress.
 - ``watch`` draws a canvas in the terminal.
 - ``optimum`` makes the command ``build`` available in optimum-cli.
-- Each remaining module defines commands.
+- Every other module defines commands.
 """
 
 from dlm_export.cli.app import command, main

@@ -1,4 +1,4 @@
-"""``python -m dlm_export.cli``."""
+"""Runs ``dlm-export`` for ``python -m dlm_export.cli``."""
 
 from dlm_export.cli import command
 

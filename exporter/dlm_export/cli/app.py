@@ -63,10 +63,10 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(cloup.Group):
-    """Run a command. If an error of this package is raised, print the error as one line, and exit
-    with the error's exit code.
+    """A group of commands that prints an error of this package as one line.
 
-    All other exceptions are bugs, so Python prints their tracebacks.
+    The program then exits with the error's exit code. All other exceptions are bugs, so Python
+    prints their tracebacks.
     """
 
     def invoke(self, ctx: click.Context) -> Any:

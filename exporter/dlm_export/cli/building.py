@@ -203,9 +203,7 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """Print a build's report: its stages, files and checks, and the engines that must be built
-    later.
-    """
+    """Print a build's report: stages, files, checks, and engines that must be built elsewhere."""
     from dlm_export.targets import find
 
     print_table(
@@ -323,7 +321,7 @@ def print_tuning(tuning: Tuning) -> None:
 
 
 def print_cache(cache: Mapping[str, Any]) -> None:
-    """Print how much accuracy the bundle loses if only the cached keys and values are rounded."""
+    """Print how much accuracy the bundle loses because its cache stores rounded keys and values."""
     click.echo(f"Loss from the {cache['cache_dtype']} cache alone, on {cache['samples']} samples:")
     rows = [
         [
@@ -366,14 +364,12 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """Print whether the build changed the preset's threshold, and the measurements that led to this
-    decision.
-    """
+    """Print whether the build changed the preset's threshold, and the reasons."""
     low, high = refit.interval
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold
     saved = f"{refit.original.nfe:.2f} passes become {refit.refitted.nfe:.2f}"
-    is_open = "; whether it reaches the reference's takes more samples to tell (--judged)"
+    is_open = "; more samples are needed to tell whether it reaches the reference's (--judged)"
     none = (
         f"the reference gets no sample of {refit.samples} right, so thresholds cannot be compared"
     )

@@ -36,7 +36,7 @@ constrain_from_option = number(
 
 
 def kind_group(*more: Any) -> Any:
-    """Declare the options that constrain generated text, and then the options in ``more``."""
+    """Declare the options that constrain generated text, followed by the options in ``more``."""
     return group(
         "Constrained text",
         file("--schema", "Write JSON that matches this JSON Schema."),
@@ -67,8 +67,7 @@ def kind_group(*more: Any) -> Any:
 def take_constraint(
     values: dict[str, Any], is_infill: bool = False, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Remove the constraint options from a command's values, and return the removed options as
-    request options.
+    """Remove the constraint options from a command's values, and return them as request options.
 
     The result is empty if the user gave no constraint. If ``is_infill`` is true, the result may
     contain ``constrain_from``, an argument of ``Bundle.infill``. If ``has_tools`` is true, the user

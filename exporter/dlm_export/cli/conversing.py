@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KEPT_BYTES = 1 << 30
-"""The most bytes of keys and values that ``chat`` keeps between answers."""
+"""The maximum number of bytes of keys and values that ``chat`` stores between answers."""
 _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_format": "--call-format"}
 
 
@@ -49,8 +49,9 @@ conversation_options = (
 
 
 def tools_group(default: str) -> Any:
-    """Declare the options that describe tools. The help shows ``default`` as the default value of
-    ``--tool-choice``.
+    """Declare the options that describe tools.
+
+    The help shows ``default`` as the default value of ``--tool-choice``.
     """
     choices = "required, or a function's name"
     return group(
@@ -90,9 +91,7 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def take_tools(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the tool options from a command's values, and return the removed options as request
-    options.
-    """
+    """Remove the tool options from a command's values, and return them as request options."""
     found = {name: value for name in _TOOL_OPTIONS if (value := values.pop(name)) is not None}
     if values.pop("parallel_tool_calls"):
         found["parallel_tool_calls"] = True
@@ -104,8 +103,8 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
 def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
     """Warn if the user requests more tokens per answer than the denoiser was trained on.
 
-    A denoiser with full attention sees the whole canvas from the first pass on. If the canvas is
-    longer than the canvases that the denoiser was trained on, the denoiser often ends its text too
+    A denoiser with full attention attends to the whole canvas from the first pass on. If the canvas
+    is longer than the canvases in the denoiser's training, the denoiser often ends its text too
     early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
@@ -190,8 +189,11 @@ class Conversation:
         self.bundle, self.request, self.tokenizer = bundle, request, bundle.tokenizer
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
-        self.remembers = True  # False if the chat template accepts only one message
-        self.running: threading.Event | None = None  # setting this event ends the current answer
+        # True if requests contain earlier messages; False if the chat template accepts only one
+        # message.
+        self.remembers = True
+        # An event that ends the current answer when it is set.
+        self.running: threading.Event | None = None
 
     def take_system(self, system: str | None) -> None:
         """Set the system message for all later answers.
@@ -219,8 +221,8 @@ class Conversation:
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
         """Answer the message ``text``, and add the message and the answer to the conversation.
 
-        The callback ``show`` generates the answer. Its arguments are the request and the position
-        of the answer's first token. Raises RequestError if the conversation fills the canvas.
+        The callback ``show`` generates the answer. It gets the request, and the position of the
+        answer's first token. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
         room = self.bundle.max_canvas_length - given
@@ -243,8 +245,7 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages for the next request, and the total number of tokens in these
-        messages.
+        """Return the messages for the next request, and their total number of tokens.
 
         The next request contains all messages so far and the new message. If the chat template
         rejects earlier messages, the request contains only the new message.
@@ -286,9 +287,9 @@ class Conversation:
 
 
 def _in_lines(talk: Conversation) -> DlmError | None:
-    """Answer each line of stdin on stdout. All other messages go to stderr.
+    """Answer each line of stdin on stdout, and print all other messages to stderr.
 
-    If a line fails, the conversation continues with the next line. Returns the first error.
+    If an answer fails, the conversation continues with the next line. Returns the first error.
     """
     first: DlmError | None = None
     with interrupted_by(talk.interrupt):

@@ -68,7 +68,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
     opened = Checkpoint(found.path)
     network = families.read_network(opened, changed)
-    # The call raises an error if a tensor is missing, is unexpected, or has a wrong shape.
+    # This call raises an error if a tensor is missing or unexpected, or has a wrong shape.
     tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
@@ -174,9 +174,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the description of a network. If consecutive layers are equal, the table shows them in
-    one row.
-    """
+    """Print the description of a network, with one table row for consecutive equal layers."""
     fields = (
         "architecture",
         "vocab_size",

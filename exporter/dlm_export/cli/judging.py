@@ -273,9 +273,7 @@ def report(
 
 
 def print_parity(parity: Parity) -> None:
-    """Print how much the logits and generated texts differ, and whether the differences are
-    tolerated.
-    """
+    """Print how much logits and generated texts differ, and whether the tolerances are met."""
     rows = [
         [
             f"{row.mask_ratio:.2f}",
@@ -314,8 +312,8 @@ def print_parity(parity: Parity) -> None:
 def print_judgement(judgement: Judgement) -> None:
     """Print how much accuracy quantisation costs.
 
-    A table shows the figures for each mask ratio. After the table, each remaining figure is printed
-    on its own line.
+    A table shows the results for each mask ratio. Every other result is on its own line after the
+    table.
     """
     columns = [
         "mask ratio",

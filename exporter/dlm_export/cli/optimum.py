@@ -1,12 +1,12 @@
 """Makes ``dlm-export build`` available as ``optimum-cli export dlm CHECKPOINT OUTPUT``.
 
 optimum (https://github.com/huggingface/optimum) imports all files of the namespace package
-``optimum.commands.register``, and adds the commands that the files list. dlm-export adds the file
-``register_dlm_export.py`` to the namespace package. The new command accepts the options of
-``dlm-export build``.
+``optimum.commands.register``, and adds the commands that these files list. dlm-export adds the file
+``register_dlm_export.py`` to this package. The new command accepts the options of ``dlm-export
+build``.
 
-optimum imports this module each time that optimum starts. To keep the start of optimum fast, this
-module imports large packages only when the new command runs.
+optimum imports this module each time it starts. To keep the start fast, this module imports large
+packages only when the new command runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
         context = click.Context(build, show_default=True)
         for option in _options():
             record = option.get_help_record(context)
-            # argparse would interpret a % in a help text
+            # escape each %, because argparse formats help texts
             help_text = record[1].replace("%", "%%") if record else None
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:

@@ -1,7 +1,7 @@
 """Declares the options that several commands share, in the groups that the help shows.
 
-The package cloup provides the groups. Each option's help fits on one line. click checks that the
-option values are within their ranges. The help states a range only if users cannot guess the range.
+The package cloup provides the groups. Each option's help fits on one line. click checks that values
+are within their ranges. The help states a range only if users cannot guess it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the column with option names in the help. If an option's name is longer, the option's
-help text starts on the next line.
+"""Width of the help's column with option names, in characters.
+
+If a name is longer, the option's help text starts on the next line.
 """
 
 
@@ -67,8 +68,8 @@ class _Source(click.Path):
         return super().convert(value, param, ctx)
 
 
-# click checks that input files and folders exist, so that click reports a wrong path before the
-# command starts.
+# For these types, click checks that the file or folder exists, so that the user learns of a wrong
+# path before the command starts.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 SOURCE = _Source(exists=True, file_okay=False, path_type=Path)
 FILE = _File(exists=True, dir_okay=False, path_type=Path)
@@ -129,9 +130,7 @@ def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
 
 
 def output_option(help: str, kind: str = "FILE") -> Any:
-    """Declare the option ``-o``, which is required by all commands that write a file or a
-    folder.
-    """
+    """Declare the required option ``-o`` of a command that writes a file or a folder."""
     return option("-o", "--output", required=True, type=OUTPUT, metavar=kind, help=help)
 
 
@@ -227,8 +226,9 @@ cpu_opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""Like ``opening_group``, but for commands that compare bundles. The default engine is onnxruntime,
-which runs bundles on the CPU.
+"""Like ``opening_group``, but for commands that compare bundles.
+
+The default engine is onnxruntime, which runs bundles on the CPU.
 """
 
 # ---- Judging ----
@@ -349,9 +349,7 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Apply several decorators to a command. The command's help shows the options in the given
-    order.
-    """
+    """Combine several decorators into one, so that the help shows their options in this order."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

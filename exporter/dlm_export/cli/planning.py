@@ -273,10 +273,10 @@ def print_targets(
     here: Mapping[str, tuple[bool, str]],
     machine: Mapping[str, Any],
 ) -> None:
-    """Print in 80 columns: all targets, how to build their engines, and a description of this
-    machine.
+    """Print all targets, how to build their engines, and a description of this machine.
 
-    ``here`` maps each target's name to the result of ``machine.engine_here``.
+    The output has 80 columns. ``here`` maps each target's name to the result of
+    ``machine.engine_here``.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
@@ -326,9 +326,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels for CPUs in 80 columns. If a kernel cannot run on this machine, print the
-    reason.
-    """
+    """Print the kernels for CPUs in 80 columns, and why some cannot run on this machine."""
     rows = [
         [
             known["name"],
@@ -350,8 +348,8 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After the tables, the function prints the passes, how
-    times grow, which precisions the tables omit, and a summary of the measurements.
+    There is one table per network and target. After the tables, the function prints the passes, the
+    growth of the times, the precisions that the tables omit, and a summary of the measurements.
     """
     request = plan.request
     caches = " or ".join(sorted({f"cache {policy.cache}" for policy in plan.policies.values()}))
@@ -486,7 +484,7 @@ def _print_predictions(
 
 
 def _print_cache(name: str, cache: Cache) -> None:
-    """Print how much memory a scheduler reserves for the keys and values of the batch."""
+    """Print how much memory a scheduler reserves for the keys and values of a batch of requests."""
     told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in cache.bytes_by_type.items())
     shared = f", {cache.reused_tokens} of them shared" if cache.reused_tokens else ""
     click.echo(f"{name}: {cache.tokens} tokens in pages of {cache.page_tokens}{shared}: {told}")
@@ -557,11 +555,9 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratios of measured times to predicted lower limits, and the errors of predicted
-    times.
+    """Print the ratios of measured times to lower limits, and the errors of predicted times.
 
-    To compute an error, each measured time is compared with a prediction that was fitted to all
-    other measured times.
+    To compute an error, the plan predicts each measured time from all other measured times.
     """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
@@ -593,18 +589,14 @@ def _passshown(time: PassTime) -> str:
 
 
 def _three(value: float | None) -> str:
-    """Format a number with three significant digits. Numbers from 100 on are rounded to
-    integers.
-    """
+    """Format a number with three significant digits, or as an integer if it is at least 100."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return a dict that maps each value of ``named`` to all names that ``named`` maps to this
-    value.
-    """
+    """Return a dict that maps each value of ``named`` to the list of its keys."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

@@ -18,11 +18,11 @@ from dlm_export.bundle.default_loop import FEWEST_SAMPLES
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-# The maximum length of a word (such as a path), and the maximum length of a line (such as an error
-# message of TensorRT), in characters. Longer words and lines are shortened.
+# The maximum numbers of characters in a word (such as a path), and in a line (such as an error
+# message of TensorRT). Longer words and lines are shortened.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-LINE_EVERY_S = 10.0  # seconds between two progress lines, if stderr is not a terminal
+LINE_EVERY_S = 10.0  # number of seconds between two progress lines, if stderr is not a terminal
 
 
 def one_line(text: object) -> str:
@@ -61,9 +61,7 @@ def how_it_went(done: Generation, *beside: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON with one key or element per line. A list without nested lists or objects is
-    printed on one line.
-    """
+    """Print JSON with one key or element per line, and each list of simple values on one line."""
     click.echo(_as_json(value))
 
 
@@ -103,7 +101,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        # Wrap each cell in Text, so that rich does not interpret the cell as markup.
+        # Wrap each cell in ``Text``, so that rich does not interpret its content as markup.
         table.add_row(*(Text(one_line(cell)) for cell in row))
     # If the output is piped, use a large width instead of the default width of a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -115,7 +113,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def block_left_out(layer: str) -> str:
-    """Replace the block index in the path of a layer by N, as in ``blocks.N.mlp.up``."""
+    """Replace the block index in the path of a layer with N, as in ``blocks.N.mlp.up``."""
     return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
@@ -126,9 +124,7 @@ def print_caches(what: str, sizes: Mapping[str, int]) -> None:
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Print which native kernels a CPU graph calls, and why the remaining layers use slower
-    operators.
-    """
+    """Print which native kernels a CPU graph calls, and why other layers use slower operators."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
@@ -149,7 +145,7 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # for a stage of one unit, the share and the rate are omitted
+    told = [stage]  # for a stage of one unit, show neither the share nor the rate
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -233,8 +229,9 @@ def _rich_bars() -> Any:
 
 
 def print_effort(effort: Mapping[str, Any]) -> None:
-    """Print a bundle's effort levels. For each level, print the measured quality and number of
-    passes.
+    """Print a bundle's effort levels.
+
+    For each level, print the measured quality and number of passes.
     """
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"

@@ -267,7 +267,7 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """Describe a measured generation's decoding loop: the preset, and the changes to the preset."""
+    """Describe the decoding loop of a measured generation: its preset, and the changed fields."""
     return ", ".join(
         [
             f"preset {made['preset']}",

@@ -32,9 +32,7 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Create an instance of the dataclass ``kind`` from ``values``. Ignore values that are not
-    fields of the dataclass.
-    """
+    """Create an instance of the dataclass ``kind`` from the ``values`` that are its fields."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
@@ -75,7 +73,7 @@ def integers(option: str, text: str) -> list[int]:
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
     """Raise UsageError if the user gave an option that ``names`` contains.
 
-    The error message consists of the option's name and ``why``.
+    The error message names the option, followed by ``why``.
     """
     for name in names:
         if values.get(name) is not None:
@@ -124,13 +122,13 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
-    # The call raises an error if a name in ``fields`` is not the name of a policy's field.
+    # This call raises an error if ``fields`` contains a name that is not a field of a policy.
     Policy().with_fields(fields)
     return fields
 
 
 def check_build_options(values: dict[str, Any]) -> None:
-    """Reject wrong options of a build, without importing torch, because the import takes seconds.
+    """Check the options of a build without importing torch, because the import takes seconds.
 
     Raises UsageError, TargetError or RecipeError.
     """

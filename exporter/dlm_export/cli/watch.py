@@ -1,5 +1,6 @@
-"""Draws a canvas in the terminal after each pass. The drawing shows committed tokens, guesses and
-masks.
+"""Draws a canvas in the terminal after each pass.
+
+The drawing shows committed tokens, guesses and masks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-# An invisible style, which marks the active part of the drawing. If wrapping moves text to the next
-# line, the style moves together with the text.
+# An invisible style that marks the active part of the drawing. If wrapping moves a part of the text
+# to the next line, the mark moves with it.
 ACTIVE = Style(meta={"active": True})
 
 
@@ -98,8 +99,8 @@ class View:
 
 
 def _is_active(line: Text) -> bool:
-    # If a line is wrapped before the active text, the line may end with a space in the active
-    # style. A line that contains only such a space in the active style is not active.
+    # If rich wraps a line before the active text, the line may end with a space in the active
+    # style. Ignore such a space.
     return any(
         span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
     )
@@ -142,8 +143,7 @@ def _text(bundle: Bundle, token: int) -> str:
         return "∎"
     if bundle.tokenizer is None:
         return f"{token} "
-    # Do not print control characters of tokens, because a terminal would execute the control
-    # characters.
+    # Do not print control characters of tokens, because a terminal would execute them.
     return "".join(
         c if c.isprintable() else "⏎" if c == "\n" else "�"
         for c in bundle.tokenizer.token_text(token)

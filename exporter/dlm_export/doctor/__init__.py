@@ -1,5 +1,4 @@
-"""Implements ``dlm-export doctor``, which checks whether this machine has everything that
-dlm-export needs.
+"""Implements ``dlm-export doctor``, which checks if a machine has everything that dlm-export needs.
 
 The command can also check whether a given bundle or target runs on this machine. The package
 consists of these modules:

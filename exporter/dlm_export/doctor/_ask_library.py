@@ -8,8 +8,7 @@ the value of this key is the reason. KIND selects the facts:
 - ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
 - ``tensorrt`` and ``onnxruntime``: the version of the library.
 - ``providers``: the execution providers of the installed ONNX Runtime.
-- ``loads``: contains a key for each library. The value is the reason why the library does not load,
-  or null if the library loads.
+- ``loads``: for each library, the reason why it does not load, or null if it loads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """Ask the driver for the newest CUDA version that the driver supports, and for the GPUs.
+    """Ask the driver for the newest CUDA version that it supports, and for the GPUs.
 
     The CUDA version is an integer: 13000 means 13.0. For each GPU, the result contains the name,
     the SM and the memory.
@@ -101,9 +100,10 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    sys.path.pop(0)  # so that modules in this file's folder cannot hide installed packages
+    # Remove this file's folder from the path, so that its modules cannot hide installed packages.
+    sys.path.pop(0)
     told = os.dup(1)
-    os.dup2(2, 1)  # anything that the library prints goes to stderr
+    os.dup2(2, 1)  # Redirect everything that the library prints to stderr.
     try:
         answer = KINDS[sys.argv[1]](*sys.argv[2:])
     except (OSError, AttributeError, ImportError, ValueError) as err:

@@ -1,6 +1,6 @@
 """Collects facts about a Jetson: the model, Jetson Linux, JetPack and the power mode.
 
-Follows NVIDIA's Jetson Linux Developer Guide, "Platform Power and Performance"
+The source is NVIDIA's Jetson Linux Developer Guide, "Platform Power and Performance"
 (https://docs.nvidia.com/jetson/archives/r36.4/DeveloperGuide/).
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from dlm_export.doctor.system import System
 
-# On a board, the first path is a link to the second path. In a container, only one of the paths may
-# exist. The text in the file ends with a NUL character.
+# On a board, the first path is a link to the second path. In a container, one of the paths may be
+# missing. The text in the file ends with a NUL character.
 MODEL_FILES = ("/proc/device-tree/model", "/sys/firmware/devicetree/base/model")
-NAME_LIMIT = 100  # maximum length of a name in characters; longer names are cut off
+NAME_LIMIT = 100  # maximum number of characters in a name; longer names are cut off
 SM_BY_MODEL = {"Thor": 110, "Orin": 87}
 JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 
@@ -64,9 +64,7 @@ def _name(text: str) -> str:
 
 
 def _jetpack(system: System) -> str | None:
-    """Return the version of the package nvidia-jetpack. Return ``None`` if the package is not
-    installed.
-    """
+    """Return the version of the package nvidia-jetpack, or ``None`` if it is not installed."""
     found = re.match(
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )

@@ -31,9 +31,7 @@ SHARED_SM = (87, 110, 101, 121)  # SMs of GPUs that share the CPU's memory
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Check whether ``machine`` can run bundles for ``target``, and whether ``machine`` can build
-    engines for ``target``.
-    """
+    """Check whether ``machine`` can run bundles and build engines for ``target``."""
     part = f"target {target.name}"
     if target.sm is None:
         is_cpu = target.provider == "cpu"
@@ -84,9 +82,7 @@ def examine_bundle(
 
 
 def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """If the bundle is for the CPU, yield a finding that names the kernels that run the bundle.
-    Otherwise, yield no finding.
-    """
+    """Yield a finding that names the kernels for a CPU bundle. For other bundles, yield nothing."""
     calls = manifest.get("kernels", {}).get("calls", {})
     is_for_gpu = "device_file" in manifest["loop"]["graph"]
     if not calls or is_for_gpu or m.native.failure is not None:
@@ -103,8 +99,9 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _prompt_reuse(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """If the bundle is block-causal, yield a finding that says whether requests can reuse prompts.
-    Otherwise, yield no finding, because no machine can reuse prompts of the bundle.
+    """Yield a finding that says whether requests can reuse prompts, if the bundle is block-causal.
+
+    Other bundles get no finding, because they cannot reuse prompts on any machine.
     """
     if "visible_block" not in manifest["loop"]:
         return
@@ -156,10 +153,9 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
 
 
 def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
-    """If no GPU of the machine has one of the SMs in ``sms``, return what is missing.
+    """Return what is missing if the machine has no GPU with one of the SMs in ``sms``.
 
-    If ``sms`` is None, any GPU is accepted. ``target`` is the name of the target. The message shows
-    this name.
+    If ``sms`` is None, any GPU is accepted. ``target`` is the target's name for the message.
     """
     if not m.driver.gpus:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
@@ -213,8 +209,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    # In memory, ONNX Runtime converts simulated layers to fp32. The embedding table keeps its
-    # stored type.
+    # ONNX Runtime converts simulated layers to fp32 in memory, but does not convert the embedding
+    # table.
     if graph["simulated"]:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)

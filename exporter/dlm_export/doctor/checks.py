@@ -20,8 +20,7 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# Maps each extra of pyproject.toml to its purpose. The extra "dev" is left out, because that extra
-# is for developers.
+# Maps each extra of pyproject.toml to its purpose, except the extra "dev", which is for developers.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -230,12 +229,12 @@ def _board(m: Machine) -> Iterator[Finding]:
     if board is None:
         return
     if board.sm is None:
-        said = f"{board.model}, which dlm-export has no target for"
+        said = f"{board.model}, for which dlm-export has no target"
         yield note("board", "Jetson", said, "bundles for the CPU run here")
     else:
         yield ok("board", "Jetson", f"{board.model}, SM {sm_text(board.sm)}")
     if board.sm is not None and m.sm is not None and m.sm not in reported_sms(board.sm):
-        said = f"the driver calls it SM {sm_text(m.sm)}"
+        said = f"the driver reports SM {sm_text(m.sm)}"
         yield note("board", "GPU", said, "engines are chosen by the driver's SM")
     if board.linux is None and board.jetpack is None:
         said = "/etc/nv_tegra_release and the package nvidia-jetpack are both missing, as in some containers"
@@ -284,7 +283,8 @@ def _extras(m: Machine) -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         packages = m.extras.get(extra)
         if not packages:
-            # The packages are for a different processor, or dlm-export is not installed.
+            # skip the extra: its packages are for a different processor, or dlm-export is not
+            # installed
             continue
         absent = [name for name, version in packages.items() if version is None]
         if not absent:

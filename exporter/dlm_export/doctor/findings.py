@@ -58,8 +58,8 @@ def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
     """Create a finding for a part that is required.
 
-    ``lacking`` lists what is missing, and each entry contains a remedy. If ``lacking`` is empty,
-    the message is ``said``. Otherwise, the finding reports the first entry of ``lacking``.
+    ``lacking`` contains pairs of a missing thing and a remedy. If ``lacking`` is empty, the part
+    works and the message is ``said``. Otherwise, the finding reports the first pair.
     """
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)

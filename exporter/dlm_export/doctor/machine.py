@@ -16,9 +16,10 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# No function of the ABI says how the native library was compiled. So this module searches the
-# library's file for two texts. A library without TensorRT contains the first text (no_tensorrt.cc).
-# A library for TensorRT-RTX contains the second text (tensorrt_library.cc).
+# The ABI has no function that says how the native library was compiled. This module therefore
+# searches the library's file for two texts. A library without TensorRT contains the first text,
+# from no_tensorrt.cc. A library for TensorRT-RTX contains the second text, from
+# tensorrt_library.cc.
 NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
 FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
@@ -50,8 +51,7 @@ class Native:
 
     - ``tensorrt``: the TensorRT variant that the library was compiled for, or ``None``.
     - ``kernels``: maps each kernel set of this architecture to the reason why this processor cannot
-      run the kernel set. The reason is ``None`` if the processor can run the kernel set. The
-      fastest kernel set comes first.
+      run it, or to ``None`` if the processor can run it. The fastest kernel set comes first.
     - ``failure``: the reason why the library does not load, or ``None`` if the library loads.
     """
 
@@ -64,7 +64,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Library:
-    """A library that runs bundles. ``failure`` is the reason why no library was found."""
+    """A third-party library that runs bundles, or the reason why none was found (``failure``)."""
 
     path: str | None = None
     version: str | None = None
@@ -78,13 +78,12 @@ class Machine:
     - ``packages``: maps each required Python package to its version, or to ``None`` if the package
       is missing.
     - ``extras``: maps each extra to its packages and their versions.
-    - ``cuda_libraries``: maps each library of ONNX Runtime's CUDA provider to the reason why the
-      library does not load. The reason is ``None`` if the library loads. The mapping is empty if
-      loading was not tried.
+    - ``cuda_libraries``: maps each library of ONNX Runtime's CUDA provider to the reason why it
+      does not load, or to ``None`` if it loads. The mapping is empty if loading was not tried.
     - ``tensorrt``: maps each TensorRT variant to the library that runs engines of this variant.
     - ``builders``: maps each TensorRT variant to the version of the Python module that builds
       engines of this variant. The version is ``None`` if the module is missing.
-    - ``memory_limit_bytes``: the number of further bytes that the container may use.
+    - ``memory_limit_bytes``: the number of bytes that the container may still allocate.
     - ``has_nvidia_hardware``: true if an NVIDIA GPU is on the PCI bus, even if no driver is
       installed.
     """
@@ -116,9 +115,7 @@ class Machine:
 
     @property
     def sm(self) -> int | None:
-        """The SM of the first GPU that the driver reports. ``None`` if the driver reports no
-        GPU.
-        """
+        """The SM of the first GPU that the driver reports, or ``None`` if it reports no GPU."""
         return self.driver.gpus[0].sm if self.driver.gpus else None
 
     @property
@@ -136,9 +133,7 @@ class Machine:
 
 
 def look(system: System, folder: Path) -> Machine:
-    """Collect all facts about a machine. The free disk space is measured on the disk of
-    ``folder``.
-    """
+    """Collect all facts about a machine, and the free space on the disk of ``folder``."""
     memory = _memory(system)
     wheels = {
         name: version
@@ -220,8 +215,8 @@ def _is_for_another(text: str, system: System) -> bool:
 def _native_library() -> Native:
     """Load the native library, and describe this library.
 
-    Third-party libraries are loaded in a separate process. But the native library is part of
-    dlm-export and therefore trusted, so it is loaded into this process.
+    The native library is loaded into this process, because it is part of dlm-export and trusted.
+    Third-party libraries are loaded in a separate process.
     """
     try:
         library = _native.library()
@@ -264,7 +259,7 @@ def _tensorrt(system: System) -> dict[str, Library]:
     for kind, builder in ENGINE_BUILDERS.items():
         candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *builder.libraries)
         if chosen and ("rtx" in Path(chosen).name) != (builder is RTX):
-            candidates = []  # DLM_TENSORRT names a library of the wrong variant
+            candidates = []  # DLM_TENSORRT names a library of the other variant
         found[kind] = _library(system, "tensorrt", candidates)
     return found
 
@@ -307,9 +302,7 @@ def _memory(system: System) -> dict[str, int]:
 
 
 def _container_limit(system: System) -> int | None:
-    """Return the number of further bytes that the container may use. Return ``None`` if there is no
-    limit.
-    """
+    """Return how many bytes the container may still allocate, or ``None`` if there is no limit."""
     # In a container with control groups version 2, these files contain the limit and the usage.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
@@ -319,9 +312,7 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Find the system folder with TensorRT's headers. Returns ``None`` if there is no such
-    folder.
-    """
+    """Find the system folder with TensorRT's headers, or return ``None`` if there is none."""
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

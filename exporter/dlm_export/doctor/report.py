@@ -1,6 +1,4 @@
-"""Creates the doctor's report about a machine. If requested, the report includes a bundle and
-targets.
-"""
+"""Creates the doctor's report about a machine, and about a bundle and targets if requested."""
 
 from __future__ import annotations
 

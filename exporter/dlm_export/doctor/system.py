@@ -29,8 +29,7 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-# Loading a library may take longer than running a program, because the files of TensorRT take
-# gigabytes.
+# Loading a library may take longer than running a program, because TensorRT's files have gigabytes.
 PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
@@ -94,18 +93,14 @@ class System:
         return answer if isinstance(answer, dict) else {"failure": broke}
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of a Python distribution. Return ``None`` if the distribution is not
-        installed.
-        """
+        """Return the version of a Python distribution, or ``None`` if it is not installed."""
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def requirements(self) -> list[str]:
-        """Return the requirements of the installed dlm-export. The list is empty if dlm-export is
-        not installed.
-        """
+        """Return the requirements of the installed dlm-export, or ``[]`` if it is not installed."""
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""Reads a released checkpoint: the network as a ``NetworkSpec``, and the tensors as the denoiser's
-parameters.
+"""Reads a released checkpoint: its network description, and its tensors as parameters.
 
 Each family of checkpoints is defined by one file with a ``Family`` record, and one line in
 ``FAMILIES``. The record defines how to read config.json, and which released tensors make up each
@@ -86,7 +85,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _check_length(checkpoint: Checkpoint, network: NetworkSpec, table: RotaryTable | None) -> None:
-    """Check that one rotary table is exact for all canvases. Raises CheckpointError."""
+    """Check that one rotary table is correct for all canvas lengths. Raises CheckpointError."""
     if table is None or table.scaling is None:
         return
     longest = table.scaling.longest_canvas
@@ -98,18 +97,18 @@ def _check_length(checkpoint: Checkpoint, network: NetworkSpec, table: RotaryTab
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
-    """Check that the checkpoint contains the tensors that the network needs. The function reads
-    only the headers of files.
+    """Check that the checkpoint contains the tensors that the network needs.
 
-    Raises CheckpointError.
+    The function reads only the headers of files. Raises CheckpointError.
     """
     family = FAMILIES[network.family]
     return Tensors(checkpoint, network, family.origins(network, checkpoint), family.left_out)
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
-    """Open the checkpoint's tensors as the network's parameters, and check the tensors. Raises
-    CheckpointError.
+    """Check the checkpoint's tensors, and open them as the network's parameters.
+
+    Raises CheckpointError.
     """
     from dlm_export.families.weights import Weights
 
@@ -118,9 +117,7 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name from ``weights`` when the name is first used, because the module ``weights``
-    needs torch.
-    """
+    """Import a name from ``weights`` on first use, because ``weights`` needs torch."""
     if name not in ("Weights", "layered", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dlm_export.families.weights"), name)

@@ -1,10 +1,9 @@
-"""The families A2D: Qwen2, Qwen3 and Llama models that dLLM's Tiny-A2D converted to diffusion
-models.
+"""Defines the families A2D: Qwen2, Qwen3 and Llama models that became diffusion models.
 
-See https://github.com/ZHZisZZ/dllm. Tensor names are the same as in the original model, and there
-is no shift. Some checkpoints were trained on whole canvases (``mdlm``), and some checkpoints were
-trained in blocks (``bd3lm``). A checkpoint's files do not record how the checkpoint was trained, so
-attention is full unless ``--attention-block`` sets a block length.
+Tiny-A2D, a part of dLLM (https://github.com/ZHZisZZ/dllm), converted these models. Tensor names are
+the same as in the original model, and there is no shift. Some checkpoints were trained on whole
+canvases (``mdlm``), and some in blocks (``bd3lm``). A checkpoint's files do not record how the
+checkpoint was trained, so attention is full unless ``--attention-block`` sets a block length.
 """
 
 from __future__ import annotations

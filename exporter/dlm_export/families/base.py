@@ -1,6 +1,4 @@
-"""The interface of a family: reading config.json as a ``NetworkSpec``, and mapping tensors to
-parameters.
-"""
+"""Defines the interface of a family, which reads config.json and maps tensors to parameters."""
 
 from __future__ import annotations
 
@@ -51,8 +49,10 @@ def later(
 
 @dataclass(frozen=True)
 class Piece:
-    """A released tensor. If ``rows`` is set, only the entries ``[first, last)`` of the tensor's
-    first axis.
+    """A released tensor, or a part of it.
+
+    If ``rows`` is ``(first, last)``, the piece consists of the entries ``[first, last)`` of the
+    tensor's first axis.
     """
 
     tensor: str
@@ -66,7 +66,7 @@ class Origin:
     If ``is_stacked`` is false, the pieces are concatenated along their first axis. If
     ``is_stacked`` is true, each piece is one entry of a new first axis, for example one expert. If
     ``transpose`` is true, the released matrices are ``[out, in]``. Several parameters may use the
-    same tensor. In this case, each parameter uses some rows of a fused matrix, or all rows of a
+    same tensor: either each parameter uses some rows of a fused matrix, or all of them use a whole
     tied matrix.
     """
 
@@ -100,8 +100,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Overrides:
-    """The user's settings, which replace settings of the checkpoint. If a field is ``None``, the
-    checkpoint's setting is used.
+    """The user's settings, which replace settings of the checkpoint.
+
+    If a field is ``None``, the checkpoint's setting is used.
     """
 
     mask_token_id: int | None = None
@@ -113,30 +114,32 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of released checkpoint: the architectures, how to read config.json, and the tensors'
-    names.
-    """
+    """A family of checkpoints: its architectures, its reader of config.json, and its tensor names."""
 
     name: str
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The preset of the loop that was published for the family. A bundle uses
-    ``default_preset`` until a different default loop is fitted.
+    """The name of the preset with the loop that was published for the family.
+
+    A bundle uses this preset until ``dlm-export effort`` fits a different default loop.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The class of the transformers library that has the same layers and tensor names. ``capture``
-    runs this class with the network's attention mask.
+    """The name of the class in transformers with the same layers and tensor names.
+
+    ``capture`` can run this class with the network's attention mask.
     """
     block_preset: str | None = None
-    """The default preset for checkpoints with block-causal attention. If ``None``, checkpoints with
-    block-causal attention use ``default_preset``.
+    """The default preset of checkpoints with block-causal attention, or ``None`` if it is
+    ``default_preset`` too.
     """
     left_out: tuple[str, ...] = ()
-    """The start of the names of tensors that a checkpoint may contain and that the denoiser does not
-    need, such as those of other heads. A message lists the tensors that are left out.
+    """Prefixes of tensor names.
+
+    The checkpoint may contain tensors whose names start with a prefix, but the denoiser does not
+    need them. Tensors of other heads are an example. A message to the user lists such tensors.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:
@@ -153,14 +156,13 @@ class Layout:
     """A pattern of tensor names.
 
     ``layer`` is the prefix of the tensor names in a layer. In ``layer``, ``{i}`` is replaced by the
-    layer's index. ``names`` maps a module's path inside a layer to the released name without
-    ``.weight`` or ``.bias``. If a released name does not end in ``.weight`` or ``.bias``, ``names``
-    maps the parameter's path to the whole released name. Released matrices are ``[out, in]``, and
-    the denoiser's matrices are ``[in, out]``.
+    layer's index. ``names`` maps the path of a module inside a layer to the released name without
+    ``.weight`` or ``.bias``. For a released name with another ending, ``names`` maps the path of
+    the parameter to the whole released name. Released matrices are ``[out, in]``, and the
+    denoiser's matrices are ``[in, out]``.
 
     ``embed``, ``final_norm`` and ``head`` are the released names of the modules outside layers.
-    ``outside`` maps further modules and parameters outside layers to their released names, like
-    ``names``.
+    ``outside`` does the same as ``names`` for all other modules and parameters outside layers.
 
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither
@@ -217,9 +219,7 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """Return the name of a parameter's tensor. The name may contain ``{e}``, which represents
-        an expert's index.
-        """
+        """Return the name of a parameter's tensor, in which ``{e}`` represents an expert's index."""
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         outside |= self.outside

@@ -1,5 +1,6 @@
-"""The family BERT (arXiv:1810.04805): masked language models with learned positions, token types and
-a norm after each residual sum.
+"""Defines the family BERT (arXiv:1810.04805) of masked language models.
+
+BERT has learned positions, token types, and a norm after each residual sum.
 """
 
 from __future__ import annotations
@@ -20,5 +21,5 @@ FAMILY = family(
     LAYOUT,
     first_position=lambda checkpoint: 0,
     mask_text="[MASK]",
-    left_out=("cls.seq_relationship.",),  # the head that predicts whether a text follows another
+    left_out=("cls.seq_relationship.",),  # the weights of next-sentence prediction
 )

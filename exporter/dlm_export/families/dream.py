@@ -1,5 +1,6 @@
-"""The family of Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639): full attention,
-shift 1.
+"""Defines the family of Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639).
+
+Attention is full, and the shift is 1: the logits of a row predict the next token.
 
 Layers and tensor names are the same as in Qwen2.5.
 """

@@ -1,8 +1,8 @@
-"""The family Fast-dLLM v2 (arXiv:2509.26328): block-causal attention, shift 1 inside a block.
+"""Defines the family Fast-dLLM v2 (arXiv:2509.26328).
 
-Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, the logits of a row predict the
-next token. The mask token is an added token of the tokenizer, but no file records which added token
-is the mask token.
+Attention is block-causal. Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, the
+logits of a row predict the next token (shift 1). The mask token is an added token of the tokenizer,
+but no file records which added token is the mask token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223), with full attention.
+"""Defines the family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223).
 
-The layers are the same as in Llama. The tensor names are the same as in OLMo.
+Attention is full. The layers are the same as in Llama. The tensor names are the same as in OLMo.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the shape of the network from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # LLaDA's configuration class contains all settings of OLMo. Reject all values except the values
-    # below, because with any other value, the network would compute something different.
+    # LLaDA's configuration class contains all settings of OLMo. This module supports only the
+    # values below, and rejects others, because they would change what the network computes.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)

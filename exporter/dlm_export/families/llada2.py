@@ -1,11 +1,12 @@
-"""The family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): blocks of 32 tokens, no shift.
+"""Defines the family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745).
 
-The layers are the same as in Bailing-MoE. One matrix computes queries, keys and values. The first
-rows of this matrix are the query heads, followed by the key heads and the value heads. Queries and
-keys are normed, and then half of each head's features are rotated. The router first chooses the
-best groups of experts, and then the experts with the best scores in the chosen groups. A score is a
-sigmoid plus a bias. The routing weights do not include the bias. Config keys and tensor names are
-the same as in the released ``LLaDA2MoeModelLM``.
+Attention is block-causal with blocks of 32 tokens, and there is no shift. The layers are the same
+as in Bailing-MoE. One matrix computes queries, keys and values. The first rows of this matrix are
+the query heads, followed by the key heads and the value heads. Queries and keys are normed, and
+then half of each head's features are rotated. The router first chooses the best groups of experts,
+and then the experts with the best scores in the chosen groups. A score is a sigmoid plus a bias.
+The routing weights do not include the bias. Config keys and tensor names are the same as in the
+released ``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
-    """Return True if any layer contains a tensor named ``tensor``. The function checks tensors
-    because config.json does not record which tensors the layers contain.
+    """Return True if any layer contains a tensor named ``tensor``.
+
+    Callers need this function because config.json does not record which tensors the layers contain.
     """
     return any(
         name.startswith("model.layers.") and name.endswith(f".{tensor}")
@@ -132,8 +134,9 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the origin of each parameter. Queries, keys and values are consecutive rows of one
-    tensor.
+    """Return the origin of each parameter.
+
+    Queries, keys and values are consecutive rows of one tensor.
     """
     found = LAYOUT.origins(network, checkpoint)
     for i, layer in enumerate(network.layers):

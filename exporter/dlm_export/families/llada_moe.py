@@ -1,10 +1,10 @@
-"""The family LLaDA-MoE, 7B-A1B (arXiv:2509.24389): full attention, no shift, 8 of 64 experts per
-token.
+"""Defines the family LLaDA-MoE, 7B-A1B (arXiv:2509.24389), with 8 of 64 experts per token.
 
-The layers are the same as in OLMoE, with norms of queries and keys. The routing weights of a
-token's experts are the experts' scores, which are not normalised. If a checkpoint contains a bias,
-the bias is added both to the scores that choose experts and to the routing weights. Config keys and
-tensor names are the same as in the released ``LLaDAMoEModelLM``.
+Attention is full, and there is no shift. The layers are the same as in OLMoE, with norms of queries
+and keys. The routing weights of a token's experts are the experts' scores, which are not
+normalised. If a checkpoint contains a bias, the bias is added both to the scores that choose
+experts and to the routing weights. Config keys and tensor names are the same as in the released
+``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
-    """Return the description of each layer's MLP. If ``moe_layer_freq`` is 0 for a layer, the layer
-    has no experts.
+    """Return the description of each layer's MLP or experts.
+
+    A layer has no experts if its entry in ``moe_layer_freq`` is 0.
     """
     count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None

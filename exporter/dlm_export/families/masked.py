@@ -1,5 +1,4 @@
-"""Reads masked language models that use the config keys and tensor names of BERT
-(arXiv:1810.04805).
+"""Reads masked language models with the config keys and tensor names of BERT (arXiv:1810.04805).
 
 BERT and RoBERTa have the same layers: full attention, a norm after each residual sum, and an MLP
 without a gate. They differ in the positions and in some tensor names.
@@ -39,8 +38,9 @@ _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 
 
 def layout(encoder: str, transform: str, transform_norm: str, decoder: str, bias: str) -> Layout:
-    """Return the tensor names of a checkpoint whose encoder has the name ``encoder``. The other
-    arguments are the names in the prediction head.
+    """Return the tensor names of a checkpoint whose encoder has the name ``encoder``.
+
+    The other arguments are the names of the parts of the prediction head.
     """
     embeddings = f"{encoder}.embeddings"
     return Layout(
@@ -76,9 +76,11 @@ def family(
         architectures: Entries of ``architectures`` in config.json.
         description: Text for messages.
         layout: The names of the tensors.
-        first_position: Returns the row of the position table that position 0 of a canvas uses.
+        first_position: A function that returns the row of the position table for position 0 of a
+            canvas.
         mask_text: The usual text of the mask token, for checkpoints that do not record it.
-        left_out: The start of the names of tensors that are not used, such as those of other heads.
+        left_out: Prefixes of the names of tensors that are not used, such as tensors of other
+            heads.
     """
 
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
@@ -157,7 +159,9 @@ def _read_network(
         max_canvas_length=overrides.max_canvas_length or longest,
         shift=0,
         mask_token_id=tokens.mask,
-        eos_token_ids=(),  # the token at the end of a text does not end an answer
+        # No end tokens, because the token at the end of each training text does not mark the end of
+        # an answer.
+        eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",
         embedding=EmbeddingSpec(rows, first_position, config.integer("type_vocab_size"), norm=True),
@@ -168,8 +172,8 @@ def _read_network(
 def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
     """Return True if the head uses the embedding table, in a checkpoint with these tensor names.
 
-    Like transformers, use a stored matrix that differs from the embedding table, whatever config.json
-    says.
+    If the checkpoint contains a head matrix that differs from the embedding table, the result is
+    False even if config.json says otherwise. transformers does the same.
     """
     tensors = checkpoint.tensors
     return checkpoint.config.flag("tie_word_embeddings", True) and (

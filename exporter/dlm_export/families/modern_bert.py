@@ -1,8 +1,8 @@
-"""The family ModernBERT (arXiv:2412.13663): masked language models with rotary positions, gated MLPs,
-and attention that is local in most layers.
+"""Defines the family ModernBERT (arXiv:2412.13663) of masked language models.
 
-Layers with full attention and layers with attention in a window have different rotary bases. The
-first layer has no norm before attention, because the embeddings are normalised.
+ModernBERT has rotary positions and gated MLPs, and most layers have attention in a window. Layers
+with full attention and layers with attention in a window have different rotary bases. The first
+layer has no norm before attention, because the embeddings are normalised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("hidden_activation", "gelu")
     config.require("classifier_activation", "gelu")
     config.require("rope_scaling")
-    # These keys affect training, other heads or other implementations of attention only.
+    # These keys affect only training, other heads, or other implementations of attention.
     for key in (
         *("mlp_dropout", "classifier_dropout", "classifier_pooling", "sparse_prediction"),
         *("sparse_pred_ignore_index", "deterministic_flash_attn", "reference_compile"),
@@ -50,7 +50,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
     kinds = _kinds(config)
     thetas = _thetas(config)
-    window = config.integer("local_attention", 128, low=2) // 2  # on each side
+    # config.json counts the tokens on both sides; ``window`` counts one side.
+    window = config.integer("local_attention", 128, low=2) // 2
     bias = config.flag("attention_bias")
     mlp = MlpSpec(config.integer("intermediate_size"), "gelu", bias=config.flag("mlp_bias"))
     norm_eps = config.number("norm_eps", 1e-5)
@@ -87,7 +88,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         or config.integer("max_position_embeddings", 8192),
         shift=0,
         mask_token_id=tokens.mask,
-        eos_token_ids=(),  # the token at the end of a text does not end an answer
+        # No end tokens, because the token at the end of each training text does not mark the end of
+        # an answer.
+        eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind=norm_kind,
         embedding=EmbeddingSpec(norm=True),
@@ -152,8 +155,10 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the origin of each parameter. Queries, keys and values are rows of one tensor, in this
-    order, and so are the gate and up.
+    """Return the origin of each parameter.
+
+    Queries, keys and values are rows of one tensor, in this order. Gate and up are rows of another
+    tensor.
     """
     found = LAYOUT.origins(network, checkpoint)
     rows: dict[str, int] = {}  # rows of each fused tensor that are already used

@@ -1,12 +1,12 @@
 """Reads rotary positions and their scaling from config.json, in the form of transformers 4 or 5.
 
 Version 4 uses separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``) and
-``partial_rotary_factor``. Version 5 stores all of these settings in the object
-``rope_parameters``, which may contain one object for each type of layer
+``partial_rotary_factor``. Version 5 stores all of these settings in the object ``rope_parameters``.
+This object may contain one object for each type of layer
 (https://huggingface.co/docs/transformers/internal/rope_utils).
 
-Defaults are the defaults of transformers. A setting that transformers ignores is rejected, because
-the setting says that the network was trained differently.
+Defaults are the defaults of transformers. The module rejects a setting that transformers ignores,
+because such a setting means that the network was trained differently.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_rope(config: Config) -> Rope:
 
 
 class _Settings:
-    """The settings of rotary positions from all keys of config.json. Each setting is taken once."""
+    """The settings of rotary positions from all keys of config.json."""
 
     def __init__(self, config: Config) -> None:
         """Raises CheckpointError if two keys contradict each other."""
@@ -80,7 +80,7 @@ class _Settings:
                 self._values[name] = value
 
     def take(self, name: str) -> Any:
-        """Return a setting, or ``None`` if the setting is missing."""
+        """Return a setting and mark it as used, or return ``None`` if it is missing."""
         return self._values.pop(name, None)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -107,9 +107,7 @@ class _Settings:
         return default if value is None else value
 
     def length(self) -> int:
-        """Return the number of positions of the network, ``max_position_embeddings``. Raises
-        CheckpointError.
-        """
+        """Return ``max_position_embeddings``, the number of positions. Raises CheckpointError."""
         return self._positions(LENGTH, self.config.get(LENGTH))
 
     def original_length(self) -> int:
@@ -127,7 +125,7 @@ class _Settings:
         return self._positions(ORIGINAL_LENGTH, found)
 
     def check_all_read(self, kind: str) -> None:
-        """Raises CheckpointError if a setting was not taken."""
+        """Raises CheckpointError if config.json contains a setting that this module did not use."""
         if self._values:
             unknown = ", ".join(repr(name[:64]) for name in self._values)
             self.refuse(
@@ -136,7 +134,7 @@ class _Settings:
             )
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises CheckpointError."""
+        """Raises CheckpointError with this reason."""
         raise CheckpointError(f"{self.config.path}: {reason}")
 
     def _positions(self, name: str, value: object) -> int:
@@ -174,8 +172,9 @@ def _object(config: Config, key: str) -> dict[str, Any]:
 
 
 def _scaling(settings: _Settings, kind: str) -> Scaling | None:
-    """Read the numbers of a scaling. Raises CheckpointError, and ValueError if numbers contradict
-    each other.
+    """Read the numbers of a scaling.
+
+    Raises CheckpointError, and ValueError if numbers contradict each other.
     """
     if kind == "default":
         return None
@@ -191,7 +190,8 @@ def _scaling(settings: _Settings, kind: str) -> Scaling | None:
             settings.number("low_freq_factor"),
             settings.number("high_freq_factor"),
         )
-    # As in transformers, a factor of null means the ratio of the lengths.
+    # As in transformers, if the factor is null, it is the network's length divided by the original
+    # length.
     ratio = settings.length() / original_length if "factor" in settings.nulls else None
     factor = settings.number("factor", ratio)
     return Yarn(

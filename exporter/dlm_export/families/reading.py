@@ -18,8 +18,9 @@ from dlm_runtime.text.tokenizer import TOKENIZER_LIMIT_BYTES
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The IDs of special tokens, as read from config.json, generation_config.json and
-    tokenizer_config.json.
+    """The IDs of special tokens.
+
+    They come from config.json, generation_config.json and tokenizer_config.json.
     """
 
     mask: int
@@ -76,8 +77,7 @@ def special_tokens(
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """Return the default length of an answer in tokens, which is max_new_tokens in
-    generation_config.json.
+    """Return max_new_tokens from generation_config.json, the default answer length in tokens.
 
     Returns ``None`` if max_new_tokens is missing, or if an answer of this length would leave no
     room for a prompt on a canvas of ``longest`` tokens. Raises CheckpointError if max_new_tokens is
@@ -95,8 +95,7 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """Return the name that generation_config.json stores under ``key``, such as the name of a JSON
-    layout.
+    """Return the name under ``key`` in generation_config.json, such as the name of a JSON layout.
 
     If the key is missing, returns ``None``. Raises CheckpointError if ``known`` does not contain
     the name.
@@ -112,8 +111,9 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """Return the block length of block-causal attention, which is the user's value, or else the
-    value of ``key`` in config.json.
+    """Return the block length of block-causal attention.
+
+    This is the user's value or, if there is none, the value of ``key`` in config.json.
 
     Raises CheckpointError if both values are missing, or if the block length is less than 1.
     """
@@ -136,8 +136,9 @@ def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
 
 
 def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """Return the ID of the added token whose text is ``text``, from tokenizer_config.json,
-    added_tokens.json, tokenizer.json or vocab.txt.
+    """Return the ID of the added token whose text is ``text``.
+
+    The function looks in tokenizer_config.json, added_tokens.json, tokenizer.json and vocab.txt.
     """
     if not isinstance(text, str):
         return None

@@ -1,5 +1,6 @@
-"""The family RND1, 30B-A3B: full attention, shift 1. RND1 was initialised from Qwen3-MoE, so its
-layers and tensor names are the same as in Qwen3-MoE.
+"""Defines the family RND1, 30B-A3B, with full attention and shift 1.
+
+RND1 was initialised from Qwen3-MoE, so its layers and tensor names are the same as in Qwen3-MoE.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The family RoBERTa (arXiv:1907.11692): the layers of BERT, with positions that start after the
-padding token's.
+"""Defines the family RoBERTa (arXiv:1907.11692), which has the layers of BERT.
+
+In the table of learned positions, position 0 has the row after the padding token's id.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from dlm_export.families.masked import family, layout
 
 
 def _first_position(checkpoint: Checkpoint) -> int:
-    """Return the row of position 0. The rows up to the padding token's id are not used."""
-    default = 1  # of transformers' RobertaConfig
+    """Return the table row of position 0, which is the padding token's id plus 1."""
+    default = 1  # the default of transformers' RobertaConfig
     return checkpoint.config.integer("pad_token_id", default=default, low=0) + 1
 
 

@@ -1,7 +1,8 @@
-"""The family SDAR (arXiv:2510.06303): block-causal attention in blocks of 4 to 64 tokens, no shift.
+"""Defines the family SDAR (arXiv:2510.06303).
 
-Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. If a release's config.json does not
-contain the block length, the user must pass ``--attention-block``.
+Attention is block-causal with blocks of 4 to 64 tokens, and there is no shift. Layers and tensor
+names are the same as in Qwen3 or Qwen3-MoE. If a release's config.json does not contain the block
+length, the user must pass ``--attention-block``.
 """
 
 from __future__ import annotations

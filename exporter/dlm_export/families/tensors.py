@@ -1,5 +1,6 @@
-"""Compares a checkpoint's tensors with the tensors that a denoiser needs. This module does not
-import torch.
+"""Compares a checkpoint's tensors with the tensors that a denoiser needs.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _LISTED = 8  # maximum number of names that a message shows for each kind of err
 
 
 class Tensors:
-    """A checkpoint's tensors, under the names of the denoiser's parameters. Tensor names, types and
-    shapes have been checked.
+    """A checkpoint's tensors, under the names of the denoiser's parameters.
 
-    ``quantised`` maps each parameter whose matrix is stored quantised to the name of modelopt's
-    algorithm. ``notes`` contains messages about tensors that are unused or unexpected.
+    The constructor checks the names, types and shapes of the tensors. ``quantised`` maps each
+    parameter whose matrix is stored quantised to the name of modelopt's algorithm. ``notes``
+    contains messages about tensors that are unused or unexpected.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Tensors:
         origins: Mapping[str, Origin],
         left_out: tuple[str, ...] = (),
     ) -> None:
-        """``origins`` contains the origin of each of the network's parameters. ``left_out`` contains
-        the start of the names of tensors that the network does not need.
+        """``origins`` contains the origin of each of the network's parameters.
+
+        ``left_out`` contains prefixes. The network does not need tensors whose names start with one
+        of these.
 
         Raises CheckpointError, which names all tensors that are missing or unknown, or whose type
         or shape is wrong.
@@ -72,13 +75,14 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Return the types and shapes of the tensors that the denoiser needs. The keys are the
-        tensors' released names.
+        """Return the types and shapes of the tensors that the denoiser needs.
+
+        The keys are the tensors' released names.
         """
         expected: dict[str, Expected] = {}
         read: dict[
             str, list[tuple[int, int]]
-        ] = {}  # the used rows of tensors that several parameters share
+        ] = {}  # for each tensor that several parameters share, the rows that they use
         for parameter, origin in self.origins.items():
             if parameter in self.quantised:
                 assert origin.whole is not None
@@ -87,7 +91,8 @@ class Tensors:
                     origin.whole, self.quantised[parameter], inputs, outputs
                 )
                 continue
-            # There may be thousands of experts, whose shapes are all the same.
+            # All pieces of a stack have the same shape. Compute the shape once, because there may
+            # be thousands of experts.
             if origin.is_stacked:
                 (shape, *_) = origin.shapes(self.shapes[parameter])
                 expected |= dict.fromkeys(

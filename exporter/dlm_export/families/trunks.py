@@ -48,7 +48,9 @@ EXPERT_NAMES = {
     "mlp.experts.up": "mlp.experts.{e}.up_proj",
     "mlp.experts.down": "mlp.experts.{e}.down_proj",
 }
-"""The names that several releases use for a router and the router's experts."""
+"""Maps the modules of a mixture (the router and the experts) to the tensor names in several
+releases.
+"""
 
 MIXTURE = replace(TRUNK, names=TRUNK.names | EXPERT_NAMES)
 """The tensor names of transformers' Qwen3-MoE."""
@@ -69,8 +71,8 @@ def trunk_network(
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
     If ``block_length`` is ``None``, attention is full. ``longest`` is the length of the canvases in
-    training, if that length is less than the number of positions in config.json. The docstring of
-    ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
+    training. It is needed if it is less than the number of positions in config.json. The docstring
+    of ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
@@ -103,8 +105,7 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Create the description of the whole network from ``layers``, and from config keys that most
-    releases use.
+    """Describe the whole network by ``layers``, and by config keys that most releases use.
 
     The docstring of ``trunk_network`` explains ``longest`` and ``mask_text``. Raises
     CheckpointError.
@@ -154,7 +155,8 @@ def mixture_network(
         shift=shift,
     )
     count, active = expert_counts(config)
-    router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # the class's default is false
+    # The default of transformers' Qwen3MoeConfig is false.
+    router = RouterSpec(renormalise=config.flag("norm_topk_prob"))
     experts = ExpertsSpec(count, active, config.integer("moe_intermediate_size"), router=router)
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or []
@@ -170,8 +172,9 @@ def mixture_network(
 
 
 def expert_counts(config: Config) -> tuple[int, int]:
-    """Return two numbers: the number of experts, and the number of active experts per token. Raises
-    CheckpointError.
+    """Return the number of experts, and the number of active experts per token.
+
+    Raises CheckpointError.
     """
     count = config.integer("num_experts", low=2, high=1 << 16)
     return count, config.integer("num_experts_per_tok", high=count)

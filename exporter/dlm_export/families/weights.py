@@ -25,8 +25,8 @@ from dlm_export.network.spec import NetworkSpec
 # After reading a tensor with more elements than this, the module returns freed memory to the
 # system.
 LARGE_TENSOR = 1 << 20
-# Bit masks for bf16. If the bits of a magnitude are greater than the bits of infinity, the bf16
-# number is NaN.
+# Bits of a bf16 number without its sign, and bits of infinity. A number is NaN if its bits without
+# the sign are greater than the bits of infinity.
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
@@ -124,11 +124,10 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter. A quantised parameter is dequantised. Any other parameter keeps its
-        stored type, and is memory-mapped if it consists of one whole tensor.
+        """Return a parameter in its stored type, or dequantised if it is quantised.
 
-        The tensor that was read last stays open, because the caller may read further parts of the
-        same tensor.
+        An unquantised parameter is memory-mapped if it consists of one whole tensor. The last
+        tensor stays open, because the caller may read more parts of it.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
@@ -179,12 +178,11 @@ def _largest(dtype: np.dtype) -> float:
 def tensor(
     weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read a parameter as a tensor of type ``dtype`` on the CPU. If ``rows`` is set, read only the
-    rows of the first axis that ``rows`` lists.
+    """Read a parameter as a tensor of type ``dtype`` on the CPU.
 
-    If ``dtype`` is ``None``, the result has the stored type, or fp32 if the parameter must be
-    computed. A result in the stored type is memory-mapped, and must not be modified. Raises
-    CheckpointError.
+    If ``rows`` is set, the function reads only these rows of the first axis. If ``dtype`` is
+    ``None``, the result has the stored type, or fp32 if the parameter must be computed. A result in
+    the stored type is memory-mapped, and must not be modified. Raises CheckpointError.
     """
     found = weights.view(parameter)
     if found is not None and rows is not None:
@@ -198,7 +196,7 @@ def tensor(
         )
         return part if dtype is None else part.to(dtype)
     if found is not None and dtype == torch.float32:
-        found = found.to(dtype)  # keeps the memory order of the tensor
+        found = found.to(dtype)  # ``to`` keeps the memory order of the tensor
     elif found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
             found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(
@@ -210,9 +208,7 @@ def tensor(
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """Load the parameters into a torch ``Denoiser`` of type ``dtype``, on the CPU and in evaluation
-    mode.
-    """
+    """Load the parameters into a torch ``Denoiser`` of type ``dtype``, on the CPU, for inference."""
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}
@@ -234,5 +230,5 @@ def layered(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Layered:
-    """Return a denoiser whose parameters are read layer by layer (see ``Layered``)."""
+    """Return a denoiser whose parameters are loaded layer by layer (see ``Layered``)."""
     return Layered(functools.partial(tensor, weights), network, dtype, device)

@@ -4,20 +4,22 @@ The modules:
 
 - ``trace`` makes one graph that can compute every pass of a denoiser.
 - ``repeat`` makes all layers of the graph from the few layers that were traced.
-- ``experts`` arranges the weights of mixtures of experts in memory.
+- ``experts`` replaces mixtures of experts, and defines how a file stores the experts' weights.
 - ``quantise`` quantises layers.
 - ``fuse`` replaces groups of operators with this project's operators (``functions``), for CPUs.
 - ``caches`` stores keys and values in fewer bytes.
-- ``widen`` makes bf16 graphs compute in fp32 on CPUs.
-- ``cuda`` checks that ONNX Runtime can run all operators on a GPU.
+- ``widen`` changes bf16 graphs so that CPUs compute them in fp32.
+- ``cuda`` checks that ONNX Runtime can run all operators of a graph on a GPU.
 - ``write`` writes the graph and its weights.
 
-This file imports neither torch nor onnx. Boards that build their own engines import this file. On
-such a board, torch and onnx may be missing.
+This file imports neither torch nor onnx. A board that builds its own engine imports this file, and
+may not have torch or onnx.
 
 The table lists the inputs and outputs of a graph. A pass computes ``B`` canvases. For each canvas,
-the pass reads ``T`` tokens and ``S`` cached tokens, scores ``R`` rows, and returns the ``K`` best
-tokens of each scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``.
+the pass takes ``T`` new tokens and the keys and values of ``S`` cached tokens. It computes logits
+for ``R`` of the ``T`` tokens (the scored rows), and returns the ``K`` most likely tokens of each
+scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``, and ``V`` is the size of the
+vocabulary.
 
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            token ids, and their positions in the canvas
@@ -40,19 +42,22 @@ elementary operators of opset 21 instead.
 from __future__ import annotations
 
 OPSET = 23
-# opset for graphs that contain only elementary operators, which every TensorRT 10 can parse
+# opset of graphs that every TensorRT 10 can parse, because all their operators are elementary
 PLAIN_OPSET = 21
-# Best tokens per scored row. The margin is computed from the probabilities of the two best tokens.
+# Number of tokens that a graph returns per scored row. The margin is the difference between the
+# probabilities of the two best tokens.
 TOP_K = 2
 MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime defines
 # Node metadata stores the module path under this key, for example blocks.3.mlp.down.
 LAYER_KEY = "dlm_export.layer"
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
-DEVICE_FILE = "device.onnx"  # the graph for GPUs, which uses the same data file
-SEGMENTS = "segments"  # graph input for passes that compute several requests in one sequence
+# File name of the graph for GPUs, which uses the data file of the CPU graph.
+DEVICE_FILE = "device.onnx"
+# Name of the graph input that lets a pass compute several requests in one sequence.
+SEGMENTS = "segments"
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes per element of parameters, activations and cache, for each precision without
 quantisation.
 """
 CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-"""For each precision of the cache, the ``cache_dtype`` in the manifest."""
+"""Maps each precision of the cache to the value of ``cache_dtype`` in the manifest."""

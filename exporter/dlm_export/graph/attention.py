@@ -1,4 +1,7 @@
-"""ONNX functions for attention over cached and new keys and values. ``functions`` explains them."""
+"""ONNX functions for attention over cached and new keys and values.
+
+The docstring of ``functions`` describes these functions.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from dlm_calibration.formats import SMALLEST_ROW
 from dlm_export.graph.body import Body
 
 BLOCK, WINDOW, NORMED = "Block", "Window", "Normed"
-"""Parts of the names of attention functions. ``Block`` means block-causal attention. ``Window``
-means attention in a window. ``Normed`` means that an RMSNorm is applied to queries and keys.
+"""Parts of the names of attention functions.
+
+``Block`` means block-causal attention. ``Window`` means attention in a window. ``Normed`` means
+that an RMSNorm is applied to queries and keys.
 """
 ATTENTION = (
     *(f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)),
@@ -20,22 +25,25 @@ ATTENTION = (
 )
 """Attention functions whose cache contains fp32 rows."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
-"""Type of the cache -> prefix of the attention function's name."""
+"""Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""The fp32 number for each value of the exponent bits: ``2 ** (field - 127)``.
+"""A table of powers of two in fp32.
 
-The first entry is 0, and the last entry is infinity.
+The index is the value of the exponent bits, so entry ``i`` is ``2 ** (i - 127)``, except that the
+first entry is 0 and the last entry is infinity.
 """
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""The type of a function that converts rows ``[B, Hkv, rows, D]`` to the cache's form, or that
-converts stored rows back.
+"""The type of a function that converts rows ``[B, Hkv, rows, D]`` to the form in the cache, or
+back.
 """
 
 
 def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """Define an attention function. The name of the function says whether the attention is
-    block-causal, and whether norms are applied to queries and keys.
+    """Define the attention function ``name``.
+
+    The name says whether the attention is block-causal, and whether the function applies norms to
+    queries and keys.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -60,8 +68,8 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
     value = by_head(v, "kv_heads")
     own = _own(body, segments, positions, past_key)
-    # Set rows that no request reads to 0. Such rows may contain NaN, and an additive attention mask
-    # does not hide a NaN.
+    # Some cached rows belong to no request. Set these rows to 0, because they may contain NaN, and
+    # NaN plus an attention mask is still NaN.
     is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
@@ -75,7 +83,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         attributes["visible_block"] = ir.AttributeType.INT
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        # Cached rows are treated like rows of the first block, so that every query sees these rows.
+        # Give all cached rows the number of the first block, so that every query sees these rows.
         of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
@@ -99,8 +107,9 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
 
 
 def rms_norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """Add the operators of an RMSNorm over the last axis, with the function's attribute
-    ``epsilon``.
+    """Add the operators of an RMSNorm over the last axis.
+
+    The function under construction must have the attribute ``epsilon``.
     """
     epsilon = ir.Attr("epsilon", ir.AttributeType.FLOAT, None, ref_attr_name="epsilon")
     return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
@@ -116,8 +125,8 @@ def _own(
     """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers all tokens. In calls without segments, this segment is the only
-    # segment, and also covers all cached rows.
+    # Prepend a segment that covers all tokens. If the caller passes no segments, this segment is
+    # the only segment, and also covers all cached rows.
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     is_alone = body.cast(op("Equal", body.size(segments, 0), ints(0)), ir.DataType.INT64)
     rows = op("Mul", cached, is_alone)
@@ -125,7 +134,7 @@ def _own(
     all_segments = op("Concat", everything, segments, axis=0)
     start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
-    # For each token, the first token of its request. Shape [T].
+    # For each token, the index of the first token of its request. Shape [T].
     is_begun = op("LessOrEqual", first, token)
     begin = op("ReduceMax", op("Where", is_begun, first, zero), ints(0), keepdims=0)
     of_token = op("Equal", op("Unsqueeze", begin, ints(1)), op("Transpose", first))  # [T, N]
@@ -150,8 +159,8 @@ def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     finite = op("Where", is_bad, body.number(0), rows)
     amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
     wanted = op("Div", amax, body.number(127))
-    # Find the first power of two p with 255 * p >= wanted, by counting the powers that are too
-    # small. The last eight powers are left out, because for these powers 255 * p is infinite.
+    # Find the smallest power of two p with 255 * p >= wanted, by counting the powers that are too
+    # small. The last eight powers are not compared, because 255 * p would overflow to infinity.
     is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
     field = op("ReduceSum", body.cast(is_short, ir.DataType.INT64), ints(-1))
     mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
@@ -178,4 +187,6 @@ CACHES: dict[str, tuple[_Code, _Code]] = {
     "float16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
     "int8": (_store_int8, _read_int8),
 }
-"""Type of the cache -> functions that convert rows to their stored form, and back."""
+"""Maps the type of the cache to two functions: the first converts rows to the form in the cache,
+and the second converts them back.
+"""

@@ -1,4 +1,4 @@
-"""Builds the body of an ONNX function, operator by operator. Loops are supported."""
+"""Builds the body of an ONNX function, operator by operator. The body may contain loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPSET = 23
 
 
 class Body:
-    """A function under construction: its inputs, and its nodes in order."""
+    """The inputs and the nodes of an ONNX function that is being built."""
 
     def __init__(self, name: str, inputs: str) -> None:
         self.name = name
@@ -27,7 +27,7 @@ class Body:
     def several(
         self, count: int, op_type: str, *inputs: ir.Value | None, **attributes: Any
     ) -> Sequence[ir.Value]:
-        """Add an operator with ``count`` results, and return the results."""
+        """Add an operator that has ``count`` outputs, and return these outputs."""
         node = ir.node(op_type, list(inputs), attributes, num_outputs=count)
         self.nodes.append(node)
         return node.outputs
@@ -39,18 +39,18 @@ class Body:
         return self.constant(np.array(values, np.int64))
 
     def number(self, value: float) -> ir.Value:
-        """Add a constant in fp32."""
+        """Add an fp32 constant, and return its value in the graph."""
         return self.constant(np.float32(value))
 
     def cast(self, value: ir.Value, to: ir.DataType) -> ir.Value:
         return self.op("Cast", value, to=to)
 
     def size(self, value: ir.Value, axis: int) -> ir.Value:
-        """Add a node that returns the size of one axis, as int64 ``[1]``."""
+        """Add nodes that compute the size of one axis, as int64 ``[1]``."""
         return self.op("Shape", value, start=axis, end=axis + 1)
 
     def nibbles(self, stored: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Add nodes that return the low and the high four bits of each byte."""
+        """Add nodes that split each byte into its low four bits and its high four bits."""
         low = self.op("BitwiseAnd", stored, self.constant(np.uint8(15)))
         return low, self.op("BitShift", stored, self.constant(np.uint8(4)), direction="RIGHT")
 
@@ -90,8 +90,10 @@ class Body:
 
 
 class LoopBody(Body):
-    """The body of a loop. The inputs of the body are the index of the iteration, and one value that
-    the previous iteration returned. The body may also use values from outside the loop.
+    """The body of a loop.
+
+    The body has two inputs: the index of the iteration, and a value that the previous iteration
+    returned. The body may also use values from outside the loop.
     """
 
     def __init__(self) -> None:
@@ -101,10 +103,9 @@ class LoopBody(Body):
         self._goes_on.type, self._goes_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
 
     def run(self, outside: Body, turns: ir.Value, first: ir.Value, last: ir.Value) -> ir.Value:
-        """Add this loop to the function ``outside``. Returns the value that the last iteration
-        returned.
+        """Add this loop to the function ``outside``, and return the last iteration's result.
 
-        ``first`` is the value that the first iteration gets. ``last`` is the value that an
+        ``first`` is the input value of the first iteration. ``last`` is the value that each
         iteration returns.
         """
         goes_on = self.op("Identity", self._goes_on)

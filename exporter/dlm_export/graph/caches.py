@@ -22,13 +22,13 @@ _TYPES = {
 
 
 class CacheError(DlmError):
-    """Raised if the attention of a graph does not support a type of cache."""
+    """Raised if a graph's attention cannot store keys and values in the requested type."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
-    """Return the element type and the number of elements of one cached key or value."""
+    """Return the element type and the number of elements of one cached row (a key or a value)."""
     element_bytes, scale_bytes = CACHE_ROWS[cache_dtype]
     return _TYPES[cache_dtype], head_size + scale_bytes // element_bytes
 
@@ -36,9 +36,9 @@ def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
 def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
     """Change the type in which a fused graph caches keys and values.
 
-    The attention functions, the cache inputs and the cache outputs are changed. ``plain`` lists the
-    modules that were not fused (see ``Fused``). Raises CacheError if the attention of a layer was
-    not fused.
+    This function changes the attention functions and the inputs and outputs of the cache. ``plain``
+    maps the modules that ``fuse`` did not replace to the reasons (see ``Fused``). Raises CacheError
+    if ``plain`` contains the attention of a layer.
     """
     model = traced.model
     for node in list(model.graph):

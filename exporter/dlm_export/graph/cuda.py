@@ -13,12 +13,14 @@ from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
 QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
-"""This operator multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights. A group consists
-of 16 to 128 inputs.
+"""This operator multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights.
+
+A group consists of 16 to 128 inputs.
 """
 
 # Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some of these operators are used
-# with integers only. TopK and Log have no bf16 kernels, but graphs use TopK and Log in fp32 only.
+# with integers only. TopK and Log have no bf16 kernels, but graphs apply TopK and Log to fp32
+# values only.
 KERNELS = frozenset(
     [
         "Add",
@@ -56,8 +58,8 @@ KERNELS = frozenset(
 def check_operators(graph: Graph) -> None:
     """Check that the CUDA provider has a kernel for every operator of the graph.
 
-    ONNX Runtime would run operators without such a kernel on the CPU. If the graph contains such
-    operators, raises TargetError. The message names these operators.
+    Without a CUDA kernel, ONNX Runtime would run the operator on the CPU. Raises TargetError, which
+    names the operators that have no kernel.
     """
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:

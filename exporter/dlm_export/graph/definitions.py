@@ -72,7 +72,7 @@ OPERATORS = frozenset(
 
 
 class _Chosen(registration.Registry):
-    """A torch.onnx registry that shows only the operators that a trace needs."""
+    """A registry of torch.onnx that contains only the operators that a trace needs."""
 
     def __init__(self, whole: registration.Registry) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ class _Chosen(registration.Registry):
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
         """Yield the operators that torch.onnx may see, with their definitions.
 
-        Torch may see torch's operators in ``OPERATORS``, and all operators that do not belong to
+        These operators are the ones in ``OPERATORS``, and all operators of other libraries than
         torch.
         """
         for name, found in self._whole.items():
@@ -91,7 +91,7 @@ class _Chosen(registration.Registry):
 
 @contextlib.contextmanager
 def few() -> Iterator[None]:
-    """While this context is open, torch.onnx sees only the needed definitions."""
+    """Return a context in which torch.onnx parses only the definitions of ``OPERATORS``."""
     # This import fills the default registry.
     importlib.import_module("onnxscript.function_libs.torch_lib.ops")
     whole = registration.default_registry

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 
 def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-    """Add an initialiser without values. ``write_graph`` asks for the values when it writes the
-    graph.
+    """Add an initialiser without values to a graph.
+
+    ``write_graph`` asks for the values when it writes the graph.
     """
     value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
     graph.initializers[name] = value
@@ -18,10 +19,10 @@ def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.Da
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
-    """Return the small initialiser with this name. If the graph does not contain this initialiser,
-    add it.
+    """Return the initialiser ``name``, and add it first if the graph does not contain it.
 
-    The values of the initialiser are stored in the graph file, not in the data file.
+    The initialiser should be small, because its values are stored in the graph file instead of the
+    data file.
     """
     if name not in graph.initializers:
         tensor = ir.tensor(np.asarray(array), name=name)

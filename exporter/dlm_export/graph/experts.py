@@ -1,13 +1,12 @@
-"""Replaces the mixtures of experts in a traced graph, and arranges the experts' weights for the
-engine.
+"""Replaces mixtures of experts in a traced graph, and stores the experts' weights for the engine.
 
 In a traced graph, each mixture of experts is one node. The inputs of the node include three stacks
 of matrices: gate, up and down. A stack ``[E, K, N]`` contains one matrix for each of ``E`` experts.
 Each matrix has ``K`` inputs and ``N`` outputs.
 
 - For a CPU, ``lay_out`` replaces the node with a function that computes only the chosen experts.
-  All three stacks must have the same number format. FP32, INT8 and INT4 have kernels. FP8 and NVFP4
-  are simulated.
+  All three stacks must have the same number format. The runtime has kernels for FP32, INT8 and
+  INT4. FP8 and NVFP4 are simulated with fp32 operators.
 - For a GPU, ``spread`` replaces the node with one wide gated MLP that computes all experts.
 """
 
@@ -37,7 +36,7 @@ class StackPart:
     """Says which part of a layer's expert weights an initialiser contains.
 
     ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale`` or ``wide``.
-    ``wide`` is the matrix that joins the matrices of all experts (``join``).
+    ``wide`` is the single matrix into which ``join`` puts the matrices of all experts.
     """
 
     layer: str
@@ -46,7 +45,7 @@ class StackPart:
 
 
 def function_of(name: str) -> str | None:
-    """Return the name of the function that computes experts in this layer format.
+    """Return the name of the ONNX function that computes experts in the layer format ``name``.
 
     Returns ``None`` if there is no such function.
     """
@@ -59,10 +58,10 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield each mixture of a traced graph with its three stacks. The caller must replace the
-    mixture.
+    """Yield the node of each mixture in a traced graph, with the mixture's three stacks.
 
-    Afterwards, the definition of the traced function is removed from the model.
+    The caller must replace each node. After the last node, this function removes the definition of
+    the traced mixture from the model.
     """
     by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
@@ -77,9 +76,9 @@ def lay_out(
     """Replace every mixture of an fp32 graph with a function for the format of its layers.
 
     ``formats`` contains the format of each layer. The three stacks of a mixture must have the same
-    format. A layer that is not listed stays in fp32. ``amax`` contains the clipping range of each
-    layer's input, if the format needs a fixed range. Returns a dict that maps the name of each new
-    initialiser to its description.
+    format. A layer that ``formats`` does not contain stays in fp32. ``amax`` maps a layer to the
+    largest magnitude of its input. Larger inputs are clipped. Only formats with a fixed input range
+    need this value. Returns a dict that maps the name of each new initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -122,9 +121,10 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
 
     Each stack becomes one matrix. Gate and up are ``[K, E * N]``, with the experts side by side.
     Down is ``[E * N, K]``, so the product with this matrix also adds up the results of the experts.
-    Before the down projection, the features of each expert are multiplied by the token's routing
-    weight for this expert. The routing weight is 0 for experts to which the token is not routed.
-    Returns a dict that maps the name of each new initialiser to its description.
+    Before the down projection, the graph multiplies the features of each expert by the token's
+    routing weight for this expert. The routing weight is 0 for experts that the router did not
+    choose for the token. Returns a dict that maps the name of each new initialiser to its
+    description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -136,16 +136,14 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
             initialiser(model.graph, stack.weight, shape, dtype)
             parts[stack.weight] = StackPart(stack.path, "wide", shape)
         replace(model.graph, node, _all_experts(model, node, stacks, dtype))
-    model.graph.opset_imports.pop(DOMAIN, None)  # this function is no longer used
+    model.graph.opset_imports.pop(DOMAIN, None)  # no node calls the traced mixture any more
     return parts
 
 
 def _all_experts(
     model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType
 ) -> ir.Value:
-    """Insert the operators that compute all experts of a mixture, and return their output ``[B, T,
-    K]``.
-    """
+    """Insert operators that compute all experts of a mixture, and return the sum ``[B, T, K]``."""
     gate, up, down = stacks
     x, chosen, weights = before.inputs[:3]
     own = before.metadata_props[LAYER_KEY]
@@ -188,8 +186,9 @@ def _all_experts(
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Return the shapes and types of the arrays that contain a stack, in the order of the
-    function's inputs.
+    """Return the shapes and types of the arrays that store a stack.
+
+    The order is the order of the ONNX function's inputs.
     """
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
@@ -230,7 +229,8 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """Join the matrices of a stack into one wide matrix, for ``spread``.
 
-    ``read`` is called with an index into the stack ``[E, K, N]``, and returns the selected slice.
+    ``read`` is a function that takes an index into the stack ``[E, K, N]``, and returns that part
+    of the stack.
     """
 
     def rows(at: Index) -> np.ndarray:
@@ -246,7 +246,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:
-    """Create an array with one entry per expert. Each entry is computed when it is read."""
+    """Create a lazy array with one entry per expert, which ``of_expert`` computes on access."""
 
     def read(at: Index) -> np.ndarray:
         return np.stack([of_expert(expert) for expert in range(shape[0])[at[0]]])
@@ -263,16 +263,14 @@ def fp32_panels(matrix: np.ndarray) -> np.ndarray:
 
 
 def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
-    """Convert a stack of fp32 panels ``[E, ceil(N / 32), K, 32]`` back to matrices ``[E, K,
-    N]``.
-    """
+    """Convert stacked fp32 panels ``[E, ceil(N / 32), K, 32]`` back to matrices ``[E, K, N]``."""
     count, _, inputs, _ = panels.shape
     found: np.ndarray = panels.transpose(0, 2, 1, 3).reshape(count, inputs, -1)[..., :columns]
     return found
 
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
-    """Return the shape of the matrices that are stored in panels of the shape ``panels``.
+    """Return the shape of the matrices that panels of the shape ``panels`` contain.
 
     Returns ``None`` if ``panels`` is not the shape of a stack of panels.
     """

@@ -1,9 +1,9 @@
 """ONNX functions in domain ``dlm_export``, each defined with standard ONNX operators.
 
 A graph contains the definition of every function that it calls, so any engine can run the graph.
-For some functions, the native runtime registers a kernel with the function's name. For such a
-function, ONNX Runtime uses the kernel instead of the definition. A kernel must compute the same
-result as the definition. ``KERNELS`` lists the functions with a kernel.
+For the functions in ``KERNELS``, the native runtime gives ONNX Runtime a kernel of the same name.
+ONNX Runtime then runs the kernel instead of the definition. A kernel must compute the same result
+as the definition.
 
 ==========================  ===========================================================================================
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``. Quantises each row of x to -127..127
@@ -42,37 +42,41 @@ result as the definition. ``KERNELS`` lists the functions with a kernel.
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
-Weights ``[K, N]`` are stored in panels of 32 columns. CPU kernels read weights in this order. The
-last panel is padded with zeros. The attribute ``columns`` is the number of columns without padding.
+A weight ``[K, N]`` has K inputs and N outputs (columns). Weights are stored in panels of 32
+columns, because CPU kernels compute 32 columns at a time. The last panel is padded with zeros. The
+attribute ``columns`` is the number of columns without padding.
 
-- INT8: uint8 ``[N / 32, K / 4, 32, 4]``, each code + 128.
-- INT4: uint8 ``[N / 32, K / 8, 32, 4]``, each code + 8. A byte contains two codes: the low four
-  bits are for input k, and the high four bits for input k + 4. Scales are fp16 ``[N / 32, groups,
-  32]``. A group consists of ``group_size`` inputs; the last group may be smaller.
-- NVFP4: uint8 ``[N / 32, K, 16]``. A byte contains two codes: the low four bits are for column n,
-  and the high four bits for column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
+- INT8: uint8 ``[N / 32, K / 4, 32, 4]``. Each byte is a code plus 128.
+- INT4: uint8 ``[N / 32, K / 8, 32, 4]``. A byte contains two codes, and 8 is added to each code.
+  The low four bits are the code of input k, and the high four bits are the code of input k + 4.
+  Scales are fp16 ``[N / 32, groups, 32]``. A group consists of ``group_size`` inputs; the last
+  group may be smaller.
+- NVFP4: uint8 ``[N / 32, K, 16]``. A byte contains two codes. The low four bits are the code of
+  column n, and the high four bits are the code of column n + 16. Group scales are ``[N / 32, K /
+  16, 32]``.
 - fp32, for experts only: ``[N / 32, K, 32]``.
 
-A stack of experts is stored with an additional first axis, with one entry per expert.
+For experts, each of these arrays has an additional first axis, with one entry per expert.
 
 Attention rotates the first ``rotary_size`` features of each head, or all features if
-``rotary_size`` is 0. The functions for block-causal attention have separate names. A runtime that
-has no kernel with such a name uses the definition.
+``rotary_size`` is 0. Block-causal attention has separate function names, so that a runtime without
+block-causal kernels runs the definitions.
 
 ``segments`` ``[N, 4]`` describes requests whose tokens are concatenated into one sequence (B = 1).
-The four columns are the index of a request's first cached row, the number of cached rows, the index
-of the request's first token, and the number of the request's tokens. If a request has cached rows
-in several places, several consecutive segments have the same tokens. A request sees only its own
-tokens and cached rows. If N = 0, each of the B sequences is one request, and the request sees all
-cached rows of the sequence.
+A segment consists of four numbers: the index of a request's first cached row, the number of its
+cached rows, the index of the request's first token, and the number of its tokens. If a request has
+cached rows in several places, several consecutive segments name the same tokens. A request sees
+only its own tokens and cached rows. If N = 0, each of the B sequences is one request, and the
+request sees all cached rows of the sequence.
 
-A cached row is the key or the value of one position in one head. A pass uses its own new rows in
-fp32. The cache stores the new rows rounded, so later passes read rounded values. An INT8 row
-consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The values of
-the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the
-smallest number of this form that is at least ``amax / 127``, where ``amax`` is the largest
-magnitude in the row. A row that contains NaN or infinity is stored as codes 0 with e = 127. e = 127
-means an infinite scale, so all elements of the row are read back as NaN.
+A cached row is the key or the value of one position in one head. A pass computes with its own new
+rows in fp32. The cache stores the new rows in a smaller type, so later passes compute with rounded
+values. An INT8 row consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all
+int8. The values of the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >=
+0. The scale is the smallest number of this form that is at least ``amax / 127``, where ``amax`` is
+the largest magnitude in the row. A row that contains NaN or infinity is stored as codes 0 with e =
+127. With e = 127, the scale is infinite, so every element of the row becomes NaN when the row is
+dequantised.
 """
 
 from __future__ import annotations
@@ -97,8 +101,9 @@ from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
-"""Linear functions that quantise each row of their input. Calls with the same input can be merged
-into one call.
+"""Linear functions that quantise each row of their input.
+
+Calls with the same input can be merged into one call.
 """
 KERNELS = (
     *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
@@ -113,8 +118,9 @@ KERNELS = (
     "Candidates",
 )
 """Names of the functions that have a kernel in the native runtime."""
-PANEL, DOT = 32, 4  # columns per panel, and number of products that one instruction adds up
-PAIRS = 2 * DOT  # inputs whose INT4 codes are packed together
+# Number of columns per panel, and number of products that one CPU instruction adds up.
+PANEL, DOT = 32, 4
+PAIRS = 2 * DOT  # number of inputs whose INT4 codes are packed together
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
 _BLOCK_SIZES = (128, 64, 32)  # block sizes that all kernels of MatMulNBits support
 _F8 = ir.DataType.FLOAT8E4M3FN
@@ -135,14 +141,15 @@ def panels(codes: np.ndarray) -> np.ndarray:
 
 
 def int4_panels(codes: np.ndarray) -> np.ndarray:
-    """Pack INT4 codes ``[K, N]``, one per byte, into panels: uint8 ``[ceil(N / 32), K / 8, 32,
-    4]``.
+    """Pack INT4 codes ``[K, N]``, one per byte, into panels.
+
+    The panels are uint8 ``[ceil(N / 32), K / 8, 32, 4]``.
 
     K must be a multiple of 8.
     """
     inputs, columns = codes.shape
     rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
-    # The low four bits of a byte are one code. The high four bits may have any value.
+    # The code is in the low four bits. Clear the high four bits, which may have any value.
     np.bitwise_and(codes.view(np.uint8).T ^ np.uint8(8), np.uint8(15), out=rows[:columns])
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
@@ -150,7 +157,7 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def block_size(inputs: int) -> int:
-    """Return the block size of MatMulNBits for columns that have a single scale.
+    """Return the block size for a MatMulNBits node whose weight has one scale per column.
 
     The result is the largest size that divides ``inputs``, or 128 if no size divides it.
     """
@@ -158,12 +165,13 @@ def block_size(inputs: int) -> int:
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
-    """Pack codes ``[K, N]``, one per byte, for MatMulNBits: uint8 ``[N, ceil(K / size), size * bits
-    / 8]``.
+    """Pack codes ``[K, N]``, one per byte, for MatMulNBits.
 
-    128 is added to INT8 codes, and 8 is added to INT4 codes. The low four bits of a byte are the
-    first of two INT4 codes. The last block is padded with the code that means 0. Blocks are
-    computed when they are read.
+    The result is uint8 ``[N, ceil(K / size), size * bits / 8]``.
+
+    128 is added to INT8 codes, and 8 is added to INT4 codes. A byte contains two INT4 codes, and
+    its low four bits are the first code. The last block is padded with the code that means 0. The
+    returned array packs a block when the block is accessed.
     """
     inputs, columns = codes.shape
     count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
@@ -201,7 +209,7 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
-    """Return panels of INT8, INT4 or NVFP4 codes. Each panel is packed when it is read."""
+    """Return a lazy array of INT8, INT4 or NVFP4 panels, which packs a panel on access."""
     is_nvfp4 = format == "nvfp4"
     inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
     make, lines = {
@@ -223,8 +231,9 @@ def padded(columns: int) -> int:
 
 
 def declare(model: ir.Model, name: str) -> None:
-    """Add the definition of a function to a model, and the definitions of the functions that it
-    calls.
+    """Add the definition of the function ``name`` to a model.
+
+    The definitions of all functions that ``name`` calls are added too.
     """
     identifier = (DOMAIN, name, "")
     if identifier not in model.functions:
@@ -237,7 +246,7 @@ def declare(model: ir.Model, name: str) -> None:
 def _linear(
     name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False
 ) -> ir.Function:
-    """Define the function of one or more linear layers that quantise each row of their input.
+    """Define a function that quantises each row of its input, and computes linear layers.
 
     The code of an input is ``round(x * (127 / amax))``, rounded half to even, where amax is the
     largest magnitude of the row. In INT8, the sum of products is multiplied by ``amax / 127``, and
@@ -281,9 +290,9 @@ def _by_int8(
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
-    # Multiply the product by one scale, and then by the second scale. If the two scales were
-    # multiplied with each other first, ONNX Runtime 1.31 would fuse the two multiplications as if
-    # all rows had the same scale.
+    # Multiply the product by the row's scale first, and then by the column's scale. If the code
+    # multiplied the two scales with each other first, ONNX Runtime 1.31 would apply the same scale
+    # to all rows.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
@@ -315,7 +324,7 @@ def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """Define the lookup of embeddings in a table that is stored in panels.
+    """Define the function that looks up embeddings in a table of panels.
 
     The embedding of a token is one column of a panel: its codes times its scales.
     """
@@ -358,7 +367,7 @@ def _add_norm() -> ir.Function:
 def _candidates() -> ir.Function:
     """Define the function that computes the two best tokens, their probabilities, and the entropy.
 
-    The entropy is computed from differences of logits, see ``trace.Pass``.
+    The function computes the entropy from differences of logits, as ``trace.Pass`` does.
     """
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
@@ -397,13 +406,14 @@ def _nvfp4_linear() -> ir.Function:
 
 
 def _nvfp4() -> ir.Function:
-    """Define the function that rounds to NVFP4: E2M1 in groups of 16 along K, E4M3 group scales and
-    one fp32 scale.
+    """Define the function that rounds its input to NVFP4.
 
-    The magnitudes of E2M1 are 0, .5, 1, 1.5, 2, 3, 4 and 6. Magnitudes below 2 are rounded to a
-    multiple of .5. Magnitudes between 2 and 4 are rounded to a multiple of 1. Larger magnitudes are
-    rounded to a multiple of 2. The operator Round rounds ties to the even multiple. The E2M1 code
-    of this multiple is even.
+    NVFP4 has E2M1 values, an E4M3 scale for each group of 16 values along K, and one fp32 scale for
+    the whole tensor. The magnitudes of E2M1 are 0, .5, 1, 1.5, 2, 3, 4 and 6. Magnitudes below 2
+    are rounded to a multiple of .5. Magnitudes between 2 and 4 are rounded to a multiple of 1.
+    Larger magnitudes are rounded to a multiple of 2. Of two multiples that are equally near, the
+    operator Round chooses the even multiple. E2M1 rounding chooses the same value, because the code
+    of the even multiple is even.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, number = body.op, body.number

@@ -1,9 +1,9 @@
 """Replaces groups of operators in a traced graph with calls of functions that have native kernels.
 
-``graph.functions`` defines the functions. Only graphs for ONNX Runtime on a CPU are changed,
-because TensorRT fuses operators by itself. If the operators of a module do not match the pattern of
-a kernel, these operators are not replaced, and ``Fused`` reports the reason. The results of a graph
-stay the same.
+``graph.functions`` defines the functions. Graphs for TensorRT are not changed, because TensorRT
+fuses operators itself. If the operators of a module do not match the pattern of a kernel, ``fuse``
+keeps these operators, and ``Fused`` reports the reason. A changed graph computes the same results
+as before.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
 
-CANDIDATES = "pass"  # module path that ``trace`` gives to the nodes after the head
-GATE = ".gate"  # end of the module path of an MLP's gate
-_MOST_WEIGHTS = 3  # the largest number of layers with the same input that one kernel computes
+CANDIDATES = "pass"  # the module path of the nodes after the head, as set by ``trace``
+GATE = ".gate"  # suffix of the module path of an MLP's gate projection
+_MOST_WEIGHTS = 3  # A single kernel can compute up to this many layers that have the same input.
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Reports which modules ``fuse`` replaced with kernels, and which modules ``fuse`` did not
-    replace.
+    """Reports which modules ``fuse`` replaced with kernels, and which it did not replace.
 
-    ``calls`` contains the number of nodes that call each native kernel. ``plain`` lists the modules
-    that a kernel could compute but that were not replaced: module path -> reason. ``plain`` does
-    not list norms. ``has_segments`` is true if the attention of every layer reads the input
-    ``segments``.
+    ``calls`` maps each native kernel to the number of nodes that call it. A module is in ``plain``
+    if a kernel for this kind of module exists, but ``fuse`` could not use the kernel. ``plain``
+    maps the path of the module to the reason, and never contains norms. ``has_segments`` is true if
+    the attention of every layer reads the input ``segments``.
     """
 
     calls: Mapping[str, int]
@@ -44,7 +43,7 @@ class Fused:
     has_segments: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the value of ``kernels`` in the manifest."""
+        """Return the value that the manifest stores as ``kernels``."""
         return {"calls": dict(self.calls), "plain": dict(self.plain)}
 
 
@@ -105,7 +104,7 @@ def _call(
     old: Sequence[ir.Value],
     **attributes: Any,
 ) -> None:
-    """Insert a call of a function. The outputs of the call replace the values in ``old``."""
+    """Insert a call of a function, and replace the values in ``old`` with the call's outputs."""
     functions.declare(model, name)
     node = ir.node(
         name,
@@ -162,14 +161,12 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
 
 
 def _group_size(node: ir.Node) -> int:
-    """Return the number of inputs in a group with one scale, or 0 if there is one scale for a whole
-    column.
-    """
+    """Return the number of inputs that share a scale, or 0 if each column has a single scale."""
     return node.attributes.get_int("group_size", 0)
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    """Return True if several products use a value. A residual sum may use the value too."""
+    """Return True if several matrix products use a value. Residual sums are not counted."""
     users = () if value is None else value.uses()
     return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
 
@@ -185,10 +182,10 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
-    """Return ``silu(gate) * up`` of two layers, gate first.
+    """Return the value ``silu(gate) * up`` of two layers, of which the gate comes first.
 
     Returns ``None`` if the graph does not compute this product, or if another node also uses the
-    output of gate or up.
+    output of the gate layer or of the up layer.
     """
     if len(nodes) != 2:
         return None
@@ -248,8 +245,9 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 
 @dataclass(frozen=True)
 class _Rotation:
-    """The tables of cosines and sines and the position ids of a rotation, and the number of rotated
-    features, or 0 if all features are rotated.
+    """The tables of cosines and sines of a rotation, and its position ids.
+
+    ``size`` is the number of rotated features. It is 0 if all features are rotated.
     """
 
     tables: tuple[ir.Value, ir.Value, ir.Value]
@@ -259,8 +257,9 @@ class _Rotation:
 def _rotation_of(
     traced: Graph, queries: ir.Value | None, keys: ir.Value
 ) -> tuple[ir.Value | None, ir.Value | None, _Rotation]:
-    """Return the queries and the keys before rotation, and the rotation. Raises _Unlike if queries
-    and keys are rotated differently.
+    """Return the queries and the keys before rotation, and the rotation.
+
+    Raises _Unlike if queries and keys are rotated differently.
     """
     turned, rotated = (_producer(value, "RotaryEmbedding") for value in (queries, keys))
     if turned is None and rotated is None:
@@ -279,7 +278,7 @@ def _rotation_of(
 
 
 def _no_rotation(traced: Graph) -> _Rotation:
-    """Return a rotation of two features by the angle 0, because the kernel always rotates."""
+    """Return a rotation by the angle 0, for a graph without rotation, since the kernel needs one."""
     graph, rows = traced.model.graph, traced.network.max_canvas_length
     (positions,) = (value for value in graph.inputs if value.name == "position_ids")
     cos = constant(graph, "no_rotation.cos", np.ones((rows, 1), np.float32))
@@ -290,7 +289,7 @@ def _no_rotation(traced: Graph) -> _Rotation:
 def _segments(model: ir.Model) -> ir.Value:
     """Return the input ``segments``. If the graph does not contain this input, add it.
 
-    This input is optional. By default, the input is an array without rows.
+    This input is optional. Its default is an array without rows.
     """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
@@ -309,22 +308,22 @@ _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).mi
 _DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
 _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
-"""The patterns of nodes into which the function ``hiding`` of ``network.denoiser`` is traced, for
-block-causal attention and for attention in a window.
+"""The node patterns of attention masks: block-causal attention, and attention in a window.
 
-A tuple is an operator with its inputs. A number stands for a constant with this value. A name
-matches any value.
+Tracing the function ``hiding`` of ``network.denoiser`` gives these nodes. A tuple is an operator
+with its inputs. A number is a constant with this value. A name matches any value.
 """
 
 
 _PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
 _SEEN = {"visible_block": BLOCK, "window": WINDOW}
-"""Attribute of an attention function -> the pattern of its mask, and the part of its name."""
+"""Maps the name of an attribute of attention functions to a part of the function's name."""
 
 
 def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:
-    """Return the attribute of the function with this attention mask: the block length or the window.
-    Raises _Unlike for any other attention mask.
+    """Return the attribute that describes an attention mask: the block length or the window.
+
+    Raises _Unlike if the attention mask is of another kind.
     """
     for attribute, pattern in _PATTERNS.items():
         found = {"positions": positions}
@@ -359,7 +358,7 @@ def _number(value: ir.Value) -> float | None:
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """Return the node that computes ``value``, if this node is an ``op_type``.
+    """Return the node that computes ``value``, if the node's operator is ``op_type``.
 
     Otherwise, raises _Unlike with the message ``otherwise``.
     """
@@ -378,8 +377,9 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Return the values if there are exactly ``count`` values and no value is missing. Otherwise,
-    raises _Unlike.
+    """Return the values, after checking that there are ``count`` values and that none is missing.
+
+    Otherwise, raises _Unlike.
     """
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
@@ -426,7 +426,7 @@ class _Heads:
 
 
 def _heads_of(value: ir.Value | None) -> _Heads:
-    """Find the value that was split into the heads ``[B, heads, T, D]``. Raises _Unlike."""
+    """Find the value that the graph splits into the heads ``[B, heads, T, D]``. Raises _Unlike."""
     otherwise = "heads are not cut from one product"
     ready = _expect(value, "Transpose", otherwise).inputs[0]
     normed = _producer(ready, "RMSNormalization")
@@ -440,8 +440,7 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 
 
 def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
-    """Return the norms of queries and keys, or an empty list if neither queries nor keys have a
-    norm.
+    """Return the norms of queries and keys, or an empty list if the graph has no such norms.
 
     Raises _Unlike if only queries or only keys have a norm, or if the norms differ in epsilon.
     """
@@ -464,7 +463,7 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
     Does nothing if the sum is not the input of an RMSNorm.
     """
     if any(value is None or _is_constant(value) for value in add.inputs):
-        return  # a bias is added; the kernel needs two tensors of the same shape
+        return  # ``add`` adds a bias, but the kernel needs two tensors of the same shape
     total = add.outputs[0]
     for node, _ in total.uses():
         norm = _norm_of(node)
@@ -476,8 +475,9 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
-    """Replace the operators that compute the best tokens and the entropy with one call. Raises
-    _Unlike.
+    """Replace the operators that compute the best tokens and the entropy with one call.
+
+    Raises _Unlike.
     """
     outputs = {str(value.name): value for value in model.graph.outputs}
     if _producer(outputs["top_prob"], "Candidates") is not None:

@@ -1,12 +1,12 @@
 """Cuts a written graph into parts at the borders of its layers.
 
 Each part is a separate ONNX model that uses the same weight file. The first part is ``embed``.
-After ``embed``, there is one part ``blocks.I`` for each layer ``I``. The last part is ``end``. This
-part contains the final norm and the head, and computes the best tokens.
+After ``embed``, there is one part ``blocks.I`` for each layer ``I``. The last part, ``end``,
+contains the final norm and the head, and computes the best tokens.
 
 The names of a part's inputs and outputs are the same as in the whole graph. Running all parts in
-order therefore gives the same result as running the whole graph. Nodes that depend on constants
-only are copied into every part that needs their values.
+order therefore gives the same result as running the whole graph. If a node depends on constants
+only, it is copied into every part that uses its output.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class Part:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the part's inputs. Each input is an input of the graph or an output of an
-        earlier part.
+        """Names of the part's inputs.
+
+        Each input is an input of the graph or an output of an earlier part.
         """
         return [str(value.name) for value in self.model.graph.inputs]
 
     @property
     def outputs(self) -> list[str]:
-        """Names of the part's outputs: outputs of the graph, and values that later parts read."""
+        """Names of the part's outputs: outputs of the graph, and values that later parts use."""
         return [str(value.name) for value in self.model.graph.outputs]
 
     @property
@@ -52,8 +53,9 @@ class Part:
         return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
 
     def check_given(self, names: set[str]) -> None:
-        """Check that ``names`` includes all inputs of this part. Raises PartError. The message
-        lists the missing inputs.
+        """Check that ``names`` includes all inputs of this part.
+
+        Raises PartError, which lists the missing inputs.
         """
         lacking = [name for name in self.inputs if name not in names]
         if lacking:
@@ -65,17 +67,17 @@ class Part:
 def cut(model: ir.Model) -> list[Part]:
     """Cut a graph into its parts, and return them in order.
 
-    Most nodes have metadata that names their module. A node without this metadata goes to the
-    latest part that computes one of the node's inputs.
+    The metadata of most nodes names the node's module, and thereby the part. A node without this
+    metadata goes to the last part that computes one of the node's inputs.
     """
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    # Inputs with an initialiser are optional, so this function treats these inputs as constants.
+    # A graph input that has an initialiser is optional. Treat it as a constant.
     made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
-    # part -> values that this part reads from other parts
+    # part -> values that this part uses and other parts compute
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)
-    # part -> values that later parts read from this part
+    # part -> values that this part computes and later parts use
     given: dict[int, dict[ir.Value, None]] = defaultdict(dict)
     for node, layer in zip(graph, layers, strict=True):
         read = [value for value in node.inputs if value is not None and value in made_in]
@@ -109,7 +111,7 @@ def _extract(model: ir.Model, inputs: list[ir.Value], outputs: list[ir.Value]) -
     constant = [value for value in model.graph.inputs if value.is_initializer()]
     graph = ir.convenience.extract(model.graph, [*inputs, *constant], outputs)
     for value in [value for value in graph.inputs if value.is_initializer()]:
-        graph.inputs.remove(value)  # the value is still in the initialiser
+        graph.inputs.remove(value)  # the initialiser still supplies the value
     return ir.Model(
         graph,
         ir_version=model.ir_version,

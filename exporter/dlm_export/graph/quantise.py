@@ -1,12 +1,12 @@
 """Quantises layers in a graph by replacing their MatMul nodes, or the operands of these nodes.
 
-A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). When layers
-are quantised, the graph contains only the shapes and types of weights. ``write_graph`` later asks
-for the values, one weight at a time.
+The metadata of a layer's node contains the layer's module path, under ``graph.LAYER_KEY``. While
+this module changes a graph, the graph contains only the shapes and types of the weights.
+``write_graph`` later asks for the values, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 
-- ``cpu``, for ONNX Runtime on a CPU, where accuracy is measured.
+- ``cpu``, for ONNX Runtime on a CPU. Accuracy is measured with these graphs.
 - ``tensorrt``, for TensorRT's parser. The graph can share its initialisers with a CPU graph.
 - ``cuda``, for ONNX Runtime's CUDA provider. INT8 and INT4 weights use
   ``com.microsoft::MatMulNBits``, which has kernels for CPUs and for CUDA.
@@ -31,8 +31,8 @@ nvfp4,          two DequantizeLinear on the weight, and TRT_FP4DynamicQuantize o
 TensorRT
 ==============  ===================================================================================
 
-ONNX Runtime computes constant expressions when it opens a graph. A simulated format therefore needs
-more disk space, but does not make passes slower. Scales have the graph's type. QuantizeLinear and
+ONNX Runtime computes constant expressions when it opens a graph. Simulating a format therefore
+takes disk space, but no time in a pass. Scales have the graph's type. QuantizeLinear and
 DequantizeLinear are operators of ONNX opset 23. NVFP4 follows the two-level scheme in TensorRT's
 documentation.
 """
@@ -83,8 +83,7 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Return the reason why the shape of a layer does not fit a format, or ``None`` if the shape
-    fits.
+    """Explain why a layer cannot have the format ``name``. Returns ``None`` if it can.
 
     Some formats have one scale per group of inputs. For a GPU, and for NVFP4 on any engine, the
     number of inputs must be a multiple of the group size.
@@ -96,8 +95,8 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
     if layer.is_tied and on_gpu and chosen.weights is not None:
-        # TensorRT accepts codes only as the input of DequantizeLinear. TensorRT would therefore
-        # dequantise the whole table for each lookup.
+        # TensorRT accepts codes only as the input of DequantizeLinear, so it would dequantise the
+        # whole table for each lookup.
         return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
@@ -122,8 +121,9 @@ def rewrite(
     Args:
         traced: The graph. The graph must be in fp32 if a format computes input ranges in each pass.
         formats: The format of each layer, a key of ``FORMATS``.
-        amax: The clipping range of each layer's input, for layers with a static range.
-        rotated: The size of the Hadamard matrix, for each layer whose input is rotated.
+        amax: The largest magnitude of each layer's input, for formats with a static range. Larger
+            inputs are clipped.
+        rotated: The layers whose input is rotated, each with the size of its Hadamard matrix.
         embedding: Format of the embedding table.
         form: The engine for which the graph is written.
         is_shared: True if a CPU graph and a device graph use the same initialisers.
@@ -135,7 +135,7 @@ def rewrite(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
     )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
-    # ``experts`` lays out the weights of mixtures
+    # skip the weights of mixtures, because ``experts`` replaces the mixtures
     if any(node.op_type == MIXTURE for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]
@@ -180,8 +180,9 @@ class _Writer:
     def nodes(
         self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
     ) -> ir.Value:
-        """Insert a chain of operators before a node. An input of ``None`` means the result of the
-        previous operator.
+        """Insert a chain of operators before a node.
+
+        An input of ``None`` stands for the result of the previous operator.
         """
         out: ir.Value | None = None
         for op, inputs, attributes in specs:
@@ -221,7 +222,8 @@ class _Writer:
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
         """Add an initialiser. ``write_graph`` asks for the values when it writes the graph."""
         name = f"{layer}.weight.{part}"
-        if name in self.graph.initializers:  # a tied head shares the weight with the embedding
+        # The embedding and a tied head use the same initialiser, which may exist already.
+        if name in self.graph.initializers:
             return self.graph.initializers[name]
         self.parts[name] = Part(layer, part)
         return initialiser(self.graph, name, shape, dtype)
@@ -300,14 +302,14 @@ class _Writer:
     ) -> tuple[ir.Value, ir.Value]:
         """Add the codes and scales of an embedding table, with one scale per row.
 
-        FP8 codes are stored as bytes, because ONNX's Gather supports bytes.
+        FP8 codes are stored as uint8, because ONNX Runtime's Gather does not support FP8.
         """
         dtype = ir.DataType.INT8 if number_format == "int8" else ir.DataType.UINT8
         codes = self.weight(layer, "rows", (V, hidden), dtype)
         return codes, self.weight(layer, "row_scales", (V, 1), self.dtype)
 
     def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
-        """Replace the lookup in a quantised embedding table. A tied head uses the same table."""
+        """Replace the lookup in a quantised embedding table that a tied head also uses."""
         if chosen.weights == "fp8":
             self.embedding(node, HEAD, "fp8")
             return
@@ -347,8 +349,9 @@ class _Writer:
     def blocks(
         self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int
     ) -> None:
-        """Replace a MatMul with MatMulNBits. In INT8, all blocks of a column have the same
-        scale.
+        """Replace a MatMul with MatMulNBits.
+
+        In INT8, all blocks of a column have the same scale.
         """
         bits = functions.BITS[str(chosen.weights)]
         size = chosen.group_size or functions.block_size(K)
@@ -375,7 +378,7 @@ class _Writer:
     ) -> ir.Value:
         """Quantise and dequantise the input of a layer, and return the result.
 
-        Layers with the same input and the same range share the nodes of the graph that do this.
+        Layers with the same input and the same range share the nodes that quantise and dequantise.
         """
         key = (id(x), number_format, amax)
         if key not in self._inputs:
@@ -413,7 +416,8 @@ class _Writer:
             zero = self.constant("zero.int8", np.int8(0))
         else:
             # ONNX Runtime multiplies uint8 by int8 in one instruction, but needs several
-            # instructions for int8 by int8. Both kinds of codes stand for the same values.
+            # instructions for int8 by int8. Codes of uint8 with zero point 128 represent the same
+            # values as codes of int8.
             zero = self.constant("zero.uint8", np.uint8(128))
         return self.nodes(
             node,
@@ -437,9 +441,9 @@ class _Writer:
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # If a layer has no zero points, ONNX Runtime adds zero points of a different shape
-                # when it converts codes to unsigned. ONNX Runtime changes zero points in place, so
-                # each layer needs separate zero points.
+                # Add zero points. Without them, ONNX Runtime would add zero points of a different
+                # shape when it converts signed codes to unsigned. Layers cannot share zero points,
+                # because ONNX Runtime changes them in place.
                 zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
@@ -492,14 +496,15 @@ class _Writer:
             ("MatMul", [None, self.number(f"hadamard.{size}", hadamard(size))], {}),
             ("Reshape", [None, whole], {"allowzero": 0}),
         )
-        # The last axis now has an unknown size, -1. MatMul infers the size from the weight.
+        # After the reshape, ONNX no longer knows the size of the last axis. MatMul gets this size
+        # from the weight.
         node.replace_input_with(0, rotated)
 
     def embedding(self, node: ir.Node, layer: str, number_format: str) -> None:
-        """Store the embedding table as codes with a scale per row. Only the looked-up rows are
-        dequantised.
+        """Store the embedding table as codes with a scale per row.
 
-        ``layer`` is the layer whose codes are used: the embedding, or a tied head.
+        Only the looked-up rows are dequantised. ``layer`` is the layer whose codes are used: the
+        embedding, or a tied head.
         """
         table, ids = node.inputs
         assert table is not None
@@ -508,7 +513,8 @@ class _Writer:
         codes, scales = self.rows(layer, number_format, V, hidden)
         (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
-        if number_format == "fp8":  # look up the bytes, then the value of each byte
+        # Look up the row of bytes first, and then the E4M3 value of each byte.
+        if number_format == "fp8":
             values = self.constant("e4m3", E4M3_VALUES)
             codes = self._cast(node, "embed", wide, ir.DataType.INT32)
             (wide,) = self.node(node, "embed", "Gather", [values, codes], {"axis": 0})

@@ -1,9 +1,9 @@
 """Expands a graph that was traced with one layer of each kind to a graph with all layers.
 
-Layers are of the same kind if their descriptions are equal. To create a layer, the module copies
+Two layers are of the same kind if their descriptions are equal. For each layer, ``repeat`` copies
 the nodes of the traced layer of the same kind. The copied nodes use the parameters and the cache of
-the new layer, and the residual stream that the previous layer returns. All layers share positions,
-rotary tables, attention masks and constants.
+the new layer. Their input is the residual stream that the previous layer returns. All layers share
+positions, rotary tables, attention masks and constants.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dlm_export.graph.parts import EMBED, block_of
 from dlm_export.network.spec import NetworkSpec
 
 _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
-"""Matches the start of a layer's module path or port name, including the layer's index."""
+"""Matches the start of the module path of a layer, or of the name of a cache input or output, up to
+and including the layer's index.
+"""
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """Assign an index to each kind of layer, from 0, and return the index for each layer."""
+    """Number the kinds of layers from 0, and return the number of each layer's kind."""
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
@@ -31,9 +33,9 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
 
     In this function, a block is the module of one layer. ``traced`` contains one block of each
-    kind. Each node must have a module path (``LAYER_KEY``), and its result must be used. Blocks may
-    exchange only the residual stream and shared values. If a condition is not met, the trace is
-    wrong, and AssertionError is raised.
+    kind. Three conditions must be met. Each node has a module path (``LAYER_KEY``). Each node's
+    result is used. Blocks exchange only the residual stream and shared values. Otherwise, the trace
+    is wrong, and the function raises AssertionError.
     """
     front, blocks, behind = _cut(traced)
     streams = [_handed([node for node in front if _is_embedding(node)], blocks[0])]
@@ -63,8 +65,9 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 
 
 class _Copies:
-    """The copies of the traced graph's values. ``own`` contains the values of each layer, and
-    ``shared`` contains all other values.
+    """Maps the values of the traced graph to their copies.
+
+    ``own`` contains a mapping for each layer, and ``shared`` maps all values outside the layers.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -73,8 +76,9 @@ class _Copies:
         self.own: list[dict[ir.Value, ir.Value]] = [{} for _ in layers]
 
     def of_values(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Copy inputs or initialisers. Each value of a block is copied once for every layer of the
-        block's kind.
+        """Copy inputs or initialisers.
+
+        Each value of a block is copied once for every layer of the block's kind.
         """
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 
@@ -83,13 +87,14 @@ class _Copies:
         return [self._of_node(node, layer) for node in nodes]
 
     def find(self, value: ir.Value, layer: int | None) -> ir.Value:
-        """Return the copy of a value that a layer reads.
+        """Return the copy of a value that the nodes of a layer use.
 
         ``layer`` is ``None`` for nodes before or after the layers.
         """
         scopes = [self.shared] if layer is None else [self.own[layer], self.shared]
         if layer is None and value.is_graph_input():
-            scopes += self.own  # The number of cached rows is read from the cache of some layer.
+            # Shared nodes get the number of cached rows from the shape of one layer's cache.
+            scopes += self.own
         found = next((scope[value] for scope in scopes if value in scope), None)
         where = "a node outside the layers" if layer is None else f"layer {layer}"
         assert found is not None, (
@@ -111,7 +116,7 @@ class _Copies:
         return made
 
     def _of_node(self, node: ir.Node, layer: int | None) -> ir.Node:
-        is_constant = node.op_type == "Constant"  # layers may share one constant
+        is_constant = node.op_type == "Constant"  # a constant may be used by several layers
         return ir.Node(
             node.domain,
             node.op_type,
@@ -129,9 +134,7 @@ def _is_embedding(node: ir.Node) -> bool:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """Split the nodes into the nodes before the blocks, the nodes of each block, and the nodes
-    after the blocks.
-    """
+    """Return the nodes before the blocks, the nodes of each block, and the nodes after them."""
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]
@@ -148,7 +151,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """Return the residual stream, the only value that one part passes to the next part."""
+    """Return the only value that ``makers`` compute and ``readers`` use: the residual stream."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -181,8 +184,9 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """Return the name of a value, or the path of a node, in a layer of the full graph. If the layer
-    is ``None``, the value or node is outside the layers.
+    """Return the name of a value, or the path of a node, in a layer of the full graph.
+
+    If ``layer`` is ``None``, the value or node is outside the layers.
     """
     assert name is not None
     if layer is None:

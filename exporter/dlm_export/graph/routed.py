@@ -1,10 +1,10 @@
-"""ONNX functions for mixtures of experts: a loop over the chosen experts and their tokens.
+"""Defines ONNX functions for mixtures of experts, which loop over the chosen experts.
 
 INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
-each row of their input. CPUs cannot multiply in FP8 or NVFP4. The weights of such experts are
-therefore dequantised and multiplied in fp32. The inputs of the experts are rounded to the format,
-with one range for all experts of a stack. The features after the gate are first multiplied by the
-expert's routing weight and then rounded.
+each row of their input. CPUs cannot multiply in FP8 or NVFP4. The functions therefore dequantise
+the weights of such experts, and multiply in fp32. They round the inputs of the experts to the
+format, with one range for all experts of a stack. They multiply the features after the gate by the
+expert's routing weight before rounding these features.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dlm_export.graph.body import Body, LoopBody
 from dlm_export.network.spec import STACKS
 
 MIXTURE = "Experts"
-"""The function for mixtures of experts in a traced graph. ``graph.experts`` replaces this function
-with another function of ``FUNCTIONS``.
+"""Name of the function for mixtures of experts in a traced graph.
+
+``graph.experts`` replaces calls of this function with calls of another function in ``FUNCTIONS``.
 """
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -30,9 +31,10 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 class Held:
     """Describes the inputs of a mixture function.
 
-    A stack of weights is passed as several inputs. ``parts`` contains the endings of the names of
-    these inputs. ``calls`` lists the functions of domain ``dlm_export`` that the mixture function
-    calls. If ``has_ranges`` is true, the inputs named in ``RANGES`` follow the stacks.
+    A stack of weights takes several inputs, for example codes and scales. ``parts`` contains the
+    suffixes of these inputs' names. ``calls`` lists the functions of domain ``dlm_export`` that the
+    mixture function calls. If ``has_ranges`` is true, the inputs named in ``RANGES`` follow the
+    stacks.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -53,12 +55,12 @@ FUNCTIONS: dict[str, Held] = {
 
 
 def experts(name: str) -> ir.Function:
-    """Define a mixture function. The function computes the weighted sum of the experts' results in
-    fp32.
+    """Define a mixture function, which computes the weighted sum of the experts' results in fp32.
 
     ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes codes of this shape, one per byte.
-    All other functions take panels. For a function that takes panels, the attributes ``columns``
-    (gate and up) and ``out_columns`` (down) say how many columns are not padding.
+    All other functions take panels. The last panel may contain padding. A function that takes
+    panels therefore has two attributes: ``columns`` is the number of columns of gate and up without
+    padding, and ``out_columns`` is the same for down.
     """
     held = FUNCTIONS[name]
     ports = [
@@ -112,8 +114,9 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 def _one(
     name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
 ) -> ir.Value:
-    """Compute the output of one expert for ``x`` ``[n, K]``. ``stored`` contains the expert's
-    weights and scales.
+    """Compute the output of one expert for ``x`` ``[n, K]``.
+
+    ``stored`` contains the expert's weights and scales.
     """
     if calls := FUNCTIONS[name].calls:
         gated, linear = calls

@@ -1,11 +1,10 @@
-"""Stores the embedding table of a graph in the checkpoint's type, and shares the table with a tied
-head.
+"""Stores a graph's embedding table once, in the checkpoint's type, also for a tied head.
 
-A tied head multiplies by the embedding table, so the head and the table can share one initialiser.
+A tied head multiplies by the embedding table, so the head and the lookup can use one initialiser.
 In a traced graph, a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a
-graph, ONNX Runtime transposes the table and keeps the result as a second copy in fp32. The
-functions in this module avoid the second copy. TensorRT makes no second copy (measured with
-TensorRT-RTX 1.7.1). Graphs for TensorRT therefore keep MatMul and Transpose.
+graph, it stores the transposed table as a second copy in fp32. The functions in this module avoid
+the second copy. TensorRT makes no second copy (measured with TensorRT-RTX 1.7.1), so graphs for
+TensorRT are not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dlm_export.network.spec import EMBEDDING, HEAD
 def hold_once(graph: Graph, dtype: ir.DataType) -> None:
     """Change a CPU graph so that the graph stores its embedding table once, in ``dtype``.
 
-    If the head is tied, the head is changed to use this table.
+    A tied head is changed to use this table.
 
     For an fp32 graph, ``dtype`` is the checkpoint's type. For all other graphs, ``dtype`` is the
     graph's type. Each looked-up row is converted to the graph's type. A quantised table is not
@@ -43,10 +42,9 @@ def hold_once(graph: Graph, dtype: ir.DataType) -> None:
 
 
 def multiply_transposed(graph: Graph) -> None:
-    """Change a graph for ONNX Runtime on a GPU so that its tied head multiplies by the stored
-    table.
+    """Change a GPU graph for ONNX Runtime so that its tied head uses the stored table.
 
-    The function uses Gemm, because Gemm accepts a transposed operand. Gemm has no batch axis, so
+    The new head is a Gemm operator, which accepts a transposed operand. Gemm has no batch axis, so
     the activations are reshaped before and after Gemm.
     """
     product = _product_of(graph)
@@ -107,8 +105,9 @@ def _cast(value: ir.Value, to: ir.DataType, metadata: dict[str, str]) -> ir.Node
 
 
 def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
-    """Replace the MatMul and the Transpose of a tied head with ``nodes``. The last node returns the
-    result.
+    """Replace the MatMul and the Transpose of a tied head with ``nodes``.
+
+    The output of the last node replaces the output of the MatMul.
     """
     old, new, weight = product.outputs[0], nodes[-1].outputs[0], product.inputs[1]
     assert weight is not None

@@ -17,9 +17,10 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""A mixture of experts has a second tap. The path of this tap ends with this suffix. The input of
-this tap contains the indices of the chosen experts. The output of this tap contains the routing
-weights of the chosen experts.
+"""A mixture of experts has a second tap.
+
+The path of this tap ends with this suffix. The input of this tap contains the indices of the chosen
+experts. The output of this tap contains the routing weights of the chosen experts.
 """
 SHOWN = "tap:"
 """Prefix of the names of outputs that ``show`` adds."""
@@ -49,8 +50,10 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """Return the tap of every layer. The keys are module paths. Later changes of the graph keep the
-    names of inputs and outputs.
+    """Return a dict that maps the module path of every layer to the layer's tap.
+
+    A tap stays valid when the graph is changed later, because changes keep the names of the inputs
+    and outputs of layers.
     """
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
@@ -77,11 +80,10 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 
 
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
-    """For every value of ``taps`` that a graph or part contains, add an fp32 output to the graph or
-    part.
+    """Add an fp32 output to a graph or part for every value of ``taps`` that it contains.
 
-    The name of such an output is ``SHOWN`` plus the value's name. A value inside a fused operator
-    cannot be read, and is left out.
+    The name of such an output is ``SHOWN`` plus the value's name. A value that is inside a fused
+    operator gets no output.
     """
     graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}

@@ -1,7 +1,7 @@
 """ONNX functions for tied heads: they multiply activations by the embedding table.
 
-The table ``[V, K]`` has one row per token. One initialiser serves both the lookup of embeddings and
-the head. A table in FP8 consists of E4M3 bytes and scales ``[V, 1]``.
+The table ``[V, K]`` has one row per token. The lookup of embeddings and the head use the same
+initialiser. A table in FP8 consists of E4M3 bytes, and of scales ``[V, 1]``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ TIED_HEADS = {
     ir.DataType.BFLOAT16: "Bf16TiedHead",
     ir.DataType.FLOAT16: "Fp16TiedHead",
 }
-"""Type of an unquantised table -> name of the function that multiplies by this table."""
+"""Maps the type of an unquantised table to the name of the function that multiplies by the table.
+"""
 FP8_TIED_HEAD = "Fp8TiedHead"
 
 

@@ -55,8 +55,9 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced pass without weights. The initialisers have the names of ``Denoiser``'s
-    parameters.
+    """A traced pass without weights.
+
+    Each initialiser has the name of a parameter of ``Denoiser``.
     """
 
     model: ir.Model
@@ -79,7 +80,7 @@ def element_type(precision: str) -> ir.DataType:
 
 
 class Pass(nn.Module):
-    """The module to trace: a complete pass from token ids to the best tokens of the scored rows."""
+    """The torch module that is traced: a complete pass from token ids to the best tokens."""
 
     mask_token_bias: Tensor
 
@@ -103,8 +104,8 @@ class Pass(nn.Module):
         masked = logits + self.mask_token_bias
         probs = masked.softmax(-1)
         top_prob, top_token = probs.topk(TOP_K)
-        # The entropy is the sum of p ln p. To avoid a logarithm per token, compute ln p as the
-        # token's logit, minus the best logit, plus the best token's ln p.
+        # The entropy is the sum of p ln p. A logarithm for every token would be slow. Instead,
+        # compute ln p as the token's logit, minus the best logit, plus ln p of the best token.
         behind = logits - masked.amax(-1, keepdim=True)
         entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
@@ -129,8 +130,9 @@ _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Return the cache inputs or outputs with this prefix, in order: name ->
-    ``(kv_heads, head_size)``.
+    """Return the cache inputs or outputs with this prefix, in order.
+
+    The result maps each name to ``(kv_heads, head_size)``.
     """
     return {
         f"{prefix}_{kind}.{i}": shape
@@ -183,8 +185,8 @@ def describe(
 def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
     """Trace the pass of a denoiser.
 
-    Only one layer of each kind is traced. ``repeat`` then copies this layer. Each mixture of
-    experts is one node, which ``graph.experts`` must replace.
+    Only one layer of each kind is traced, and ``repeat`` makes all other layers. In the result,
+    each mixture of experts is a single node, which ``graph.experts`` must replace.
 
     Args:
         network: The denoiser's description.
@@ -212,8 +214,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
-    # Hide torch's warnings and log lines, for example the warning that torchvision is missing.
-    # These messages do not help users.
+    # Hide torch's warnings and log lines, which do not help users. One example is the warning that
+    # torchvision is missing.
     with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -239,7 +241,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     initializers = model.graph.initializers
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     for name in {name.removeprefix("denoiser.") for name in held} & initializers.keys():
-        # The parameter is a tensor without values. ``write`` supplies the values later.
+        # Remove the parameter's tensor, which has no values. ``write`` supplies the values later.
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
@@ -252,9 +254,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """Translate the operator of ``network.experts`` to one node. torch.onnx needs the schema of
-    this node.
-    """
+    """Translate the operator of ``network.experts`` to one node of the graph."""
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
@@ -289,8 +289,9 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """Return the type of a node's output. Except for a few operators, the type of the output is the
-    type of the first input.
+    """Return the type of a node's output.
+
+    For most operators, this type is the type of the first input.
     """
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
@@ -307,8 +308,8 @@ def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
 def _simplify_reshapes(model: ir.Model) -> None:
     """Give each Reshape the constant shape ``[0, 0, ...]`` if only the axes B and T are dynamic.
 
-    A 0 means that the dimension is the same as in the input. Without this change, Shape, Squeeze
-    and Concat nodes would compute every shape. These nodes would add 14 needless nodes per layer.
+    A 0 means that the dimension is the same as in the input. Without this change, each layer would
+    have 14 more nodes (Shape, Squeeze and Concat), which compute the shapes.
     """
 
     def constant(before: ir.Node, array: np.ndarray, kind: str) -> ir.Value:
@@ -324,7 +325,8 @@ def _simplify_reshapes(model: ir.Model) -> None:
         number, wanted = (
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
-        if number is not None and wanted is not None:  # torch made a list from a single value
+        # torch made a one-element list from a scalar; use the scalar.
+        if number is not None and wanted is not None:
             folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
             node.outputs[0].replace_all_uses_with(folded)
             continue

@@ -1,6 +1,4 @@
-"""Changes bf16 graphs so that ONNX Runtime can run these graphs on CPUs, with kernels that compute
-in fp32.
-"""
+"""Changes bf16 graphs so that ONNX Runtime can run these graphs on CPUs with its fp32 kernels."""
 
 from __future__ import annotations
 

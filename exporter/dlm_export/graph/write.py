@@ -23,8 +23,10 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # largest number of initialisers of one weight: codes, scales, a global scale
-DATA_ALIGNMENT = 4096  # in bytes: one page, so that the engine can map each tensor into memory
+_MOST_PARTS = 3  # A weight has at most three initialisers: codes, scales and a global scale.
+# Alignment of each tensor in bytes. It is the size of a page, so that the engine can map tensors
+# into memory.
+DATA_ALIGNMENT = 4096
 
 
 def data_bytes(
@@ -41,7 +43,7 @@ def data_bytes(
     Args:
         network: The denoiser's description.
         precision: A key of ``PRECISIONS``.
-        formats: The formats of layers whose format is not ``precision``.
+        formats: The formats of all quantised layers. All other layers have the type ``precision``.
         table_bytes: Bytes per element of the embedding table, if its type is not ``precision``.
     """
     c = network
@@ -162,8 +164,9 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Give each node a name made of its module path and operator. The audit of TensorRT engines
-    uses these names.
+    """Give each node a name made of its module path and operator.
+
+    The audit of TensorRT engines uses these names.
     """
     used: Counter[str] = Counter()
     for node in graph.model.graph:
@@ -173,9 +176,7 @@ def _name_nodes(graph: Graph) -> None:
 
 
 def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
-    """Let each initialiser of the device graph use the bytes of the initialiser with the same name
-    in ``graph``.
-    """
+    """Let the device graph use the bytes of the initialisers with the same names in ``graph``."""
     written = {name: value.const_value for name, value in graph.model.graph.initializers.items()}
     for name, value in device.model.graph.initializers.items():
         if value.const_value is not None:
@@ -199,7 +200,7 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 def _packed(codes: np.ndarray) -> np.ndarray:
     """Pack 4-bit codes, each in one byte, into half as many bytes.
 
-    As in ONNX, the first code of a byte is in the low nibble.
+    As in ONNX, the first code of a byte is in the low four bits.
     """
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

@@ -1,6 +1,7 @@
-"""Compares a bundle with its source: are the bundle's results correct, and how accurate are they?
+"""Checks that a bundle computes correct results, and measures its loss of accuracy.
 
-The list shows the packages. A package imports only packages that come earlier in the list:
+The source is the checkpoint from which the bundle was built. A package imports only packages that
+come earlier in this list:
 
 - ``report`` writes HTML pages with the results.
 - ``sides`` gives all compared denoisers the same interface.

@@ -1,4 +1,4 @@
-"""Rounds keys and values in torch exactly as the caches of ``graph.functions`` do."""
+"""Rounds keys and values in torch exactly as the functions in ``graph.functions`` do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SMALLEST_ROW = 1e-30
 
 
 def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
-    """Round keys or values ``[.., D]`` to the numbers that a pass reads back from the cache.
+    """Round keys or values ``[.., D]`` to the numbers that a pass gets back from the cache.
 
     ``cache_dtype`` is the cache's type, as the manifest names it.
     """
@@ -20,17 +20,17 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
 
 
 def _through_int8(rows: Tensor) -> Tensor:
-    """Quantise each row to codes -127..127, and dequantise the row.
+    """Quantise each row to codes from -127 to 127, and dequantise the row.
 
-    The scale of a row is at least amax / 127, where amax is the largest magnitude in the row. Among
-    the numbers that satisfy this condition, the scale is the smallest number of the form
-    ``mantissa * 2 ** n`` with an integer mantissa of at most 255.
+    The scale of a row has the form ``mantissa * 2 ** n``, with an integer mantissa of at most 255.
+    The scale is the smallest number of this form that is at least amax / 127, where amax is the
+    largest magnitude in the row.
     """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)
     wanted = finite.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_ROW) / 127
     fraction, exponent = wanted.frexp()  # wanted = fraction * 2 ** exponent, fraction in [0.5, 1)
-    # The scale is assembled from its bits, because torch.ldexp is not exact on every processor.
+    # Assemble the power of two from its bits, because torch.ldexp is not exact on every processor.
     power = ((exponent + (127 - 8)) << 23).view(torch.float32)
     scale = (256 * fraction).ceil() * power
     return ((finite / scale).round() * scale).masked_fill(is_bad, torch.nan)

@@ -33,8 +33,9 @@ from dlm_export.network.spec import (
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
-"""The rotary embedding of a pass: tables of cosines and sines ``[positions, D / 2]``, and the
-position ids ``[B, T]`` that select rows of these tables.
+"""The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
+
+The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables.
 """
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
@@ -42,13 +43,11 @@ Past = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Several passes that are computed together, with their tokens concatenated into one sequence.
+    """Several passes whose tokens are concatenated into one sequence.
 
-    Each pass sees its own tokens and its own cache only.
-
-    For each pass, ``passes`` contains the slice of the pass's tokens in the sequence, the pass's
-    additive attention mask (see ``hiding``), and the cached keys and values ``[1, Hkv, S, D]`` of
-    the pass.
+    A token attends only to the tokens and the cache of its own pass. For each pass, ``passes``
+    contains three values: the slice of its tokens in the sequence, its additive attention mask (see
+    ``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
@@ -61,10 +60,9 @@ class UnbuiltNetworkError(DlmError):
 
 
 def check_built(network: NetworkSpec) -> None:
-    """Check that ``Denoiser`` supports all features of the network. Raises UnbuiltNetworkError
-    otherwise.
+    """Check that ``Denoiser`` supports all features of the network.
 
-    The error names the layer and the feature.
+    Otherwise, raises UnbuiltNetworkError, which names the layer and the feature.
     """
     for i, layer in enumerate(network.layers):
         known = ACTIVATIONS if isinstance(layer.mlp, MlpSpec) else ("silu",)
@@ -127,8 +125,8 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # This operator is exported as one RotaryEmbedding node. The code below would give nine
-        # nodes. The operator is used only for export, because it has no gradient.
+        # Use this operator only for export, because it has no gradient. It becomes a single
+        # RotaryEmbedding node. The code below would become nine nodes.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly
@@ -144,14 +142,13 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 def hiding(
     attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return an additive attention mask that hides the keys that a query does not see, or ``None``
-    if every key is visible.
+    """Return an additive attention mask, or ``None`` if every query attends to every key.
 
-    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. The mask is 0 for visible keys, and the
-    lowest finite number for hidden keys. All ``cached`` (S) keys are visible, and a network with a
-    window has no cached keys. Minus infinity is not used, because some kernels compute the softmax
-    in tiles. If a tile contained only hidden keys, minus infinity would make the result of the tile
-    NaN.
+    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. It is 0 for visible keys, and the lowest
+    finite number for hidden keys. All ``cached`` (S) keys are visible. A network with a window has
+    no cached keys. The mask does not contain minus infinity, because some kernels compute the
+    softmax in tiles. If all keys of a tile were hidden, minus infinity would make the result of the
+    tile NaN.
     """
     block_length, window = attention.visible_block, attention.window
     if window is not None:
@@ -170,12 +167,12 @@ def hiding(
 
 
 def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None]:
-    """Return a key that is equal for layers with the same attention mask."""
+    """Return a dict key. Two layers with the same attention mask have equal keys."""
     return attention.visible_block, attention.window
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over cached and new keys."""
+    """Grouped-query attention to cached and new keys."""
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool
@@ -195,7 +192,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
-        if self.is_plain:  # the queries that share a key get a separate axis
+        if self.is_plain:  # add an axis for the queries that share a key
             q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(
                 0, 2, 3, 1, 4
             )
@@ -218,9 +215,7 @@ class Attention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
     ) -> Tensor:
-        """Compute the attention of queries to the cached and the new keys. Returns
-        ``[B, T, heads..., D]``.
-        """
+        """Compute the attention of queries to cached and new keys. Returns ``[B, T, heads..., D]``."""
         keys, values = (
             (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         )
@@ -235,9 +230,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. If the description of the layer lacks a norm, this norm is an
-    identity.
-    """
+    """One transformer layer. A norm that is missing in the layer's description is an identity."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -314,9 +307,7 @@ class TokenTypes(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Looks up the embeddings of tokens, and adds learned positions and token types if the network
-    has them.
-    """
+    """Looks up the embeddings of tokens, and adds learned positions and token types, if any."""
 
     def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
         super().__init__()
@@ -334,7 +325,7 @@ class Embedding(nn.Module):
         return self.complete(F.embedding(input_ids, self.weight), position_ids)
 
     def complete(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Add everything else to the rows of the embedding table ``[B, T, hidden]``."""
+        """Compute the embeddings from looked-up table rows ``x`` ``[B, T, hidden]``."""
         if self.positions is not None:
             x = x + self.positions(position_ids)
         y: Tensor = self.norm(self.types(x))
@@ -342,7 +333,7 @@ class Embedding(nn.Module):
 
 
 class Transform(Linear):
-    """A matrix, an activation function and a norm, which some networks compute before the head."""
+    """The computation before the head in some networks: a matrix, an activation and a norm."""
 
     def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
         c = network
@@ -357,11 +348,11 @@ class Transform(Linear):
 
 
 class Denoiser(nn.Module):
-    """The network. The network takes a canvas and predicts a token for every position.
+    """The network, which takes a canvas and predicts a token for every position.
 
-    Parameters are not initialised: ``families.load`` reads the parameters from a checkpoint. If
-    ``is_plain`` is true, the network uses elementary operations only, for engines that have no
-    operators for attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
+    The constructor does not initialise the parameters. ``families.load`` loads them from a
+    checkpoint. If ``is_plain`` is true, the network uses elementary operations only, for engines
+    that have no operators for attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
     """
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
@@ -390,12 +381,12 @@ class Denoiser(nn.Module):
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
     ) -> tuple[Tensor, list[Past]]:
-        """Return the features after the final norm ``[B, T, hidden]``, and the new keys and values
-        of each layer ``[B, Hkv, T, D]``.
+        """Return the features after the final norm, and the new keys and values of each layer.
 
-        ``past`` contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are
-        already rotated by their positions. Cached positions may be in any order, because every
-        query sees all cached positions.
+        Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
+        contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
+        rotated by their positions. Cached positions may be in any order, because every query
+        attends to all of them.
         """
         x = self.embed(input_ids, position_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
@@ -417,9 +408,7 @@ class Denoiser(nn.Module):
         return self.final_norm(x), presents
 
     def project(self, features: Tensor) -> Tensor:
-        """Map features ``[..., hidden]`` to raw logits ``[..., V]``. The logits include the mask
-        token's logit.
-        """
+        """Map features ``[..., hidden]`` to raw logits ``[..., V]``, including the mask token."""
         ready = self.transform(features)
         logits: Tensor = (
             self.head(ready, self.embed.weight) if self.network.tied_head else self.head(ready)
@@ -427,8 +416,7 @@ class Denoiser(nn.Module):
         return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the raw logits ``[B, L, V]`` of a pass over whole canvases ``[B, L]``, without a
-        cache.
+        """Return the raw logits ``[B, L, V]`` of whole canvases ``[B, L]``, without using a cache.
 
         Row i contains the logits that the network computes at position i. If ``shift`` is 1, these
         logits predict the token at position i + 1.

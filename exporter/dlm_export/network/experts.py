@@ -1,8 +1,8 @@
-"""Mixture-of-experts layers in torch: a router, the MLPs to which tokens are routed, and an
-optional shared MLP.
+"""Defines mixtures of experts in torch: a router, expert MLPs, and an optional shared MLP.
 
-Each expert is computed once, for all tokens that are routed to it. Experts without tokens are not
-computed. If the weights are memory-mapped, the weights of such experts are never read from disk.
+The router chooses some experts for each token. Each expert is computed once, for all tokens that
+are routed to it. Experts without tokens are not computed, so memory-mapped weights of such experts
+are never loaded from disk.
 
 Shapes: ``N`` tokens, ``E`` experts, ``k`` active experts per token.
 """
@@ -22,15 +22,17 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""The number that is added to the sum of routing weights before the routing weights are divided by
-this sum, as in released routers.
+"""Routers normalise routing weights by dividing them by their sum.
+
+As in released routers, this number is added to the sum, so that the sum is never 0.
 """
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
 def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
-    """Return an empty tensor with the shape of the output of ``RoutedMLPs``. The exporter needs
-    this shape, because ``RoutedMLPs`` becomes a single graph node.
+    """Return an empty tensor with the shape of the output of ``RoutedMLPs``.
+
+    torch.export needs this shape, because ``RoutedMLPs`` becomes a single graph node.
     """
     return torch.empty_like(x)
 
@@ -49,18 +51,18 @@ class Router(nn.Module):
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For tokens ``x`` ``[.., hidden]``, return the chosen experts, int64 ``[.., k]``, and
-        their routing weights, fp32 ``[.., k]``.
+        """Choose the experts of the tokens ``x`` ``[.., hidden]``.
+
+        Returns the chosen experts, int64 ``[.., k]``, and their routing weights, fp32 ``[.., k]``.
         """
         scores, judged = self.scores(x)
         chosen = self._of_groups(judged, self._worth(judged)).topk(self.active).indices
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two scores of every expert, both fp32 ``[.., E]``: without the bias, and with the
-        bias.
+        """Return two scores of every expert, without and with the bias, both fp32 ``[.., E]``.
 
-        Experts are chosen by the scores with the bias.
+        The router chooses experts by the scores with the bias.
         """
         products = x.float() @ self.weight.float()
         scores = products.softmax(-1) if self.spec.score == "softmax" else products.sigmoid()
@@ -78,14 +80,14 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """Return how much lower the scores of the experts ``chosen`` ``[.., k]`` are than the
-        scores of the best choice. The result is ``[..]``.
+        """Return how much lower the scores of ``chosen`` ``[.., k]`` are than the best scores.
 
-        ``judged`` ``[.., E]`` are the scores by which experts are chosen. The groups of the chosen
-        experts are compared with the best groups. The chosen experts are compared with the best
-        experts of the same groups. The result is the larger of these two differences. If the chosen
-        experts have the same scores as the best experts, the result is 0. The result is infinity if
-        an expert is chosen twice, or if the experts are from too many groups.
+        The result is ``[..]``. ``judged`` ``[.., E]`` contains the scores by which the router
+        chooses experts. The function compares the groups of the chosen experts with the best
+        groups, and the chosen experts with the best experts of the same groups. The result is the
+        larger of these two differences. If the chosen experts have the same scores as the best
+        experts, the result is 0. The result is infinity if an expert is chosen twice, or if the
+        experts are from too many groups.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -107,10 +109,10 @@ class Router(nn.Module):
         )
 
     def _worth(self, judged: Tensor) -> Tensor:
-        """Return the score of each of G groups, ``[.., G]``. The score of a group is the sum of the
-        scores of the group's two best experts.
+        """Return the score of each of G groups of experts, ``[.., G]``.
 
-        This function is not used if G is 1.
+        The score of a group is the sum of the scores of its two best experts. This function is not
+        used if G is 1.
         """
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
@@ -128,13 +130,14 @@ class Router(nn.Module):
 class Stacked(nn.Module):
     """A matrix ``[in, out]`` for each of ``E`` experts.
 
-    Either all matrices are one parameter in memory, or each matrix is read when it is needed.
+    Either all matrices are one parameter in memory, or each matrix is loaded when it is needed.
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down`` means that these are the matrices of the down projection. ``wide`` joins the
-        matrices of a down projection along the inputs, because the outputs of the experts are added
-        up.
+        """``is_down`` is true for the matrices of the down projection.
+
+        ``wide`` joins these matrices along their inputs, because a mixture adds up the outputs of
+        the experts.
         """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
@@ -142,8 +145,9 @@ class Stacked(nn.Module):
         self.read: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """Multiply ``x`` ``[.., in]`` by one expert's matrix. If ``expert`` is ``None``, multiply
-        by ``wide()``.
+        """Multiply ``x`` ``[.., in]`` by one expert's matrix, or by ``wide()``.
+
+        If ``expert`` is ``None``, the method multiplies by ``wide()``.
         """
         return product(x, self.wide() if expert is None else self.matrix(expert))
 
@@ -162,8 +166,7 @@ class Stacked(nn.Module):
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` gated MLPs, the experts. Each expert processes the tokens that are routed to the
-    expert.
+    """``E`` experts. Each expert is a gated MLP for the tokens that are routed to it.
 
     If ``is_dense`` is true, one wide MLP computes all experts for every token. The wide MLP
     multiplies the features of an expert by 0 if the token is not routed to this expert.
@@ -177,10 +180,10 @@ class RoutedMLPs(nn.Module):
         self.down = Stacked(spec.count, spec.size, hidden_size, is_down=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """For each token in ``x`` ``[.., hidden]``, return the weighted sum ``[.., hidden]`` of the
-        outputs of the token's experts.
+        """Return the weighted sum ``[.., hidden]`` of the outputs of each token's experts.
 
-        ``chosen`` and ``weights`` are ``[.., k]``.
+        ``x`` is ``[.., hidden]``. ``chosen`` contains the experts of each token, and ``weights``
+        contains their routing weights, both ``[.., k]``.
         """
         if torch.compiler.is_exporting():
             stacks = [self.gate.weight, self.up.weight, self.down.weight]
@@ -189,9 +192,7 @@ class RoutedMLPs(nn.Module):
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute one expert after another. The results for a token are added up in the order of
-        experts.
-        """
+        """Compute one expert after another, and add up the results for a token in this order."""
         active, tokens = chosen.shape[-1], x.flatten(0, -2)
         slots = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.count).tolist()
@@ -205,15 +206,13 @@ class RoutedMLPs(nn.Module):
         return y.view(x.shape)
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
-        """Return an expert's features ``[n, size]`` before the down projection, for ``x``
-        ``[n, hidden]``.
-        """
+        """Map ``x`` ``[n, hidden]`` to an expert's features ``[n, size]`` before ``down``."""
         y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
         return y
 
     def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         experts = torch.arange(self.count, device=x.device)
-        # Shape [.., E].
+        # routing weight of every token for every expert, [.., E]
         shares = ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
         hidden = F.silu(self.gate(x)) * self.up(x)
         y: Tensor = self.down(

@@ -24,8 +24,9 @@ NORMS = (
     "mlp_out_norm",
     "mlp_sum_norm",
 )
-"""Possible norms of a layer: before attention, after attention, after the residual sum of attention,
-and the same for the MLP. A layer with sum norms only is called post-norm.
+"""Possible norms of a layer: before attention, after attention, after the residual sum of
+attention, and the same three for the MLP. A layer that has norms only after the residual sums is
+called post-norm.
 """
 NORM_KINDS = ("rms", "layer", "layer-bias")
 """Kinds of norms: RMSNorm, LayerNorm without a bias, and LayerNorm with a bias."""
@@ -35,9 +36,9 @@ NORM_KINDS = ("rms", "layer", "layer-bias")
 class Rope:
     """Rotate-half rotary positions with base ``theta``.
 
-    Only the first features of a head are rotated. ``fraction`` is the share of rotated features.
-    ``scaling`` describes how frequencies are lowered for long canvases. If ``None``, frequencies
-    are not scaled.
+    ``fraction`` is the share of a head's features that are rotated. The rotated features are the
+    first ones. ``scaling`` describes how frequencies are lowered for long canvases. If it is
+    ``None``, frequencies are not lowered.
     """
 
     theta: float
@@ -58,11 +59,11 @@ class AttentionSpec:
 
     - ``rope``: rotary positions. If ``None``, attention does not depend on positions.
     - ``qk_norm``: True if an RMSNorm is applied to every query and key head before rotation.
-    - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means the keys in
-      the query's block and in earlier blocks, where a block has ``block_length`` tokens. ``causal``
-      means the keys up to the query's position.
-    - ``window``: if not ``None``, a query sees only keys that are at most this many tokens away. A
-      network with a window cannot use a cache.
+    - ``visibility``: the keys to which a query attends. ``full`` means all keys. ``block`` means
+      the keys in the query's block and in earlier blocks. A block has ``block_length`` tokens.
+      ``causal`` means the keys up to the query's position.
+    - ``window``: if not ``None``, a query attends only to keys that are at most this many tokens
+      away. A network with a window cannot use a cache.
     """
 
     heads: int
@@ -104,14 +105,16 @@ class AttentionSpec:
     def visible_block(self) -> int | None:
         """Block length of block-causal attention. Causal attention has block length 1.
 
-        ``None`` if every query sees every key.
+        ``None`` if every query attends to every key.
         """
         return 1 if self.visibility == "causal" else self.block_length
 
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP, ``down(activation(gate x) * up x)``, or an MLP without a gate,
+    """An MLP with or without a gate.
+
+    With a gate, the MLP computes ``down(activation(gate x) * up x)``. Without a gate, it computes
     ``down(activation(up x))``. ``bias`` is true if all matrices have biases.
     """
 
@@ -123,17 +126,16 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Describes how a router chooses a token's experts and the experts' routing weights. All values
-    are computed in fp32.
+    """Describes how a router chooses a token's experts and computes their routing weights, in fp32.
 
     - ``score``: the function that computes scores from the router's outputs, ``softmax`` or
       ``sigmoid``.
-    - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, but not
-      to the experts' routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is
-      also added to the routing weights. ``None`` means no bias.
+    - ``bias``: where a bias is added. ``choice`` means that the bias is added to the scores by
+      which experts are chosen, but not to the routing weights (DeepSeek-V3, arXiv:2412.19437).
+      ``weights`` means that the bias is added to the routing weights too. ``None`` means no bias.
     - ``renormalise``: True if the routing weights of the chosen experts are divided by the sum of
       these weights.
-    - ``scale``: factor of the routing weights.
+    - ``scale``: the number by which all routing weights are multiplied.
     - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
       ``active_groups`` groups. The score of a group is the sum of the scores of the group's two
       best experts.
@@ -186,8 +188,10 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. ``norms`` is a subset of ``NORMS``. ``norm_eps`` and ``norm_kind`` are
-    the epsilon and the kind of these norms.
+    """One transformer layer.
+
+    ``norms`` is a subset of ``NORMS``. ``norm_eps`` and ``norm_kind`` are the epsilon and the kind
+    of these norms.
     """
 
     attention: AttentionSpec
@@ -214,7 +218,8 @@ def layer_from(values: Mapping[str, Any]) -> LayerSpec:
 
 def _rope_from(values: Mapping[str, Any]) -> Rope:
     scaling = values["scaling"]
-    if isinstance(scaling, (int, float)):  # bundles of earlier versions contain the linear factor
+    # In bundles of earlier versions, ``scaling`` is the factor of linear scaling.
+    if isinstance(scaling, (int, float)):
         scaling = {"kind": "linear", "factor": scaling} if scaling > 1 else None
     return Rope(
         values["theta"], values["fraction"], None if scaling is None else scaling_from(scaling)
@@ -227,9 +232,7 @@ def has_router_bias(layer: LayerSpec) -> bool:
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
-    """Return the rotary table of an attention layer, or ``None`` if attention does not depend on
-    positions.
-    """
+    """Return the rotary table of an attention layer, or ``None`` without rotary positions."""
     if attention.rope is None:
         return None
     size = round(attention.head_size * attention.rope.fraction)

@@ -1,9 +1,9 @@
 """Runs canvases through a denoiser layer by layer, with only one layer in memory.
 
 A run needs memory for one layer, and for the activations of all canvases. Each weight matrix is
-read once for all canvases. Canvases of equal length are computed together. If the activations
-exceed the memory limit, all activations are stored in a memory-mapped file. The disk space of this
-file is allocated in advance.
+loaded once for all canvases. Canvases of equal length are computed together. If the activations
+need more memory than the limit, they are stored in a memory-mapped file, whose disk space is
+allocated in advance.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryLimitError(DlmError):
 
 
 class ReadTensor(Protocol):
-    """A function that reads parameters of a denoiser."""
+    """A function that loads parameters of a denoiser."""
 
     def __call__(
         self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
@@ -69,8 +69,10 @@ class ReadTensor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Canvases of equal length: the indices of the canvases, the token ids int64 ``[B, L]``, and
-    the rows of the canvases in ``states``.
+    """A batch of B canvases of equal length L.
+
+    The fields are the indices of the canvases, their token ids, int64 ``[B, L]``, and the rows of
+    ``states`` that belong to the canvases.
     """
 
     numbers: tuple[int, ...]
@@ -97,7 +99,7 @@ def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> 
 
 
 class Layered:
-    """A denoiser whose layers are read on demand. Only the rotary tables stay in memory."""
+    """A denoiser whose layers are loaded on demand. Only the rotary tables stay in memory."""
 
     def __init__(
         self,
@@ -113,8 +115,8 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # A weak reference to the layer that was read last. The reference returns None after that
-        # layer is freed.
+        # A weak reference to the layer that was loaded last. It returns None after that layer is
+        # freed.
         self._last: Callable[[], object] = lambda: None
         self._rooms: list[Tensor] = []  # buffers for the converted weights of that layer
         tables = network.rotary_tables()
@@ -125,14 +127,14 @@ class Layered:
         self._turned_by = [None if table is None else tables.index(table) for table in used]
         with torch.device("meta"):
             embedding = Embedding(network, is_plain=False)
-        del embedding.weight  # ``embed`` reads only the rows that it needs
+        del embedding.weight  # ``embed`` loads only the rows that it needs
         self._embedding = self._with_parameters(embedding, "embed")
 
     def embed(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the input of the first layer ``[B, L, hidden]`` for token ids ``[B, L]``. Only the
-        table rows of these ids are read.
+        """Return the input of the first layer ``[B, L, hidden]`` for token ids ``[B, L]``.
 
-        ``positions`` are the positions of the tokens. If ``None``, the tokens are whole canvases.
+        The function loads only the table rows of these ids. ``positions`` contains the positions of
+        the tokens. If it is ``None``, the tokens are whole canvases.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
         rows = self.read(EMBEDDING, self.dtype, wanted)[places].to(self.device)
@@ -141,10 +143,10 @@ class Layered:
         return self._embedding.complete(rows, positions.to(self.device))
 
     def block(self, i: int) -> Block:
-        """Read layer ``i`` with its weights.
+        """Load layer ``i`` with its weights.
 
-        After the caller has freed a layer, the next layer may reuse the freed memory. The weights
-        of an expert are read when tokens are routed to this expert.
+        After the caller has freed a layer, the next layer may reuse its memory. The weights of an
+        expert are loaded only when tokens are routed to this expert.
         """
         c = self.network
         with torch.device("meta"):
@@ -167,12 +169,11 @@ class Layered:
         return self.read(parameter, self.dtype, torch.tensor([expert]))[0].to(self.device)
 
     def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
-        """Read a parameter, convert it to ``dtype``, and move it to the device. The memory order is
-        not changed.
+        """Load a parameter, convert it to ``dtype``, and move it to the device.
 
-        Where possible, the converted parameter is written to a buffer of ``spare``. New memory
-        would be slower: the system provides new memory page by page, and this takes several times
-        as long as converting bf16.
+        The memory order is not changed. If possible, the function writes the converted parameter to
+        a buffer in ``spare``. New memory would be slower, because the system provides it page by
+        page, which takes several times as long as converting bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -190,11 +191,11 @@ class Layered:
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """Return the arguments that layer ``i`` needs besides the hidden states: rotation, additive
-        attention mask and ``past``.
+        """Return the arguments of layer ``i`` besides the hidden states.
 
-        The hidden states belong to the tokens ``ids`` ``[B, T]``. The first token is at position
-        ``first``. ``past`` contains the cached keys and values of other positions.
+        These are the rotation, the additive attention mask and ``past``. The hidden states belong
+        to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
+        contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
         return self._turn(i, positions), self._hiding(i, positions, past), past
@@ -202,8 +203,7 @@ class Layered:
     def packed(
         self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
     ) -> tuple[Turn | None, None, Packed]:
-        """Return the arguments that layer ``i`` needs besides the hidden states, for several passes
-        together.
+        """Return the arguments of layer ``i`` besides the hidden states, for several passes.
 
         The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
         ``spans`` contains the positions ``(first, end)`` of the pass, and ``past`` contains the
@@ -232,9 +232,7 @@ class Layered:
         return hiding(self.network.layers[i].attention, positions, cached, self.dtype)
 
     def end(self) -> nn.Module:
-        """Return everything between the last layer and the head: the final norm and the transform,
-        if the network has them.
-        """
+        """Return a module for the final norm and the transform before the head, if there are any."""
         c, parts = self.network, nn.Sequential()
         with torch.device("meta"):
             if c.head.final_norm:
@@ -255,7 +253,7 @@ class Layered:
         return Head(weight, self.device, bias)
 
     def _with_parameters(self, module: _Module, path: str) -> _Module:
-        """Read the parameters of a small module that has no data yet."""
+        """Load the parameters of a small module that has no data yet."""
         state = {
             name: self.read(f"{path}.{name}", self.dtype).to(self.device)
             for name, _ in module.named_parameters()
@@ -270,9 +268,9 @@ def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
 
 
 class Head:
-    """The head: it maps features to raw logits in fp32.
+    """The head, which maps features to raw logits in fp32.
 
-    To save memory, the head converts only a few columns of its weight matrix at a time.
+    To save memory, the head converts only a few columns of its weight matrix to fp32 at a time.
     """
 
     def __init__(self, weight: Tensor, device: torch.device, bias: Tensor | None = None) -> None:
@@ -288,8 +286,9 @@ class Head:
         return out if self.bias is None else out.add_(self.bias)
 
     def pull(self, gradients: Tensor) -> Tensor:
-        """Backpropagate gradients of logits ``[..., V]`` to features. Returns fp32
-        ``[..., hidden]`` on the CPU.
+        """Backpropagate gradients of logits ``[..., V]``.
+
+        Returns fp32 ``[..., hidden]`` on the CPU.
         """
         out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():
@@ -297,7 +296,8 @@ class Head:
         return out.cpu()
 
     def _widened(self) -> Iterator[tuple[slice, Tensor]]:
-        room = None  # reused for all columns, because new memory takes longer than the conversion
+        # Reuse one buffer for all columns, because new memory takes longer than the conversion.
+        room = None
         for start in range(0, self.weight.shape[1], HEAD_COLUMNS):
             columns = slice(start, start + HEAD_COLUMNS)
             stored = self.weight[:, columns].to(self.device)
@@ -315,10 +315,10 @@ def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
 
 
 class Carried:
-    """The hidden states of all canvases between two layers: ``[tokens, hidden]``, in the order of
-    ``batches``.
+    """The hidden states of all canvases between two layers.
 
-    While a layer runs, ``now`` is the batch that is being computed. Observers use ``now``.
+    ``states`` is ``[tokens, hidden]``, in the order of ``batches``. While a layer runs, ``now`` is
+    the batch that is being computed. Observers of the layer use ``now``.
     """
 
     now: Batch

@@ -1,4 +1,4 @@
-"""Multiplication by weights in torch: linear layers, the tied head and the MLP."""
+"""Defines linear layers, the tied head and MLPs in torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDENED = 1 << 22
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x @ weight``, computed in a way that is fast on every processor.
+    """Return ``x @ weight``, with a method that is fast on every processor.
 
     Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than torch's fp32 kernels.
     On such processors, this function multiplies in fp32, a few columns at a time, and rounds the
@@ -44,9 +44,9 @@ def _processor_has_bf16_kernels() -> bool:
 class Linear(nn.Module):
     """A linear layer: ``x @ weight + bias``, with ``weight`` stored as ``[in, out]``.
 
-    torch usually stores ``[out, in]``, which would be exported with a Transpose node. With
-    ``[in, out]``, the exported MatMul uses the parameter directly. The graph's initialiser
-    therefore has the name of the parameter, and is written once.
+    torch usually stores ``[out, in]``, which would add a Transpose node to the graph. With ``[in,
+    out]``, the graph's MatMul uses the parameter directly, so the initialiser has the name of the
+    parameter.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -82,7 +82,7 @@ def activate(x: Tensor, activation: str, is_plain: bool) -> Tensor:
 
 
 class MLP(nn.Module):
-    """``down(activation(gate x) * up x)``, or ``down(activation(up x))`` without a gate."""
+    """Computes ``down(activation(gate x) * up x)``, or ``down(activation(up x))`` without a gate."""
 
     def __init__(self, spec: MlpSpec, hidden_size: int, is_plain: bool = False) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Runs the unmasking loop for many requests together, and reads the denoiser one layer at a time.
+"""Runs the unmasking loop for many requests together, and loads the denoiser one layer at a time.
 
-Each step computes the next pass of every running request. In a step, each layer is read once, and
-the layer's matrices are multiplied with the tokens of all passes together. Attention is computed
-for each pass separately. A run needs memory for one layer, for the keys and values of the running
+Each step computes the next pass of every running request. A step loads each layer once, and
+multiplies the layer's matrices with the tokens of all passes together. Attention is computed for
+each pass separately. A run needs memory for one layer, for the keys and values of the running
 requests, and for the hidden states of one step. Each request gets the same result as with
 ``reference``, except that sums are rounded in a different order.
 """
@@ -26,10 +26,10 @@ from dlm_export.network.turns import Canvas, reserve_end
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
-"""Denoisers with at most this many parameters (1 GB in fp32) stay in memory with all layers, if the
-layers need at most half of the memory limit.
+"""All layers of a denoiser stay in memory if it has at most this many parameters (1 GB in fp32),
+and if the layers need at most half of the memory limit.
 """
-SCORED_ROWS = 256  # number of rows whose logits are in memory at a time
+SCORED_ROWS = 256  # number of rows of logits that are in memory at a time
 
 
 class _Course:
@@ -43,16 +43,12 @@ class _Course:
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
-        """Return the cached keys and values of layer ``i``, for the rows that the next pass does
-        not compute.
-        """
+        """Return layer ``i``'s cached keys and values that the next pass does not compute."""
         assert self.span is not None
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the plan of the pass
-        stores them.
-        """
+        """Store keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the pass's plan says so."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
@@ -77,10 +73,10 @@ def courses(
     memory_bytes: int | None = None,
     on_decided: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[list[Canvas]]:
-    """For each request in order, yield a list of the request's canvases: the canvas before the
-    first pass, and the canvas after every pass.
+    """Yield a list of canvases for each request, in order.
 
-    After each step, ``on_decided`` is called with the number of positions that the step decided.
+    The list contains the canvas before the first pass, and the canvas after every pass. After each
+    step, ``on_decided`` is called with the number of positions that the step decided.
 
     Requests run together if their tokens fit into ``BATCH_TOKENS``, and their keys and values fit
     into half of ``memory_bytes``. If ``memory_bytes`` is ``None``, memory is not limited. At least
@@ -134,7 +130,7 @@ def _make_passes(
     head: Head,
     step: Sequence[_Course],
 ) -> None:
-    """Run the next pass of every request and commit the tokens of the pass."""
+    """Run the next pass of every request, and commit tokens."""
     spans = [(course.span.first, course.span.last) for course in step if course.span is not None]
     ids = [
         torch.from_numpy(c.run.tokens[first:last])
@@ -148,7 +144,7 @@ def _make_passes(
         parts = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
         for course, keys, values in zip(step, *parts, strict=True):
             course.keep(i, keys, values)
-        del block  # freed before the next block is read into the same memory
+        del block  # free the block before the next block is loaded into the same memory
     starts = itertools.accumulate(map(len, ids), initial=0)
     scored: list[_Course] = []
     rows: list[Tensor] = []

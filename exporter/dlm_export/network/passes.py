@@ -1,8 +1,7 @@
-"""Plans the passes of a request: which rows each pass computes, which rows the pass reads from the
-cache, and which rows the pass stores.
+"""Plans the passes of a request: the rows that each pass computes, takes from the cache and stores.
 
-The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes. In this
-module, a row is a position of the canvas.
+In this module, a row is a position of the canvas. A cached row is the keys and values of a
+position. The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes:
 
 - ``none`` uses no cache. Every pass computes the whole canvas.
 - ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full attention.
@@ -28,8 +27,9 @@ FULL_CACHES = ("prefix", "dual")
 
 
 class Looped(Protocol):
-    """The fields of a network that the unmasking loop needs. ``NetworkSpec`` explains
-    ``visible_block``.
+    """The fields of a network that the unmasking loop needs.
+
+    ``NetworkSpec`` explains ``visible_block``.
     """
 
     @property
@@ -44,9 +44,9 @@ class Looped(Protocol):
 class Span:
     """The canvas rows ``[first, last)`` that a pass computes.
 
-    The pass reads the keys and values of all other rows from the cache. The pass does not see rows
-    that are missing in the cache. ``kept`` says what the cache does with the keys and values that
-    the pass computes:
+    The pass takes the keys and values of all other rows from the cache. It does not attend to rows
+    that are missing in the cache. ``kept`` says what happens to the keys and values that the pass
+    computes:
 
     - "drop" discards these keys and values.
     - "keep" overwrites the cached rows at the same positions.
@@ -59,9 +59,7 @@ class Span:
     kept: str
 
     def is_whole(self, length: int) -> bool:
-        """Return True if the span covers a whole canvas of this length, so that the pass reads no
-        cache.
-        """
+        """Return True if the span covers a whole canvas of this length."""
         return (self.first, self.last) == (0, length)
 
     @property
@@ -76,8 +74,8 @@ class Stage:
     - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
       and "denoise" decides positions.
     - ``first``, ``last``: the positions to score and decide.
-    - ``awaited``: passes repeat until ``[first, awaited)`` is decided. If ``awaited`` equals
-      ``first``, there is one pass.
+    - ``awaited``: passes repeat until all positions in ``[first, awaited)`` are decided. If
+      ``awaited`` equals ``first``, there is one pass.
     - ``steps``: the number of passes planned for these positions.
     - ``start``, ``end``: the block to which the positions belong.
     - ``is_last``: True if this stage is the last stage of the block.
@@ -135,7 +133,7 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
     return list(_block_causal_stages(blocks, undecided, policy, looped.shift))
 
 
-_Block = tuple[int, int, int]  # start, end, planned passes
+_Block = tuple[int, int, int]  # start of the block, end of the block, number of planned passes
 
 
 def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[Stage]:
@@ -143,8 +141,8 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
     only the first pass of the first block computes the whole canvas. The first pass of a later
-    block starts ``refresh`` tokens before the block. This pass starts earlier if the pass must
-    include rows that were decided after the cache stored these rows.
+    block starts ``refresh`` tokens before the block. It starts even earlier if some rows before
+    that were decided after the cache stored them.
     """
     before: int | None = None  # start of the block that was decided before this block
     for start, end, steps in blocks:
@@ -170,15 +168,16 @@ def _block_causal_stages(
 
     Before a block is decided, one pass stores the keys and values of the finished blocks. With
     ``store=open``, this pass also computes the new block and decides some of its positions. Without
-    a cache, there is no storing pass.
+    a cache, no pass stores keys and values.
 
     A denoiser with ``shift`` 1 predicts the token after each row. The row before a block therefore
-    predicts the first token of the block. The storing pass computes this row.
+    predicts the first token of the block. The pass that stores the finished blocks computes this
+    row.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
     computes the whole block, and stores the keys and values of the block. With ``shift`` 1, such
-    passes repeat until the first position of the sub-block is decided. Further passes compute only
-    the sub-block, and read the stored keys and values of the other rows.
+    passes repeat until the first position of the sub-block is decided. All later passes compute
+    only the sub-block, and use the stored keys and values of the other rows.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0

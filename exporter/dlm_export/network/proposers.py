@@ -1,4 +1,4 @@
-"""A proposer chooses a token for each scored position, and gives this token a score.
+"""Defines proposers, which choose a token for each scored position, and give this token a score.
 
 Every request has a separate proposer. The unmasking loop then commits the tokens that ``turns``
 chooses by score. ``decode/proposer.h`` defines the same interface for the native loop, with the
@@ -25,8 +25,8 @@ class Proposals:
     """The proposed tokens for a turn's positions, with their scores and probabilities.
 
     All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
-    float64. A higher score means a surer token. Probabilities are the softmax of the denoiser's
-    logits.
+    float64. A higher score means a surer token. Probabilities are those of the proposed tokens, by
+    the softmax of the denoiser's logits.
     """
 
     tokens: np.ndarray
@@ -35,8 +35,9 @@ class Proposals:
 
 
 class Proposer:
-    """Chooses the tokens that a request may commit. This base class proposes the most likely token
-    of each position.
+    """Chooses the tokens that a request may commit.
+
+    This base class proposes the most likely token of each position.
     """
 
     def __init__(self, mask_token_id: int, policy: Policy) -> None:
@@ -56,8 +57,7 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """From the positions that the policy chose, select the positions that may commit in the
-        same step.
+        """Select the positions of ``chosen`` that may commit in the same step.
 
         ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
         turn edits.
@@ -65,8 +65,7 @@ class Proposer:
         return chosen
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions in ``[first, last)`` where only one token is possible, and these
-        tokens.
+        """Return the positions in ``[first, last)`` with only one possible token, and the tokens.
 
         Both arrays are int64.
         """
@@ -81,8 +80,9 @@ class Proposer:
         return guess
 
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """The loop calls this method after tokens were forced, committed or edited. Both arrays are
-        int64.
+        """The loop calls this method after it forced, committed or edited ``tokens``.
+
+        Both arrays are int64.
         """
 
     def masked(self, logits: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
     The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
-    temperature. A turn that edits does not sample. A turn that edits looks for better tokens, so
-    the most likely token is proposed.
+    temperature. A turn that edits looks for better tokens, so it proposes the most likely token
+    instead of a sample.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
@@ -135,9 +135,10 @@ class Sampled(Proposer):
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     """Return the probabilities to sample from, float64 ``[M, V]``.
 
-    ``behind`` contains each row's logits / T, minus the largest value of the row. First, only the
-    ``top_k`` most likely tokens are kept (0 keeps all tokens). Then, from these tokens, the most
-    likely tokens are kept until the probabilities of the kept tokens add up to more than ``top_p``.
+    ``behind`` contains each row's logits / T, minus the largest value of the row. First, the
+    function selects the ``top_k`` most likely tokens (0 means all tokens). From these, it then
+    selects the most likely tokens until their probabilities add up to more than ``top_p``. All
+    other tokens get probability 0.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)
@@ -145,7 +146,7 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
 
 def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """Return the tokens that ``cut`` keeps, as bool ``[M, V]``.
+    """Return the tokens that ``cut`` selects, as bool ``[M, V]``.
 
     Tokens are ranked by ``ranked_by`` ``[M, V]``, highest first. Tokens with equal values are
     ranked by id, lowest first.
@@ -167,9 +168,7 @@ def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: 
 
 
 def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the scores, float64 ``[M]``, of ``tokens`` that were sampled from the probabilities
-    ``drawn`` ``[M, V]``.
-    """
+    """Return the scores, float64 ``[M]``, of ``tokens`` sampled from ``drawn`` ``[M, V]``."""
     if by == "entropy":
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
     elif by == "margin":

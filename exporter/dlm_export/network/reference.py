@@ -1,5 +1,4 @@
-"""The unmasking loop in plain torch. This loop is short and slow. The native loop is tested against
-this loop.
+"""Implements the unmasking loop in plain torch, as the reference for tests of the native loop.
 
 A ``Policy`` selects the algorithm. The algorithms are from these papers:
 
@@ -86,8 +85,9 @@ class Run:
         steps: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
-        """``generate`` explains ``steps``. If ``proposer`` is ``None``, the policy's default
-        proposer is used.
+        """``generate`` explains ``steps``.
+
+        If ``proposer`` is ``None``, the policy's default proposer is used.
         """
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
@@ -114,7 +114,7 @@ class Run:
         return Canvas(self.tokens.copy(), self.undecided.copy())
 
     def advance(self) -> Span | None:
-        """Return the positions that the next pass computes, or ``None`` if the request is finished."""
+        """Return the span that the next pass computes, or ``None`` if the request is finished."""
         before = self.undecided.copy()
         turn = next(self._turns, None)
         if turn is None:
@@ -126,8 +126,9 @@ class Run:
 
     @property
     def rows(self) -> Tensor:
-        """The rows whose logits ``commit`` needs, int64 ``[M]``. Row 0 is the first row of the
-        pass.
+        """The rows whose logits ``commit`` needs, int64 ``[M]``.
+
+        Row 0 is the first row of the pass.
         """
         return torch.from_numpy(
             (self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first
@@ -153,9 +154,7 @@ class Run:
         proposer.note(committed, proposals.tokens[chosen])
 
     def end(self) -> None:
-        """Stop early. The undecided positions get the tokens that the proposer's method
-        ``complete`` returns.
-        """
+        """Stop early, and fill the undecided positions with the result of ``Proposer.complete``."""
         found = self.proposer.complete(self.canvas, self.guess)
         self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[
             self.undecided
@@ -178,7 +177,7 @@ def generate(
     Args:
         denoiser: The network to run.
         tokens: Token ids of the prompt, which may include mask tokens.
-        policy: Rules for scoring, committing and caching.
+        policy: The rules of scoring, committing and caching.
         max_new_tokens: Number of positions to generate after ``tokens``.
         steps: Number of passes planned for the whole generation. The passes are divided evenly
             among the blocks. If ``steps`` is 0, the policy's number is used.
@@ -234,15 +233,16 @@ def fill(
 
 
 class _Passes:
-    """Runs the passes of one canvas and keeps its cache."""
+    """Runs the passes of one canvas, and stores the canvas's cache."""
 
     def __init__(self, denoiser: Denoiser, cache_dtype: str) -> None:
         self.denoiser, self.cache_dtype = denoiser, cache_dtype
         self.cache: list[Past | None] = [None] * len(denoiser.network.layers)
 
     def logits(self, tokens: Tensor, span: Span, rows: Tensor) -> Tensor:
-        """Return the raw logits, fp32 ``[M, V]``, of one pass over a span of the canvas ``tokens``
-        ``[L]``.
+        """Run a pass over a span of the canvas ``tokens`` ``[L]``.
+
+        Returns raw logits, fp32 ``[M, V]``.
         """
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None

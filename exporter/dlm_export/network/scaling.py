@@ -1,10 +1,10 @@
-"""Describes how rotary positions are scaled for canvases that are longer than in the first training.
+"""Describes how a network scales rotary positions, to support longer canvases than its training.
 
 RoPE rotates each pair of features by an angle: the position times the frequency of the pair. Each
-class of this module describes one way to lower the frequencies, and has the same formula as the
-``rope_type`` of transformers that ``kind`` names
+class of this module describes one way to lower the frequencies. ``kind`` is the name of the
+``rope_type`` in transformers with the same formula
 (https://huggingface.co/docs/transformers/internal/rope_utils). The original length is the longest
-canvas of the training without scaling. This module does not import torch.
+canvas in the part of the training that used no scaling. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 LOWEST, HIGHEST = 1e-6, 1e6
-"""Limits of the numbers of a scaling. Between these limits, no formula overflows."""
+"""Limits of the numbers in a scaling's description. Between these limits, no formula overflows."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The base class of all kinds. ``factor`` is at least 1. A frequency is divided by at most
-    ``factor``.
+    """The base class of all kinds of scaling.
+
+    A frequency is divided by at most ``factor``, which is at least 1.
     """
 
     kind: str = field(init=False)
@@ -43,6 +44,7 @@ class Scaling:
         """Return a share between 0 and 1 for each of the unscaled ``frequencies``.
 
         A frequency with share 1 is not scaled. A frequency with share 0 is divided by ``factor``.
+        Other shares interpolate linearly between the two.
         """
         raise NotImplementedError
 
@@ -124,11 +126,11 @@ class Llama3(Scaling):
 class Yarn(Scaling):
     """YaRN (arXiv:2309.00071).
 
-    If a pair of features makes at least ``beta_fast`` turns in ``original_length`` positions, the
-    frequency is not scaled. If the pair makes at most ``beta_slow`` turns, the frequency is divided
-    by ``factor``. Between the two pairs, the share is linear in the pair's index. If ``truncate``
-    is true, the range between the two pairs is extended to whole indices. ``attention_factor``
-    multiplies cosines and sines.
+    The frequency of a pair of features that makes at least ``beta_fast`` turns in
+    ``original_length`` positions is not scaled. The frequency of a pair that makes at most
+    ``beta_slow`` turns is divided by ``factor``. Between these pairs, the share is linear in the
+    pair's index. If ``truncate`` is true, the range of indices between these pairs is extended to
+    whole numbers. Cosines and sines are multiplied by ``attention_factor``.
     """
 
     kind: str = field(default="yarn", init=False)
@@ -150,15 +152,15 @@ class Yarn(Scaling):
         size = 2 * len(frequencies)
 
         def index(turns: float) -> float:
-            """Return the index, not rounded, of the pair that makes ``turns`` turns."""
+            """Return the fractional index of the pair that makes ``turns`` turns."""
             ratio = self.original_length / (turns * 2 * math.pi)
             return size * math.log(ratio) / (2 * math.log(theta))
 
         first, last = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # As in transformers, the upper limit is the number of features, not the number of pairs. A
-        # range of width 0 gets the width 0.001.
+        # As in transformers, the upper limit is computed from the number of features, not of pairs,
+        # and a range of width 0 gets the width 0.001.
         first, last = max(first, 0), min(last, size - 1)
         share: np.ndarray = (np.arange(size // 2) - first) / ((last - first) or 0.001)
         return 1 - share.clip(0, 1)
@@ -179,8 +181,7 @@ def scaling_from(values: Mapping[str, Any]) -> Scaling:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """A table of cosines and sines for ``size`` rotated features. ``size`` features have
-    ``size / 2`` angles.
+    """A table of cosines and sines for ``size`` rotated features, which have ``size / 2`` angles.
 
     Layers whose tables are equal share one table.
     """
@@ -190,9 +191,7 @@ class RotaryTable:
     size: int
 
     def frequencies(self) -> np.ndarray:
-        """Return the angle between neighbouring positions ``[size / 2]``, for each pair of features,
-        in float64.
-        """
+        """Return the angle per position for each pair of features, float64 ``[size / 2]``."""
         plain: np.ndarray = self.theta ** (-np.arange(0, self.size, 2) / self.size)
         if self.scaling is None:
             return plain

@@ -6,13 +6,13 @@ description:
 
 - the torch modules (``denoiser``);
 - the tensors that a checkpoint must contain (``parameters``);
-- the matrices that can be quantised, and the parameters into which the matrices' input scales can
-  be folded (``linear_layers``);
+- the matrices that can be quantised, and the parameters into which scales of their inputs can be
+  folded (``linear_layers``);
 - the cache (``cache_shapes``);
 - the work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``).
 
-Sizes are counts of heads, of features or of tokens. If ``Denoiser`` does not support a feature of
-the description, ``Denoiser`` raises an error that names this feature.
+Sizes are numbers of heads, features or tokens. A description may contain features that ``Denoiser``
+does not support. ``Denoiser`` then raises an error that names the feature.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ __all__ = [
 ]
 
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""For each cache type, the bytes per element, and the bytes of the scale of a row. A row is the key
-or value of one position in one head.
-
-The keys are the types' names in the manifest.
+"""Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
+bytes of the scale of a row. A row is the key or value of one position in one head.
 """
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP. The stacks of experts have the same roles."""
@@ -92,10 +90,10 @@ EMBEDDING = "embed.weight"
 class Fold:
     """Says into which parameters the scales of a layer's input can be folded.
 
-    The last axis of each of ``parameters`` is divided by the scales. In grouped-query attention,
-    several query heads use the same value head. In this case, several inputs of the ``out`` matrix
-    depend on the same elements of the parameters. These inputs share scales: ``repeats`` groups of
-    ``run`` inputs.
+    To fold scales, the last axis of each of ``parameters`` is divided by them. In grouped-query
+    attention, several query heads use the same value head. Several inputs of the ``out`` matrix
+    then depend on the same elements of the parameters, and must have the same scales. For each
+    value head, ``repeats`` groups of ``run`` inputs have the same scales.
     """
 
     parameters: tuple[str, ...]
@@ -112,7 +110,7 @@ class LinearSpec:
     - ``site``: the path of the first matrix with the same input. Matrices with equal ``site`` have
       the same input.
     - ``fold``: the parameters into which scales of the input can be folded, if there are any.
-    - ``count``, ``share``: in a mixture, the number of experts with this shape, and the share of
+    - ``count``, ``share``: for experts, the number of matrices of this shape, and the share of
       tokens that each expert processes.
     - ``is_tied``: True for a head that multiplies by the transposed embedding table. The head and
       the table share one parameter.
@@ -135,8 +133,9 @@ class LinearSpec:
 
     @property
     def is_stacked(self) -> bool:
-        """True if the weight is a stack of matrices, with one matrix for each expert. Each token
-        uses only a few of the matrices.
+        """True if the weight is a stack of matrices, with one matrix for each expert.
+
+        Each token uses only a few of the matrices.
         """
         return self.count > 1
 
@@ -161,7 +160,8 @@ class EmbeddingSpec:
     """Describes how the input of the first layer is computed from the embeddings of the tokens.
 
     - ``positions``: rows of the table of learned positions. If 0, there is no such table.
-    - ``first_position``: the row of the canvas's position 0. RoBERTa does not use the first rows.
+    - ``first_position``: the row of that table for position 0 of a canvas. RoBERTa does not use the
+      rows before it.
     - ``token_types``: rows of the table of token types. If 0, there is no such table. All tokens of a
       canvas have type 0.
     - ``norm``: True if a norm is applied to the sum.
@@ -178,8 +178,8 @@ class HeadSpec:
     """Describes how the logits are computed from the output of the last layer.
 
     - ``final_norm``: True if a norm is applied to the features of the last layer.
-    - ``transform``: the activation function of a matrix and a norm before the head. If ``None``,
-      there is no such matrix.
+    - ``transform``: some networks compute a matrix, an activation function and a norm before the
+      head. This is the name of the activation function, or ``None`` for other networks.
     - ``transform_bias``: True if this matrix has a bias.
     - ``bias``: True if the head has a bias.
     """
@@ -217,16 +217,14 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token. The end token ends a completion, and fills the remaining positions of the
-        completion's blocks.
+        """The token that ends a completion, and fills the rest of the completion's last block.
 
         ``None`` if the denoiser has no end token.
         """
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """Describe the first field that differs from ``other``. Returns ``None`` if there is no
-        difference.
+        """Describe the first field that differs from ``other``, or return ``None``.
 
         The fields in ``but`` are not compared.
         """
@@ -242,8 +240,7 @@ class NetworkSpec:
     # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter of ``Denoiser``, layer by layer. The keys are the
-        names.
+        """Return a dict: name of a parameter of ``Denoiser`` -> shape, layer by layer.
 
         A tied head has no entry, because the head uses the embedding table.
         """
@@ -298,9 +295,7 @@ class NetworkSpec:
         return sum(math.prod(shape) for shape in self._parameters.values())
 
     def active_parameter_count(self) -> int:
-        """Return the number of parameters that are used for one token. Experts that do not process
-        the token are not counted.
-        """
+        """Return the number of parameters that one token uses, with only the experts chosen for it."""
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
         )
@@ -322,9 +317,7 @@ class NetworkSpec:
         )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Return every multiplication by a weight matrix, in the order in which a pass computes
-        them. The head is last.
-        """
+        """Return every multiplication by a weight matrix, in the order of a pass. The head is last."""
         return self._linear_layers
 
     @functools.cached_property
@@ -338,8 +331,8 @@ class NetworkSpec:
         if self.head.transform is not None:
             size, before = self.hidden_size, f"{TRANSFORM}.norm"
             found.append(LinearSpec(TRANSFORM, TRANSFORM, size, size, TRANSFORM))
-        # The input scales of a tied head cannot be folded, because these scales would scale the
-        # embedding too.
+        # Scales of a tied head's input cannot be folded, because the embedding uses the same
+        # matrix.
         fold = None
         if before is not None and not self.tied_head:
             fold = Fold(_norm_parameters(before, self.norm_kind))
@@ -391,7 +384,8 @@ class NetworkSpec:
             if mlp.bias:
                 found[-1] = replace(found[-1], fold=Fold((f"{up}.weight", f"{up}.bias")))
             return found
-        # The activation function is between the two matrices, so scales cannot be folded.
+        # Scales of the down matrix's input cannot be folded into the up matrix, because the
+        # activation function is between the two matrices.
         return [
             LinearSpec(up, "up", self.hidden_size, mlp.size, up, fold),
             LinearSpec(down, "down", mlp.size, self.hidden_size, down),
@@ -421,17 +415,15 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Return the linear layers that a recipe may quantise, in the order of their computation.
-        The keys are paths.
-        """
+        """Return a dict: path -> linear layer that a recipe may quantise, in the order of a pass."""
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Return groups of layers, in the order of their computation. The keys are paths.
+        """Return a dict: path -> group of layers that must have the same format.
 
-        All layers of a group must have the same format.
+        The groups are in the order in which a pass computes them.
 
         A group is one quantisable layer, or all stacks of a mixture.
         """
@@ -445,9 +437,10 @@ class NetworkSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """The smallest block length for which queries never see keys of later blocks in any layer.
+        """The smallest block length with which no query attends to a key of a later block.
 
-        The first block starts at position 0. The value is ``None`` if any layer has full attention.
+        This holds for all layers. The first block starts at position 0. The value is ``None`` if
+        any layer has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
@@ -458,13 +451,14 @@ class NetworkSpec:
         return any(layer.attention.window is not None for layer in self.layers)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        """``(kv_heads, head_size)`` for each layer. Keys and values have the same shape."""
+        """``(kv_heads, head_size)`` of the keys of each layer. The values have the same shape."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of one token's keys and values in all layers.
 
-        For each key and each value of a head, ``scale_bytes`` are added (see ``CACHE_ROWS``).
+        ``scale_bytes`` is the size of the scale of a cached row (see ``CACHE_ROWS``). A row is the
+        key or value of one head.
         """
         return 2 * sum(
             kv_heads * (head_size * element_bytes + scale_bytes)
@@ -484,9 +478,7 @@ class NetworkSpec:
     # ---- Conversion to and from plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and the derived values, for ``network`` in the manifest and for
-        ``inspect --json``.
-        """
+        """Return fields and derived values, for the manifest and for ``inspect --json``."""
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
             "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
@@ -501,8 +493,9 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """Read a description that ``as_dict`` returned. Derived values are ignored. Raises
-        ValueError.
+        """Make a description from the values that ``as_dict`` returned. Raises ValueError.
+
+        Derived values are ignored.
         """
         # Bundles of earlier versions lack the fields that have defaults.
         chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}

@@ -1,7 +1,7 @@
 """Schedules the unmasking loop: which passes run, and which scored positions commit.
 
-This module uses only numpy and needs no denoiser. This module is used by the reference loop, and by
-code that replays the canvases of a finished run. A turn is one pass and the commit after this pass.
+A turn is one pass and the commit after it. The reference loop uses this module, and so does code
+that replays the canvases of a finished run. The module needs only numpy and no denoiser.
 
 Two rules are not in the papers: every step commits at least one token, and positions with equal
 scores commit from left to right. Scores are compared with thresholds in float64.
@@ -28,10 +28,9 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """A canvas between two passes: its token ids, int64 ``[L]``, and its undecided positions, bool
-    ``[L]``.
+    """A canvas between two passes: token ids, int64 ``[L]``, and undecided positions, bool ``[L]``.
 
-    The tokens at undecided positions are only used as part of the denoiser's input.
+    At an undecided position, the token id is only what the denoiser gets as its input.
     """
 
     tokens: np.ndarray
@@ -39,8 +38,9 @@ class Canvas:
 
 
 def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
-    """Return the canvas of a request before its first pass. Mask tokens and new positions are
-    undecided.
+    """Return the canvas of a request before its first pass.
+
+    Mask tokens in the prompt, and all positions after the prompt, are undecided.
     """
     canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
     return Canvas(canvas, canvas == mask_token_id)
@@ -60,8 +60,7 @@ def reserve_end(canvas: Canvas, policy: Policy, eos_token_ids: Sequence[int]) ->
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The next action of the loop: one pass over ``span``, and then a commit in the block ``[start,
-    end)``.
+    """The next turn of the loop: a pass over ``span``, and a commit in the block ``[start, end)``.
 
     - ``passes``: the number of earlier passes of the request.
     - ``step``: the number of earlier passes for the same positions.
@@ -114,9 +113,8 @@ def turns(
             shared = stage.last - stage.first if policy.schedule == "block" else masked
             counts = transfer_counts(shared, stage.steps)
         before, is_made = stage, False
-        # The first pass of a block is skipped on two conditions: no position of the block is
-        # undecided, and no later block needs the rows that the pass stores. With ``refresh``, later
-        # blocks need these rows.
+        # Skip the first pass of a block if no position of the block is undecided, and no later
+        # block needs the rows that the pass stores. With ``refresh``, later blocks need these rows.
         is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
         is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
@@ -178,8 +176,9 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A recorded pass: the canvas before the pass, int64 ``[L]``, the rows that the pass computed,
-    and the rows that the pass scored, ``[R]``.
+    """A recorded pass: the canvas before the pass, and the rows that it computed and scored.
+
+    The canvas is int64 ``[L]``, and the scored rows are ``[R]``.
     """
 
     canvas: np.ndarray
@@ -198,9 +197,9 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
     """
     if step >= steps - 1:
         return masked
-    # The function returns the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like
-    # torch, the function computes the first half of the numbers from the start, and the second half
-    # from the end. The increment is rounded to fp32, and each number is rounded once.
+    # Compute the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like torch, compute the
+    # first half of the numbers from the start, and the second half from the end. The increment is
+    # rounded to fp32, and each number is rounded once.
     end, places = np.float32(eps), np.arange(steps + 1)
     increment = float((end - np.float32(1)) / np.float32(steps))
     from_end = float(end) - increment * (steps - places)
@@ -209,11 +208,10 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 def floor_count(masked: int, left: int, steps: int) -> int:
-    """Return how many positions RND1's schedule commits in a pass that starts with ``left`` of
-    ``masked`` positions undecided.
+    """Return how many positions RND1's schedule commits if ``left`` of ``masked`` are undecided.
 
     After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
-    fp32. Passes of the published code that commit nothing are skipped.
+    fp32. In the published code, some passes commit no position. These passes are skipped.
     """
     kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
     return left - int(kept[kept < left].max(initial=0))
@@ -224,10 +222,10 @@ Word = TypeVar("Word", int, Any)
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
-    """Compute four random 32-bit integers from a 64-bit key and a counter of four 32-bit integers,
-    with Philox4x32-10 (Salmon et al., SC 2011).
+    """Compute four random 32-bit integers with Philox4x32-10 (Salmon et al., SC 2011).
 
-    Arrays are processed element by element.
+    The arguments are a 64-bit key, and a counter of four 32-bit integers. Arrays are processed
+    element by element.
     """
     k0, k1, c = key & 0xFFFFFFFF, key >> 32, counter
     for _ in range(10):
@@ -255,8 +253,7 @@ def random_score(seed: int, step: int, position: int) -> float:
 
 
 def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
-    """Return Gumbel noise for sampling, float64 ``[V]``: -ln(-ln u), where u is a uniform random
-    number.
+    """Return Gumbel noise for sampling, float64 ``[V]``: -ln(-ln u), for a uniform number u.
 
     The number u depends only on the arguments and on the token.
     """
@@ -268,9 +265,7 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``. A score depends on the index of the pass and on the
-    position.
-    """
+    """Return random scores, float64 ``[M]``, which depend on the seed, the pass and the position."""
     return np.array(
         [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
     )
@@ -334,6 +329,6 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        # The score of a prediction with probability 1.
+        # Give the first position the score of a prediction with probability 1.
         score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0
     return choose(score, policy, turn.planned)

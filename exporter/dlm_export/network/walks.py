@@ -1,10 +1,9 @@
-"""Recomputes the passes of finished runs of the unmasking loop, one layer of the denoiser at a
-time.
+"""Recomputes the passes of finished runs of the unmasking loop, with one layer in memory at a time.
 
-The recorded passes of one run are a *walk*. The canvas of each pass is already known. Each layer
-can therefore compute all passes before the next layer is read. Each pass computes the same rows as
-in the original run. Each pass reads the keys and values that the recomputed earlier passes have
-cached.
+A *walk* is the list of the recorded passes of one run. The canvas of each pass is already known.
+Each layer can therefore compute all passes before the next layer is loaded. Each pass computes the
+same rows as in the original run, and uses the keys and values that the recomputed earlier passes
+have cached.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ class Walked:
     def __init__(
         self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
     ) -> None:
-        """``cache_dtype`` is the type of the cache, as the manifest names it. If ``cache_dtype`` is
-        ``None``, the cache is not rounded.
+        """``cache_dtype`` is the type of the cache, as the manifest names it.
+
+        If ``cache_dtype`` is ``None``, the cache is not rounded.
         """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [
@@ -76,8 +76,7 @@ class Walked:
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
-        """Return the inputs of the head for the scored rows of each pass: ``[R, hidden]`` on the
-        CPU.
+        """Return the inputs of the head for each pass's scored rows: ``[R, hidden]`` on the CPU.
 
         Call this method after the last layer.
         """
@@ -93,9 +92,7 @@ class Walked:
         ]
 
     def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
-        """Group passes into batches of at most ``BATCH_TOKENS`` tokens. A longer pass is a separate
-        batch.
-        """
+        """Group passes into batches of at most ``BATCH_TOKENS`` tokens, or of a single longer pass."""
         batch: list[_Pass] = []
         tokens = 0
         for walk, number in ready:
@@ -116,8 +113,7 @@ def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
 
 
 def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
-    """Split the passes of a walk into groups, in order. The passes of a group do not depend on each
-    other.
+    """Split the passes of a walk into groups of passes that do not depend on each other, in order.
 
     A pass that stores keys and values is a separate group. Passes that do not store keys and values
     form one group if these passes directly follow each other.

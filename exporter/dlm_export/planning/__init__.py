@@ -1,8 +1,9 @@
 """Predicts or measures the time, memory and cost of a denoiser on a device.
 
-- ``shapes`` determines a denoiser's size from a bundle, a checkpoint, or a text such as "8B".
-- ``roofline`` computes the shortest possible time for a pass.
-- ``generation`` predicts the passes of a generation.
+- ``shapes`` describes the size of a denoiser. The user names a bundle, a checkpoint or a parameter
+  count such as "8B".
+- ``roofline`` computes the shortest possible time of a pass.
+- ``generation`` lists the passes that a generation will make.
 - ``plan`` predicts the time, memory and cost of many denoisers on many devices.
 - ``bench`` measures a bundle on this machine.
 - ``prefix`` measures requests that start with the same tokens.

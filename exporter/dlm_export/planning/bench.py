@@ -2,13 +2,13 @@
 
 All measurements run in the native runtime, in one process, in this order:
 
-1. Generations of a single request. After step 1, the process's peak memory is recorded, because a
-   service needs this amount of memory.
+1. Generations of a single request. After step 1, the benchmark records the process's peak memory,
+   which is the amount of memory that a service needs.
 2. Generations of several requests at once.
 3. Requests that start with the same tokens, with and without the reuse of these tokens.
 4. Single passes of the requested sizes.
-5. The machine's rates, from which ``roofline`` computes the shortest possible time of each pass.
-   The rates are measured last, so that the measurement's arrays do not increase the peak memory.
+5. The machine's memory bandwidth and arithmetic rates. ``roofline`` needs them to compute the
+   shortest possible time of each pass.
 
 Measuring the machine's rates needs onnx. All other measurements need only the base install.
 """
@@ -50,19 +50,18 @@ from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
 CANVAS = 256  # default canvas length in tokens
-BLOCKS = (4, 8, 32)  # default numbers of tokens in a pass, at the end of the default canvas
-# The default canvas length and the default numbers of tokens in a pass, if the cost of passes is
-# fitted.
+# By default, passes over the last 4, 8 and 32 tokens of the canvas are measured.
+BLOCKS = (4, 8, 32)
+# The default canvas length and numbers of tokens per pass if ``BenchOptions.cost`` is true.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
-WARM_UP = 3  # untimed passes of each size; engines capture a CUDA graph in the third pass
-GENERATION_SHARE = 5  # one generation is run per five rounds, because a generation takes long
+WARM_UP = 3  # number of untimed passes of each size; engines capture a CUDA graph in the third pass
+# The benchmark runs one generation per five rounds, because a generation takes long.
+GENERATION_SHARE = 5
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """The size of a pass: the numbers of computed tokens, cached tokens, and computed rows of
-    logits.
-    """
+    """The size of a pass: computed tokens, cached tokens, and computed rows of logits."""
 
     tokens: int
     cached: int
@@ -71,7 +70,7 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options that select what is measured. For an option that is ``None``, the default applies.
+    """Options that select the measurements. An option that is ``None`` has its default value.
 
     By default, the canvas length is 256 tokens. The benchmark measures passes over the last 4, 8
     and 32 tokens of the canvas, and a pass over the whole canvas. By default, a generation starts
@@ -86,20 +85,22 @@ class BenchOptions:
     # Changes to the preset's fields. The field ``stop`` cannot be changed.
     policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    # Each element is a number of requests that run together. A single request is always measured
-    # too.
+    # Each element is a number of requests that run together. The benchmark always measures a single
+    # request too.
     batches: tuple[int, ...] = (1,)
-    cost: bool = False  # if true, fit the cost of passes, and use the passes for fitting as default
+    # If true, fit a linear model to the times of passes. The default passes are then those that the
+    # fit needs.
+    cost: bool = False
     # A file that contains prompts in the format of calibration data. Each prompt is measured as one
     # request.
     data: Path | None = None
     samples: int = 64  # maximum number of prompts to use from ``data``
-    # If this is set, also measure requests that start with this many equal tokens. In each prompt,
-    # ``prompt_tokens`` other tokens follow.
+    # If this is set, also measure requests whose first ``prefix`` tokens are the same. In each
+    # prompt, ``prompt_tokens`` other tokens follow.
     prefix: int | None = None
     prefix_requests: int = 16  # number of these requests that are submitted at once
-    # The time per token of an autoregressive model on this machine, with which the bundle is
-    # compared.
+    # If this is set, compare the bundle with an autoregressive model that takes this time per token
+    # on this machine.
     peer_token_ms: float | None = None
 
 
@@ -143,11 +144,12 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
       limit_ms``. ``break_even_tokens`` is the number of tokens that the autoregressive model
       generates in the time ``ms``.
     - ``generation``: the generation of a single request. The request runs several times, and
-      ``generation`` describes the run of median duration. The times in ``parts`` add up to
+      ``generation`` describes the run with the median duration. The times in ``parts`` add up to
       ``seconds``.
     - ``batches``: generations of several requests of equal length at once. ``speedup`` is the total
       tokens/s of the requests, divided by the tokens/s of a single request.
-    - ``cost``: the fields of a ``PassCost``, and the errors of the fit.
+    - ``cost``: the coefficients of the linear model (the fields of a ``PassCost``), and the errors
+      of the fit.
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
       generation ends at its end token. A latency is the time that a whole request takes. ``nfe``
       contains the number of passes of each prompt. ``overhead_ms`` is the result of
@@ -161,8 +163,9 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
 
     Args:
         path: The bundle's folder.
-        options: Options that select what is measured.
-        progress: An object that is notified when a stage starts and when a stage advances.
+        options: Options that select the measurements.
+        progress: An object that the function notifies when a stage starts and when a stage
+            advances.
 
     Raises:
         CalibrationError: ``data`` cannot be read.
@@ -183,7 +186,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        # Request 0 passes of each size, so that an impossible size raises an error before the long
+        # Time 0 passes of each size. If a size is impossible, this raises an error before the long
         # measurement starts.
         for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
@@ -286,8 +289,9 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """Return the total time of requests that ran together. Each result records a share of the total
-    time.
+    """Return the total time of requests that ran together.
+
+    The total is the sum of the results' times, because each result contains only its own share.
     """
     return sum(result.timings["total"] for result in results)
 
@@ -298,7 +302,7 @@ class _Generation:
     new_tokens: int
     preset: str
     changes: Mapping[str, Any]  # changes to the preset's fields
-    results: Sequence[Generation]  # one result per request, from the run of median duration
+    results: Sequence[Generation]  # one result per request, from the run with the median duration
 
     @property
     def seconds(self) -> float:
@@ -346,7 +350,7 @@ class _Generation:
 def _generate(
     bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
 ) -> _Generation:
-    """Run ``batch`` requests together, several times. Returns the run of median duration."""
+    """Run ``batch`` requests together, several times. Returns the run with the median duration."""
     request = _request(bundle, options, preset, batch)
     results = []
     for _ in range(rounds):
@@ -410,7 +414,7 @@ def _time_requests(
 ) -> dict[str, Any]:
     """Run each prompt as a request, one at a time. Returns the latencies in ms, and the rates.
 
-    Before the measurement, the first prompt runs once for warm-up. The warm-up run is not counted.
+    Before the measurement, the first prompt runs once without being measured, to warm up.
     """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
@@ -457,11 +461,11 @@ def side_by_side(
     """Measure how fast several bundles of one denoiser generate text.
 
     The bundles take turns, so that load from other processes affects all bundles equally. All
-    bundles are open at the same time. All bundles run the default preset of the first bundle,
-    unless ``options`` names a preset.
+    bundles are open at the same time. If ``options`` names no preset, all bundles run the default
+    preset of the first bundle.
 
-    Returns, for each bundle, the values that ``bench`` returns as ``generation``, together with
-    ``ms_per_pass`` and its quartiles. Raises the errors of ``bench``.
+    Returns a dict for each bundle. It contains the values that ``bench`` returns as ``generation``,
+    and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.
     """
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:
@@ -497,7 +501,8 @@ def side_by_side(
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
     """Compare the process's peak memory with the total size of weights and cache.
 
-    On a GPU, the ratio is ``None``, because the weights and the cache are in the GPU's memory.
+    On a GPU, the ratio is ``None``, because the process's memory does not contain the weights and
+    the cache.
     """
     graph = manifest["loop"]["graph"]["file"]
     weights = sum(

@@ -1,8 +1,9 @@
 """Fits a linear model to the pass times that ``bench`` measured.
 
 The scheduler uses the model to decide when to admit a request. The model has four coefficients,
-which are not negative. The coefficients minimise the relative errors for the measured passes, and
-have no physical meaning. The remaining errors are reported too.
+none of which is negative. The fit chooses the coefficients that minimise the relative errors for
+the measured passes, so they have no physical meaning. The result also contains the remaining
+errors.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Return the model's four inputs for each of N measured passes, fp64 ``[N, 4]``.
 
     The inputs are the constant 1, the number of tokens, the number of rows of logits, and the
-    number of attention scores. Each attention score belongs to a pair of tokens, where the first
-    token sees the second token.
+    number of attention scores. There is one attention score for each pair of a token and a token that
+    it attends to.
     """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T
@@ -46,14 +47,13 @@ def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
 def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]]:
     """Find the coefficients that give the smallest relative errors.
 
-    Also returns the relative error of each pass, which is the predicted time divided by the
-    measured time (``ms``), minus 1.
+    Also returns the relative error of each pass: the predicted time divided by the measured time
+    ``ms``, minus 1.
     """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
-    # The coefficients must not be negative. For this reason, fit every subset of the coefficients,
-    # with all coefficients outside the subset set to 0. Then choose the best fit without a negative
-    # coefficient.
+    # Coefficients must not be negative. Therefore fit every subset of the coefficients, and set all
+    # other coefficients to 0. Then choose the best fit without a negative coefficient.
     for count in range(1, len(best) + 1):
         for chosen in map(list, combinations(range(len(best)), count)):
             found = np.linalg.lstsq(wanted[:, chosen], np.ones(len(passes)), rcond=None)[0]
@@ -65,7 +65,7 @@ def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]
 
 
 def cost_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fit the cost of passes, and return the result for ``bench --json``."""
+    """Fit the linear model to measured passes, and return the result for ``bench --json``."""
     cost, errors = fit_cost(passes)
     distances = [abs(error) for error in errors]
     return asdict(cost) | {

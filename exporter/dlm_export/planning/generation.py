@@ -1,8 +1,9 @@
 """Predicts the passes of a generation: the size and the order of all passes.
 
-``network.turns`` determines the passes of the loop. A scheduler changes the first of these passes
-in two ways: it leaves out the tokens that it reuses, and it splits long prompts into parts. The
-native functions ``skip_stored`` and ``split_prefill`` in ``decode/request.cc`` do the same.
+``network.turns`` determines the passes of the loop. A scheduler changes the first passes in two
+ways. It skips the tokens whose keys and values it reuses, and it splits a long prompt into parts.
+In the native code, the functions ``skip_stored`` and ``split_prefill`` in ``decode/request.cc``
+make these changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dlm_export.network.turns import Turn, start_canvas, turns
 from dlm_export.planning.bench import PassSize
 from dlm_runtime import DenoiserInfo, Policy, from_callback
 
-_GIVEN, _MASK = 1, 0  # token ids; a prediction does not depend on the ids
+# The token ids of the prompt and of the mask token. Predictions do not depend on the ids.
+_GIVEN, _MASK = 1, 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Loop:
 
     @property
     def canvases(self) -> int:
-        """Number of canvases that a request has. With guidance, a request has two canvases."""
+        """Number of canvases that a request has: two with guidance, otherwise one."""
         return 2 if self.policy.cfg_scale > 0 else 1
 
 
@@ -66,7 +68,8 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         visible_block=network.visible_block,
     )
     ended = threading.Event()
-    ended.set()  # the native loop checks the policy, and ends before the first pass
+    # End the native loop before its first pass, because only its check of the policy is needed.
+    ended.set()
     with from_callback(info, lambda _: None) as bundle:
         bundle.generate(tokens=[], max_new_tokens=1, cancel=ended, **policy.as_dict())
 
@@ -77,9 +80,9 @@ def list_passes(
 ) -> tuple[PlannedPass, ...]:
     """List the passes of a generation, in order.
 
-    Each pass that scores positions commits ``tokens_per_pass`` tokens on average, which must be at
-    least 1. Passes that edit a finished block change no token. If the policy stops at end tokens,
-    the generation contains no end token.
+    The prediction makes these assumptions: Each pass that scores positions commits
+    ``tokens_per_pass`` tokens on average, which must be at least 1. Passes that may edit a finished
+    block change no token. The generation contains no end token.
     """
     canvas = start_canvas([_GIVEN] * prompt_tokens, new_tokens, _MASK)
     policy, first_block = replace(loop.policy, stop="none"), None
@@ -117,7 +120,7 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
         assert loop.visible_block is not None
         blocks = max(1, loop.max_tokens // loop.canvases // loop.visible_block)
         end = min(start + blocks * loop.visible_block, turn.start)
-        if end <= start or end >= last:  # the positions of a block are computed together
+        if end <= start or end >= last:  # one pass computes all positions of a block
             break
         yield start, end
         start = end
@@ -126,7 +129,7 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
 
 
 def _cached(turn: Turn, start: int, length: int, loop: Loop) -> int:
-    """Return the number of cached tokens that a pass reads, if the pass starts at ``start``."""
+    """Return the number of cached tokens that a pass uses, if the pass starts at ``start``."""
     tokens = turn.span.last - start
     if loop.policy.cache == "none":
         return 0

@@ -1,6 +1,4 @@
-"""Computes how the time per token grows with the canvas length, the batch size, and the number of
-parameters.
-"""
+"""Computes how the time per token grows with the canvas length, batch size and model size."""
 
 from __future__ import annotations
 
@@ -54,14 +52,14 @@ def growth_of(
 ) -> list[Growth]:
     """Compute how the time per token grows with the canvas length, batch size and parameter count.
 
-    The growth with the canvas length and the batch size is computed for the denoiser ``shape``. The
-    growth with the parameter count is computed for denoisers with the proportions of LLaDA. If ``shape``
-    is block-causal, these denoisers run the default policy, because LLaDA has full attention. The
+    For canvas length and batch size, the function uses the denoiser ``shape``. For the parameter
+    count, it uses denoisers with the proportions of LLaDA. If ``shape`` is block-causal, the
+    denoisers with LLaDA's proportions run the default policy, because LLaDA has full attention. The
     function uses only the first element of ``tokens_per_pass``.
 
     Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
-    the times of some precisions, all uncorrected precisions are ignored, because uncorrected times
-    are theoretical limits, which would always be shorter.
+    the times of some precisions, the function ignores all other precisions. The times of the other
+    precisions are theoretical limits, and a real time is never shorter than its limit.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

@@ -1,4 +1,4 @@
-"""Reads the results of ``dlm-export bench``, and uses the results to correct predictions."""
+"""Reads the results of ``dlm-export bench``, and corrects predictions with these results."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
     """Return the ratio of a pass's real time to the pass's shortest possible time.
 
     If no pass of the same size was measured, the ratio is interpolated from the ratios of the
-    measured passes. The logarithms of the measured ratios are averaged with weights that decrease
-    with the squared distance (Shepard 1968). For T tokens, S cached tokens and R rows of logits,
-    the distance is measured between the logarithms of T, S + T and R + 1. The result is never
-    smaller than the smallest measured ratio, and never larger than the largest measured ratio.
+    measured passes (Shepard 1968). The logarithm of the result is a weighted average of the
+    logarithms of the measured ratios. The weight of a measured pass is the inverse of its squared
+    distance to the requested pass. To compute distances, a pass with T tokens, S cached tokens and
+    R rows of logits is the point (log T, log(S + T), log(R + 1)). The result is never smaller than
+    the smallest measured ratio, and never larger than the largest measured ratio.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:
@@ -93,8 +94,7 @@ class Measured:
     service: Service | None = None
 
     def leave_one_out(self) -> list[float]:
-        """Predict each pass's time from all other passes, and return the predictions' relative
-        errors.
+        """Predict the time of each pass from all other passes, and return the relative errors.
 
         If only one pass was measured, returns an empty list.
         """

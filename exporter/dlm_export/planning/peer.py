@@ -2,8 +2,8 @@
 
 An autoregressive model generates one token per pass. A denoiser's pass takes longer, but commits
 several tokens. The denoiser is faster if it commits more tokens in a pass than the autoregressive
-model generates in the same time. The denoiser's time includes reading the prompt. The
-autoregressive model's time does not include reading the prompt.
+model generates in the same time. The denoiser's time includes the computation of the prompt. The
+autoregressive model's time does not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Predicts the speed, memory and cost of denoisers on many targets and in many precisions.
 
-A denoiser need not be built for the targets that the plan covers. For bundles, torch is not needed.
+A plan can cover targets for which the denoiser was not built. To plan for a bundle, torch is not
+needed.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Cache:
     """The memory that a scheduler on a CPU reserves for the keys and values of a batch.
 
     - ``page_tokens``: number of tokens in a page. A scheduler reserves whole pages.
-    - ``reused_tokens``: number of leading tokens that all canvases share. These tokens need memory
-      only once.
+    - ``reused_tokens``: number of leading tokens that all canvases share. The scheduler stores the
+      keys and values of these tokens only once.
     - ``tokens``: number of tokens in all pages of the batch.
     - ``bytes_by_type``: maps each cache type to the number of bytes of these pages.
     """
@@ -81,14 +82,13 @@ class Cache:
 class Plan:
     """A complete plan.
 
-    - ``policies``: for each denoiser, the policy of the first block length.
+    - ``policies``: for each denoiser, the policy with the first of the planned block lengths.
     - ``passes``: the predicted passes of each denoiser, block length and number of tokens per pass.
     - ``caches``: for each denoiser, the memory that the cache takes on a CPU. A denoiser is missing
       if its policy has no cache.
     - ``cache_bytes_per_token``: for each denoiser, maps each cache type of CPUs to the number of
       bytes that the keys and values of one token take.
-    - ``left_out``: for each target, maps each precision that the target cannot run to the reason
-      why.
+    - ``left_out``: for each target, maps each unsupported precision to the reason.
     - ``growth``: describes how the first denoiser's time per token grows.
     - ``calibration``: the result of ``calibrate``, or ``None`` if there are no measurements.
     """
@@ -179,8 +179,8 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         )
         for made, count in passes.items()
     ]
-    # Predict the average time of a pass, and multiply the average by the real number of passes,
-    # because some blocks of the real generation took more passes than others.
+    # Blocks of a real generation take different numbers of passes. Therefore predict the average
+    # time of a pass, and multiply it by the real number of passes.
     mean_ms = math.fsum(count * (ms or 0.0) for ms, count in times) / passes.total()
     return 1e3 * asked.new_tokens / (mean_ms * asked.nfe)
 
@@ -233,8 +233,11 @@ def make_plan(
     for name in names or ():
         if all(name in reasons for reasons in left_out.values()):
             recipe_for(
-                targets[:1], name
-            )  # raises an error that lists the choices, unless a CPU can simulate the precision
+                targets[:1],
+                name,
+                # This call raises an error that lists the valid names, unless a CPU can simulate the
+                # precision.
+            )
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
             )

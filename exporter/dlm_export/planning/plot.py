@@ -69,8 +69,7 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Prepare to write a plot to ``path``. The docstring of ``outputs.claimed`` explains the
-    details.
+    """Prepare to write a plot to ``path``, like ``outputs.claimed``.
 
     Raises PlanError if ``path`` does not end with a suffix in ``PLOT_SUFFIXES``.
     """

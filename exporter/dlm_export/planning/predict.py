@@ -1,14 +1,14 @@
 """Predicts the speed, memory and cost of one denoiser on one target.
 
 All times are lower limits by the roofline model (Williams, Waterman and Patterson, CACM 52(4),
-2009). The first limit is the time to read all weights and the cache at the memory bandwidth. The
-second limit is the time to do all multiply-adds at the rates of their number formats. The predicted
-time is the larger limit. Real times are longer.
+2009). A pass takes at least the time to read all weights and the cache at the memory bandwidth. A
+pass also takes at least the time to do all multiply-adds at the rates of their number formats. The
+predicted time is the longer of these two times. Real times are longer.
 
 ``roofline`` counts the bytes and the multiply-adds. ``targets`` lists the memory bandwidth and the
-rates of devices. If a device's figure is not published, all times that need the figure are unknown.
-For the CPU, ``dlm-export bench`` measures the figures. ``dlm-export bench`` also measures how much
-longer real passes take than the limit.
+rates of devices. If the vendor does not publish one of these values, all times that depend on it
+are unknown. For the CPU, ``dlm-export bench`` measures the bandwidth and the rates. It also
+measures how much longer real passes take than the limit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Request:
 
 
 def default_policy(network: NetworkSpec) -> Policy:
-    """Return the policy of a plan without a preset: the cache is ``block`` or ``dual``."""
+    """Return the policy of a plan without a preset. Its cache is ``block`` or ``dual``."""
     if network.visible_block is None:
         return Policy(cache="dual")
     return Policy(cache="block", block_length=network.visible_block)
@@ -107,8 +107,8 @@ class PassTime:
 
     - ``bytes_ms``: the time to read all bytes from memory.
     - ``arithmetic_ms``: the time to do all multiply-adds.
-    - ``ratio``: the real time divided by the larger one of ``bytes_ms`` and ``arithmetic_ms``. If
-      there are no measurements, the ratio is 1.
+    - ``ratio``: the real time divided by ``bytes_ms`` or ``arithmetic_ms``, whichever is longer.
+      Without measurements, the ratio is 1.
 
     If a time depends on an unknown bandwidth or rate of the target, the time is ``None``.
     """
@@ -162,8 +162,8 @@ class Prediction:
     - ``file_bytes``: size of the weights on disk in bytes.
     - ``fits``: true if the target has enough memory. ``None`` if the target's memory size is
       unknown.
-    - ``missing``: names of the target's unknown figures. If a figure is unknown, all times are
-      unknown too.
+    - ``missing``: names of the target's bandwidth or rates that are needed but unknown. If a value
+      is missing, all times are unknown.
     - ``full_pass``: a pass over the whole canvas.
     - ``block_pass``: a pass over one block that computes the logits of all positions in the block.
     - ``first_tokens_ms``: the time of all passes up to the first pass that commits tokens.
@@ -196,11 +196,10 @@ NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:
-    """Return a target's memory bandwidth in bytes per second, and its rates in multiply-adds per
-    second.
+    """Return a target's memory bandwidth, and its rates of multiply-adds, per second.
 
-    Unknown rates are missing in the result. An unknown bandwidth is NaN. If the target is the CPU,
-    the function returns the measured rates.
+    The result does not contain unknown rates. An unknown bandwidth is NaN. If the target is the
+    CPU, the function returns the measured rates.
 
     On GPUs, tensor cores do all multiplications. All unquantised parts, including attention, run at
     the rate of fp16. NVIDIA publishes the same rate for bf16. Vendors count a multiply-add as two
@@ -217,7 +216,7 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """List the target's unknown figures that would be needed to predict the time for ``work``."""
+    """List the target's unknown bandwidth and rates that the time for ``work`` depends on."""
     lacking = [
         NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
     ]
@@ -243,8 +242,9 @@ def _table_bytes(shape: Shape, precision: Precision) -> int:
 
 
 def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Return the size of all weights in bytes. A table that the head and the embedding share counts
-    once.
+    """Return the size of all weights in bytes.
+
+    If the head and the embedding share a table, the table counts once.
     """
     return weights_bytes(
         shape.network,
@@ -289,10 +289,10 @@ def memory_bytes(
 ) -> int:
     """Estimate how many bytes of memory a denoiser needs on a target.
 
-    The result is the sum of the weights' size and, for each canvas, the sizes of the cache and of a
-    pass's intermediate results. The formula in the function ``estimate`` assumes elements of 2
-    bytes. With elements of 4 bytes, the cache and the intermediate results are twice as large. If
-    the target is a GPU, the size of the CUDA context and of the kernels is added.
+    The result includes the weights and, for each canvas, the cache and a pass's intermediate
+    results. The function ``estimate`` assumes elements of 2 bytes, so elements of 4 bytes double
+    the cache and the intermediate results. For a GPU, the result also includes the CUDA context and
+    the kernels.
     """
     weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
@@ -356,7 +356,7 @@ def predict(
     for per_pass in request.tokens_per_pass if fits is not False and not missing else ():
         passes = list_passes(request.prompt_tokens, request.new_tokens, per_pass, loop)
         ms = time_of_all(each.size for each in passes)
-        # The first pass that commits tokens is the same pass for any number of tokens per pass.
+        # The number of tokens per pass does not change which pass is the first that commits tokens.
         first = next(number for number, each in enumerate(passes, 1) if each.commits)
         first_ms = time_of_all(each.size for each in passes[:first])
         per_token = ms / (request.batch * request.new_tokens)

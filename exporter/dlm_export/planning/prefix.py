@@ -1,7 +1,6 @@
-"""Measures how much faster requests are that start with the same tokens, because a scheduler reuses
-these tokens.
+"""Measures how much time a scheduler saves by reusing the keys and values of equal prompt starts.
 
-This module belongs to ``dlm-export bench --prefix``. benchmarks/prefix.py uses it too.
+``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from dlm_export.bundle.prompt_reuse import prompt_reuse_of, reused_tokens
 from dlm_export.progress import Progress
 from dlm_runtime import Bundle, Policy, RequestError, Scheduler
 
-FIRST_REQUESTS = 8  # requests that run one after another to measure the time to the first tokens
+# Number of requests that run one after another to measure the time to the first tokens.
+FIRST_REQUESTS = 8
 RUNNING = 16  # the largest number of requests that run at the same time
 
 
@@ -50,12 +50,15 @@ class PrefixLoad:
 class Side:
     """The measurements of one scheduler.
 
-    - ``first_tokens_ms``: the median of the times from submitting a request until the first tokens
-      are committed. These requests run one after another.
-    - ``tokens_per_s``: the rate of generated tokens if all requests are submitted at once.
-    - ``cached_tokens``: number of prompt tokens that these requests reused.
-    - ``cache_bytes``: the largest size of all keys and values in memory.
-    - ``canvases``: the finished canvases of these requests.
+    For ``first_tokens_ms``, the requests run one after another. For all other fields, they are
+    submitted at once.
+
+    - ``first_tokens_ms``: the median time from submitting a request until its first tokens are
+      committed.
+    - ``tokens_per_s``: the number of generated tokens per second.
+    - ``cached_tokens``: number of prompt tokens whose keys and values the requests reused.
+    - ``cache_bytes``: the largest total size of the keys and values in memory.
+    - ``canvases``: the finished canvases of the requests.
     """
 
     first_tokens_ms: float
@@ -95,7 +98,9 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
             f"{bundle.max_canvas_length} of the canvas: choose smaller numbers"
         )
     if load.preset not in presets:
-        return  # the first generation raises an error that lists the presets
+        # The preset does not exist; the first generation will raise an error that lists the
+        # presets.
+        return
     policy = Policy(**presets[load.preset]).with_fields(dict(load.changes))
     visible_block = bundle.visible_block
     assert visible_block is not None
@@ -120,8 +125,9 @@ def measure_prefix(
     The two schedulers take turns, and a different scheduler is first in each round. Returns the
     values that ``bench --json`` prints as ``prefix``. ``reused`` and ``computed`` contain the
     results with and without reuse: medians over the rounds, and ranges from the smallest to the
-    largest value. ``differing`` is the number of canvases that differ between the two schedulers,
-    out of ``compared`` canvases. Raises RequestError if the requests reuse nothing.
+    largest value. ``compared`` is the number of canvases that were compared between the two
+    schedulers, and ``differing`` is the number of canvases that differ. Raises RequestError if the
+    requests reuse no keys and values.
     """
     prompts = random_prompts(bundle, max(load.requests, 1 + FIRST_REQUESTS), load.own, load.shared)
     sides: dict[str, list[Side]] = {"reused": [], "computed": []}

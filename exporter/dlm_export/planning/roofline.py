@@ -29,7 +29,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # the arithmetic of all unquantised parts, which is fp32, fp16 or bf16
+FULL = "full"  # the number format of all unquantised parts: fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Work:
 
     - ``weight_bytes``: number of bytes of weights to read.
     - ``cache_bytes``: number of bytes of keys and values to read and to write.
-    - ``macs``: counts of multiply-adds. A key such as ``head.int8`` consists of two parts. The
-      first part is ``layers``, ``attention`` or ``head``. The second part is the number format of
-      the operands: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
+    - ``macs``: numbers of multiply-adds. The keys are strings such as ``head.int8``. The word
+      before the dot is ``layers``, ``attention`` or ``head``. The word after the dot is the number
+      format of the operands: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
     """
 
     weight_bytes: int
@@ -57,8 +57,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine's rates: the number of bytes read from memory per second, and multiply-adds per
-    second.
+    """A machine's rates: bytes read from memory per second, and multiply-adds per second.
 
     ``macs`` contains a rate for each operand format. Vendors count a multiply-add as two
     operations.
@@ -82,8 +81,8 @@ def work_of(
 ) -> Work:
     """Count the work of a pass over ``batch`` canvases.
 
-    Scales are counted as fp32. A pass does not read all experts, so the function counts the average
-    number of experts that the tokens reach, assuming that all experts are equally likely.
+    Scales are counted as fp32. A pass reads only the experts that the router chooses. The function
+    counts the expected number of these experts, and assumes that all experts are equally likely.
 
     Args:
         network: The description of the denoiser's network.
@@ -113,9 +112,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Return a dict that maps each cache type to the number of bytes that the keys and values of
-    one token take.
-    """
+    """Return a dict: cache type -> number of bytes for the keys and values of one token."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")
@@ -128,8 +125,7 @@ class MatrixKind:
 
     Each matrix consists of ``experts`` equal parts, one for each expert. A layer without experts
     counts as one expert. The part of an expert takes ``expert_bytes`` bytes, and consists of
-    ``expert_macs`` elements. ``share`` is the share of all tokens that each part is multiplied
-    with.
+    ``expert_macs`` elements. ``share`` is the fraction of all tokens that an expert computes.
     """
 
     number: int
@@ -182,9 +178,7 @@ def count_work(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """Like ``work_of``, but takes ``kinds``, the result of ``kinds_of``, instead of the layers'
-    formats.
-    """
+    """Like ``work_of``, but with the result of ``kinds_of`` instead of the layers' formats."""
     rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
     weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
@@ -198,7 +192,7 @@ def count_work(
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
     # Attention computes two products: of queries and keys, and of attention weights and values.
-    # Every token sees all cached tokens and all tokens of the pass.
+    # Every token attends to all cached tokens and all tokens of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -214,7 +208,7 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
 
 
 def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Return the size of the embedding table in bytes. A tied head uses the table as its matrix."""
+    """Return the size in bytes of the embedding table, which a tied head uses too."""
     if network.tied_head:
         return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
     return element_bytes * network.vocab_size * network.hidden_size
@@ -284,11 +278,11 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """Convert the rates to the argument of ``limit_s``. The result contains the faster of the
-        two int8 rates.
+        """Convert the measured rates to the ``Rates`` that ``limit_s`` needs.
 
-        All unquantised parts get the rate of fp32. Parts in fp16 get the fp32 rate too, because
-        ONNX Runtime converts fp16 to fp32 on processors that cannot multiply fp16.
+        Of the two int8 rates, the result contains the faster one. All unquantised parts get the
+        rate of fp32. Parts in fp16 get the fp32 rate too, because ONNX Runtime converts fp16 to
+        fp32 on processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
@@ -330,7 +324,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # The sessions take turns, so the threads of a waiting session must not use the processor.
+        # The sessions take turns. Threads of a session that is not running must not use the
+        # processor.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -386,10 +381,9 @@ def _read_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the total size in bytes of all last-level caches. If Linux does not report the size,
-    returns 0.
-    """
-    found: dict[tuple[int, str], int] = {}  # (level, cores that share the cache) -> bytes
+    """Return the total size in bytes of all last-level caches, or 0 if Linux does not report it."""
+    # (level of the cache, list of the cores that share the cache) -> size in bytes.
+    found: dict[tuple[int, str], int] = {}
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
             level, shared, size = (

@@ -1,4 +1,4 @@
-"""Determines a denoiser's size, and the precisions in which a target can run the denoiser."""
+"""Describes a denoiser's size, and finds the precisions in which a target can run the denoiser."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Shape:
 def scaled_shape(size: str) -> Shape:
     """Scale LLaDA-8B to a given number of parameters, such as 8B, 0.5B or 134M.
 
-    The scaled network consists of n layers. Each layer has n heads of 128 features. For LLaDA-8B, n
-    is 32. The hidden size is d = 128 n. The MLP has 3 d features. The vocabulary size stays 126464.
-    From these sizes, it follows that all layers together have 13 n d**2 parameters, and that the
-    embedding and the head together have 2 * 126464 d parameters. The function chooses n so that the
-    total number of parameters is as near as possible to ``size``. Raises ShapeError.
+    The scaled network has n layers, and n heads of 128 features in each layer. For LLaDA-8B, n is
+    32. The hidden size is d = 128 n. The MLP has 3 d features. The vocabulary size stays 126464.
+    All layers together therefore have 13 n d**2 parameters. The embedding and the head together
+    have 2 * 126464 d parameters. The function chooses the n that brings the total number of
+    parameters nearest to ``size``. Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -114,8 +114,8 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
     """Read the size of a bundle's or a checkpoint's denoiser. Raises DlmError.
 
-    For a checkpoint, the function calls ``read_checkpoint``, which needs torch. ``read_checkpoint``
-    must return the network and the value of ``Shape.table_bytes``.
+    For a checkpoint, the function calls ``read_checkpoint``, which must return the network and the
+    value of ``Shape.table_bytes``. Only checkpoints need torch.
     """
     if not (path / "manifest.json").is_file():
         network, table_bytes = read_checkpoint(path)
@@ -146,8 +146,8 @@ class Precision:
 
     ``layers`` contains a pair for each quantised layer: the layer's path and format.
     ``element_bytes`` is the number of bytes per element of all unquantised data, including the
-    cache. ``same_as`` lists the names of further precisions that give the denoiser the same
-    formats.
+    cache. ``same_as`` lists the names of other precisions that choose the same formats for this
+    denoiser.
     """
 
     name: str
@@ -157,8 +157,7 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """Return the format that a shared embedding table gets if the user requests the format
-    ``name``.
+    """Return the format of a tied embedding table if the user requests the format ``name``.
 
     On GPUs, the table is never quantised.
     """

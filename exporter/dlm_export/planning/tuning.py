@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# A measurement multiplies several copies of a weight in turn. The total size of all copies is
-# between ``_LEAST_BYTES`` and ``_MOST_BYTES``. The copies together are larger than the processor's
-# cache, so that weights are read from memory, as in a real pass.
+# A measurement multiplies by several different weights in turn. Their total size is between
+# ``_LEAST_BYTES`` and ``_MOST_BYTES``. They do not fit into the processor's cache, so the processor
+# reads them from memory, as in a real pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -39,9 +39,9 @@ Shape = tuple[int, int]
 class Tuning:
     """The measured times of layers on the processor ``processor``, in a pass of ``rows`` tokens.
 
-    ``shapes`` maps a matrix shape ``(inputs, outputs)`` to the number of matrix products with such
-    a matrix in a pass. ``seconds`` maps a matrix shape and a number format to the time of one
-    matrix product.
+    A matrix shape is ``(inputs, outputs)``. ``shapes`` maps each matrix shape to the number of
+    matrix products of this shape in a pass. ``seconds`` maps a matrix shape and a number format to
+    the time of one matrix product.
     """
 
     rows: int
@@ -57,8 +57,7 @@ class Tuning:
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Return a dict that maps each format to the total time of all layers in one pass, in
-        seconds.
+        """Return a dict: format -> total time of all layers in one pass, in seconds.
 
         If a layer's shape does not suit a format, the total contains the layer's time in full
         precision.
@@ -88,7 +87,7 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """Return the average number of a layer's matrices that a pass of ``rows`` tokens multiplies.
+    """Return how many of a layer's matrices a pass of ``rows`` tokens uses on average.
 
     The function assumes that all experts are equally likely. A layer without experts consists of
     one matrix.
@@ -97,11 +96,7 @@ def _reached(layer: LinearSpec, rows: int) -> float:
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """Return a dict that maps each matrix shape to the number of matrix products with such a matrix
-    in a pass.
-
-    The pass computes ``rows`` tokens.
-    """
+    """Return a dict: matrix shape -> number of products of this shape in a pass of ``rows`` tokens."""
     found: Counter[Shape] = Counter()
     for layer in layers:
         found[layer.inputs, layer.outputs] += round(_reached(layer, rows))

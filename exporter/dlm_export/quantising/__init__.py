@@ -1,5 +1,4 @@
-"""Finds the numbers that a quantised graph needs: activation ranges, folded scales, and solved
-weights.
+"""Finds the numbers of a quantised graph: activation ranges, folded scales, and solved weights.
 
 A weight is *solved* if a solver such as GPTQ has rounded the weight. A *calibration state* is a
 canvas on which the layers' inputs are observed.

@@ -1,8 +1,8 @@
 """Computes the activation ranges, folded scales and quantised weights of a graph.
 
 The inputs are a recipe and calibration states. The denoiser runs layer by layer on all states
-(``network.layered``), and observers record the input of each quantised matrix. Before the next
-layer is read, each layer is processed in three steps:
+(``network.layered``), and observers record the input of each quantised matrix. Each layer is
+processed in three steps before the next layer is loaded:
 
 - Smoothing or AWQ finds scales. The scales are folded into norms and neighbouring matrices, so that
   the folded layer computes the same function as before.
@@ -86,12 +86,12 @@ def calibrate(
         states: Calibration states. May be empty if ``recipe.needs_states`` is false.
         on_done: Called ``units(...)`` times.
         calibrator: Either ``own`` or ``modelopt``. With ``modelopt``, NVIDIA's package finds ranges
-            and folded scales, and loads the whole denoiser. Our own code always calibrates the
-            experts.
+            and folded scales, and the whole denoiser is loaded into memory. Our own code always
+            calibrates the experts.
         scale_dtype: Type of scales in the graph.
         workplace: The memory and device to use.
-        fewest_tokens: An expert's weights are solved if at least this many calibration tokens are
-            routed to the expert.
+        fewest_tokens: A solver rounds an expert's weights only if at least this many calibration
+            tokens are routed to the expert.
         is_dense: See the field ``is_dense`` of ``Quantisation``.
 
     Raises:
@@ -173,9 +173,7 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """Process each layer in order, and then the head. To process a layer, fold scales, observe
-    inputs, and solve matrices.
-    """
+    """Fold scales, observe inputs and solve matrices, for each layer in order, and then the head."""
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -224,7 +222,7 @@ def _sweep(
                     )
                     entered.watch(observers[of])
                     continue
-                # Scales are found before inputs are rotated.
+                # While scales are being found, inputs are not rotated yet.
                 turn = keep and of in done.rotated
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(
@@ -287,18 +285,18 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """Return True if a matrix of a site is not solved yet, so that the site's Gram matrix is
-    needed.
+    """Return True if a matrix of a site is not solved yet and needs the site's Gram matrix.
 
-    Stacks are ignored, because each expert needs a separate Gram matrix.
+    Stacks of experts are ignored, because each expert needs its own Gram matrix.
     """
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Solve the weights of each expert with the tokens that are routed to the expert. Skip experts
-    with too few tokens.
+    """Solve the weights of each expert with the tokens that are routed to the expert.
+
+    Experts with too few tokens are skipped.
     """
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
@@ -314,8 +312,7 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """Return True if a layer is a head in INT8. A head in INT8 is rounded to nearest instead of
-    solved.
+    """Return True if a layer is a head in INT8, which is rounded to nearest instead of solved.
 
     The head is the largest matrix, and a solver would need several fp32 copies of the head. With
     eight bits, solving would improve accuracy very little.
@@ -324,16 +321,15 @@ def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
 
 
 class _Seen:
-    """Gives the layers' inputs to the observers, and tells the observers which positions are
-    masked.
-    """
+    """Gives the layers' inputs and the masked positions to the observers."""
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
         self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """For each state, the positions for which the head is computed: the masked positions, or
-        all positions if no state contains masked positions.
+        """For each state, the positions for which the head is computed.
+
+        These are the masked positions, or all positions if no state contains masked positions.
         """
         if not any(map(len, self.predicted)):
             self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
@@ -372,7 +368,7 @@ class _Seen:
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
-    """Return the layers that a recipe quantises, in the order in which a pass computes the layers."""
+    """Return the layers that a recipe quantises, in the order of a pass."""
     return [
         layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
     ]
@@ -407,8 +403,8 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # In NVFP4, each group has a dynamic range, so the tensor's scale must only be large enough for
-    # the largest range.
+    # In NVFP4, the range of each group is computed in every pass. The scale of the tensor must only
+    # be large enough for the largest range.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(
@@ -478,9 +474,7 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """Return the values that a quantised layer multiplies. To get the values, the layer's input is
-    rotated if needed, quantised, and dequantised.
-    """
+    """Rotate a layer's input ``x`` if needed, quantise it, dequantise it, and return the result."""
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:
         x = solvers.rotate(x)

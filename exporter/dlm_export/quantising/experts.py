@@ -1,11 +1,10 @@
-"""Calibrates experts: counts the tokens that are routed to each expert, and collects the inputs of
-each expert.
+"""Calibrates experts: counts the tokens of each expert, and collects each expert's inputs.
 
-To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
-all tokens, in memory or in a memory-mapped file. The inputs of a single expert are selected from
-the stored inputs. Memory holds only one expert's Gram matrix at a time. If too few tokens are
-routed to an expert, the expert's weights are rounded to nearest. An activation range applies to all
-experts of a stack, so there is a range even for an expert without tokens.
+To limit memory, this module processes one expert at a time. It stores the inputs of a mixture for
+all tokens, in memory or in a memory-mapped file, and selects the inputs of a single expert from
+them. Memory contains only one expert's Gram matrix at a time. If too few tokens are routed to an
+expert, the expert's weights are rounded to nearest. All experts of a stack share an activation
+range, so there is a range even for an expert without tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Entered:
 
     ``x`` contains the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen``
     contains the k experts of each token, ``[tokens, k]``, and ``weights`` contains the routing
-    weights of the chosen experts. ``counts_for`` contains the factor of each token in a Gram
-    matrix.
+    weights of the chosen experts. ``counts_for`` contains the factor by which each token is
+    multiplied in a Gram matrix.
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class Entered:
         folder: Path | None,
     ) -> None:
         """If ``x`` needs more than ``memory_bytes``, ``x`` is stored in a file in ``folder``.
+
         Raises MemoryLimitError.
         """
         self.module, self._carried, self._states = module, carried, states
@@ -66,17 +66,13 @@ class Entered:
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
-        """Register hooks that store the mixture's inputs, and that give the down projection's
-        inputs to an observer.
-        """
+        """Register hooks that store the mixture's inputs, and observe the down projection's inputs."""
         self.module.register_forward_pre_hook(self._keep)
         self.module.down.register_forward_pre_hook(self._collect)
         self.module.register_forward_hook(lambda *_: self._show(hidden))
 
     def rows(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return the indices ``[n]`` of an expert's tokens in order, and the tokens' routing
-        weights ``[n, 1]``.
-        """
+        """Return the indices ``[n]`` of an expert's tokens, and their routing weights ``[n, 1]``."""
         rows, places = (self.chosen == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, places, None]
 
@@ -86,8 +82,7 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of the inputs of the tokens with the indices ``rows``, on the layer's
-        device.
+        """Yield the inputs of the tokens ``rows`` (indices), in batches on the layer's device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
         """
@@ -143,9 +138,7 @@ def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
 def factor_of(
     pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device
 ) -> Tensor:
-    """Return the matrix that GPTQ needs, computed from an expert's inputs (see
-    ``gptq.inverse_factor``).
-    """
+    """Return the result of ``gptq.inverse_factor`` for an expert's inputs."""
     gram = Gram(channels, device)
     for x, counts in pieces:
         gram.add(x.float(), counts)
@@ -162,8 +155,7 @@ def factor_of(
 class Reached:
     """The number of calibration tokens that were routed to each expert of a mixture.
 
-    If fewer than ``fewest`` tokens were routed to an expert, the expert's weights are rounded to
-    nearest.
+    The weights of an expert with fewer than ``fewest`` tokens are rounded to nearest.
     """
 
     layer: str
@@ -176,9 +168,7 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """The indices of experts with fewer than ``fewest`` tokens, including experts without
-        tokens.
-        """
+        """The indices of experts with 0 to ``fewest - 1`` tokens."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:

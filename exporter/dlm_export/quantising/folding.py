@@ -1,5 +1,6 @@
-"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds the scales into the operators
-that compute the inputs.
+"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds them into parameters.
+
+The folded scales change the parameters of the operators that compute the inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# All experts of a mixture share scales. The number of experts on which AWQ tries shared scales.
+# All experts of a mixture share the scales of gate and up. AWQ tries each choice of scales on this
+# many experts only.
 AWQ_EXPERTS = 8
 
 
@@ -28,9 +30,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for the layer inputs that can be scaled, and fold the scales into
-    ``done.parameters``.
-    """
+    """Find scales for all layer inputs that can be scaled, and fold them into ``done.parameters``."""
     found = {}
     for of, observer in observers.items():
         readers = sites[of]
@@ -55,8 +55,9 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 
 
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
-    """Return the largest weight magnitude of each input, fp32 ``[K]``. If the layer is a stack, the
-    largest magnitude over all experts is returned.
+    """Return the largest magnitude in each row of a layer's weight, fp32 ``[K]``.
+
+    For a stack, the result contains the largest magnitudes over all experts.
     """
     found: np.ndarray
     if layer.is_stacked:
@@ -100,12 +101,11 @@ def _met(
 def _scales_by_expert(
     done: Quantisation, observer: Observer, down: LinearSpec, entered: Entered, fewest_tokens: int
 ) -> np.ndarray:
-    """Return the scales by which each expert's features are divided before the down projection,
-    fp32 ``[E, K]``.
+    """Return the scales for each expert's features before the down projection, fp32 ``[E, K]``.
 
-    The function finds each expert's scales from the tokens that were routed to the expert. If too
-    few tokens were routed to an expert, SmoothQuant uses the ranges of the whole stack, and AWQ
-    uses scale 1.
+    The features are divided by the scales. The function finds each expert's scales from the tokens
+    that were routed to the expert. If too few tokens were routed to an expert, SmoothQuant uses the
+    ranges of the whole stack, and AWQ uses scale 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

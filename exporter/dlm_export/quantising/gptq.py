@@ -1,8 +1,8 @@
-"""Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one, and
-changes later rows to compensate for the rounding errors.
+"""Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one.
 
-The expensive work, which grows with the cube of the number of inputs, runs in torch, and on a GPU
-if there is a GPU. The codes are computed in numpy, by the functions that define the number formats.
+After rounding a row, GPTQ changes later rows to compensate for the rounding errors. The expensive
+work grows with the cube of the number of inputs. It runs in torch, on a GPU if there is one. The
+codes are computed in numpy, by the functions that define the number formats.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from dlm_calibration.formats import (
 )
 
 COMMITTED_WEIGHT = 0.5
-"""The factor of a committed position in a Gram matrix. The factor of a masked position is 1. The
-factor of a committed position is smaller, because decoding uses only the predictions at masked
-positions.
+"""The factor by which committed positions are multiplied in a Gram matrix.
+
+For masked positions, the factor is 1. It is smaller for committed positions, because decoding uses
+only the predictions at masked positions.
 """
-_BATCH = 128  # number of rows in a batch; one product applies a batch's errors to all later rows
-_STEP = 16  # number of rows in a small batch; inside a small batch, errors are applied row by row
+# Number of rows in a batch. A single matrix product applies the errors of a batch to all later
+# rows.
+_BATCH = 128
+_STEP = 16  # Number of rows in a small batch. Inside a small batch, errors are applied row by row.
 _STRIP = 1024  # number of columns of a Gram matrix that are computed at a time
-# The lower bound of a vector's mean square. With this bound, a vector of zeros adds nothing to the
-# Gram matrix.
+# Mean squares below this value are replaced with it, so that a vector of zeros is not divided by
+# zero and adds nothing to the Gram matrix.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
 """The largest number of inputs for which the Cholesky factor is computed in float64.
@@ -46,8 +49,7 @@ For more inputs, the factor is computed in fp32, as in the paper.
 
 
 class Gram:
-    """The Gram matrix: the weighted sum of ``x^T x`` over a layer's input vectors ``x``, fp32
-    ``[K, K]``.
+    """The Gram matrix, fp32 ``[K, K]``: a weighted sum of ``x^T x`` over a layer's inputs ``x``.
 
     Only the upper triangle is computed. The vectors are normalised first, because in trained
     denoisers, the vectors of a few tokens are a thousand times as long as all other vectors.
@@ -71,14 +73,17 @@ class Gram:
 
 
 def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
-    """Return the upper triangular matrix ``U``, fp32 ``[K, K]``. ``U^T U`` is the inverse of the
-    damped Gram matrix.
+    """Return the matrix ``U``, fp32 ``[K, K]``, that ``gptq`` needs.
 
-    An input that was always zero does not change any other row. The function needs memory for two
-    matrices of the size ``[K, K]``, which are in float64 if K is at most ``EXACT``.
+    ``U`` is upper triangular, and ``U^T U`` is the inverse of the damped Gram matrix. "Damped"
+    means that a constant was added to the diagonal.
+
+    If an input was always zero, rounding its row with this matrix changes no other row. The
+    function needs memory for two matrices ``[K, K]``, which are in float64 if K is at most
+    ``EXACT``.
 
     Args:
-        gram: fp32 ``[K, K]``; only the upper triangle is read.
+        gram: fp32 ``[K, K]``. Only the upper triangle is used.
         damping: The diagonal is increased by this share of its mean; default 0.01.
 
     Raises:
@@ -94,13 +99,13 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
             "the Gram matrix has values that are not finite, or a negative diagonal: calibrate again."
         )
     is_dead = diagonal == 0
-    # If an input was always zero, the input's row and column in a Gram matrix must be zero too.
+    # In a valid Gram matrix, the row and the column of an input that was always zero are zero.
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
     # Let R be the upper triangular matrix for which R R^T is the damped matrix. Then U is the
-    # inverse of R. To find R, the order of rows and columns is reversed, the Cholesky factor is
-    # computed, and the order is reversed again. This method needs one factorisation. Inverting the
-    # matrix first would need two factorisations, and would lose digits. The upper triangle of
-    # ``gram`` is the lower triangle of the reversed matrix.
+    # inverse of R. To find R, reverse the order of rows and columns, compute the Cholesky factor,
+    # and reverse the order again. This method needs one factorisation. Inverting the matrix first
+    # would need two factorisations, and would lose digits. The upper triangle of ``gram`` becomes
+    # the lower triangle of the reversed matrix.
     lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
     lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
     info = torch.empty((), dtype=torch.int32, device=gram.device)
@@ -142,8 +147,7 @@ def gptq(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least. ``x`` stands for the inputs from
-    which the Gram matrix was computed.
+    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes little for the calibration inputs ``x``.
 
     In int4 and in nvfp4 (groups of 16), a group's scale is computed before the group's first row is
     rounded, from weights that are already corrected. In int8 and fp8, each column has one scale.
@@ -155,8 +159,8 @@ def gptq(
             input share one factor.
         format: Number format; default int4.
         group_size: Rows in a group of int4; default 128.
-        amax: Range to use instead of the column's range. For nvfp4, ``amax`` replaces the range of
-            the whole tensor.
+        amax: Largest magnitude to use instead of the column's own largest magnitude. For nvfp4,
+            ``amax`` replaces the largest magnitude of the whole tensor.
         scale_dtype: Type of scales in the graph.
         is_signed: Allow negative scales in int4.
 
@@ -172,8 +176,7 @@ def gptq(
             f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # There is one row of scales per group, which is computed before the group's first row is
-    # rounded.
+    # There is one row of scales per group. It is computed before the group's first row is rounded.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))
@@ -181,7 +184,7 @@ def gptq(
     codes = np.empty((rows, columns), CODE_TYPES[format])
     # The weights, which are corrected in place.
     left = torch.tensor(np.asarray(w, np.float32), device=factor.device)
-    # No group may extend beyond a batch of rows, because a group's scale depends on all earlier
+    # A group must lie within one batch of rows, because the group's scale depends on all earlier
     # corrections.
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
@@ -199,7 +202,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The factor of each row's error.
+                        # The factors by which the squared errors of the rows are multiplied.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

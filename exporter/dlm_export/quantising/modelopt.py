@@ -1,15 +1,14 @@
-"""Finds activation ranges and scales with NVIDIA's modelopt, as an alternative to our own
-calibration.
+"""Finds activation ranges and scales with NVIDIA's modelopt, instead of our own calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
-place. For this reason, this code gives modelopt a copy of the denoiser, in which linear layers are
-``nn.Linear`` modules. Only two results of modelopt are used: the range of each layer's input, and
+place. This module therefore gives modelopt a copy of the denoiser, in which linear layers are
+``nn.Linear`` modules. It uses only two results of modelopt: the range of each layer's input, and
 the scales of SmoothQuant (arXiv:2211.10438) and AWQ (arXiv:2306.00978). Our own code rounds and
 writes the weights.
 
-modelopt is optional. Users install modelopt without its extra ``[onnx]``, because the extra
-``[onnx]`` and this project require different versions of onnx and onnxruntime. Only
-``modelopt.torch`` is imported. Only AWQ on NVFP4 weights needs CUDA.
+modelopt is optional. Users must install modelopt without its extra ``[onnx]``, because this extra
+requires other versions of onnx and onnxruntime than this project. This module imports only
+``modelopt.torch``. Only AWQ on NVFP4 weights needs CUDA.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
-OLDEST = (0, 47)  # the oldest tested version; shortly before, quantiser settings became a list
+# The oldest tested version. Older versions need quantiser settings in a different form.
+OLDEST = (0, 47)
 INSTALL = "pip install 'dlm-export[modelopt]'"
 
 # modelopt's settings for number formats. Activations have one static scale per tensor.
@@ -53,14 +53,14 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _ACTIVATIONS["nvfp4"],
 }
 AWQ_SWEEPS = 2
-"""The number of times that AWQ runs every state. For ranges and SmoothQuant, every state runs once.
+"""The number of times that AWQ runs the denoiser on every state.
+
+For ranges and SmoothQuant, the denoiser runs once per state.
 """
 
 
 class ModeloptError(DlmError):
-    """Raised if modelopt is missing, if modelopt is too old, or if modelopt cannot do the requested
-    work on this machine.
-    """
+    """Raised if modelopt is missing, too old, or cannot do the requested work on this machine."""
 
 
 def version() -> str | None:
@@ -69,8 +69,9 @@ def version() -> str | None:
 
 
 def require() -> Any:
-    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which names the packages to
-    install.
+    """Import ``modelopt.torch.quantization``.
+
+    Raises ModeloptError, which names the packages to install.
     """
     found = version()
     if found is None:
@@ -142,7 +143,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # As in our own observers, an input that was always zero gets a range too.
+    # As in our own observers, an input that was always zero gets a small range.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 
@@ -155,10 +156,10 @@ def scales(
     alpha: float | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """Find the scales for the inputs of each group of layers. For a group with K inputs, the scales
-    are fp32 ``[K]``.
+    """Find the scales for the inputs of each group of layers.
 
-    The inputs are divided by the scales, and the rows of the weights are multiplied by the scales.
+    For a group with K inputs, the scales are fp32 ``[K]``. A graph divides the inputs by the
+    scales, and multiplies the rows of the weights by the scales.
 
     Args:
         denoiser: The denoiser to run.
@@ -180,8 +181,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # SmoothQuant's scales depend only on ranges, so the scales are the same for every
-            # format. Use INT8, because modelopt computes SmoothQuant's scales only for INT8.
+            # SmoothQuant's scales depend only on ranges, so they are the same for every format. Use
+            # INT8, because modelopt computes them only for INT8.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )
@@ -297,9 +298,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class _Rotation(nn.Module):
-    """Rotates its input in torch, as ``solvers.rotate`` does with a Hadamard matrix of the size
-    ``size``.
-    """
+    """Rotates its input in torch with a Hadamard matrix of ``size`` rows, like ``solvers.rotate``."""
 
     matrix: Tensor
 
@@ -313,8 +312,9 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """Return the path of a layer's ``nn.Linear`` in the copy. If the layer's input is rotated, the
-    path in the copy differs from the path in the denoiser.
+    """Return the path of a layer's ``nn.Linear`` in the copy.
+
+    If the layer's input is rotated, this path differs from the path in the denoiser.
     """
     return f"{layer}.1" if layer in rotated else layer
 

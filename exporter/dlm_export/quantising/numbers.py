@@ -1,5 +1,6 @@
-"""Holds the numbers of a quantised graph: parameters with folded scales, activation ranges, and
-codes. Codes are computed when they are read.
+"""Stores the numbers of a quantised graph: parameters with folded scales, ranges, and codes.
+
+Codes are computed only when the caller asks for them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # number of a head's columns that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
@@ -92,8 +93,7 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide a site's input by ``scales``, and multiply the rows of the site's matrices by
-        ``scales``.
+        """Divide a site's input by ``scales``, and multiply the rows of its matrices by them.
 
         ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
         experts.
@@ -102,7 +102,8 @@ class Folded:
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        if scales.ndim == 1:  # all inputs that are computed from the same elements share one scale
+        # Inputs that depend on the same elements of a parameter must share one scale.
+        if scales.ndim == 1:
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
         for name in fold.parameters:
@@ -116,8 +117,9 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array. An index of the array must select along
-    both axes.
+    """Return the transposed matrix as a ``Lazy`` array.
+
+    An index of this array must consist of two parts, one for each axis.
     """
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
@@ -125,8 +127,8 @@ def _transposed(matrix: Lazy) -> Lazy:
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
     """Return the scales that apply to the part ``at`` of an array with ``ndim`` axes.
 
-    Along ``axis``, each element of the array has one scale. If the scales have the shape ``[E,
-    K]``, each expert has separate scales.
+    There is one scale for each index along ``axis``. If the scales have the shape ``[E, K]``, each
+    expert has separate scales.
     """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
@@ -148,10 +150,10 @@ class Quantisation:
     """The data type of scales in the graph. Some formats always use fp16 scales."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """True if the graph computes all experts for every token. In this case, each stack of experts
-    is joined into one matrix.
+    """True if the graph computes all experts for every token.
 
-    If ``is_dense`` is true, all experts in a stack of down projections share one scale per column.
+    Each stack of experts is then joined into one matrix, and all experts of a down projection share
+    one scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
     """For each quantised mixture, the number of calibration tokens that were routed to each expert.
@@ -159,8 +161,9 @@ class Quantisation:
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """Return a layer's unquantised weight, fp32 ``[K, N]``. Scales are folded into the weight,
-        and the weight is rotated if the layer's input is rotated.
+        """Return a layer's unquantised weight, fp32 ``[K, N]``, with folded scales.
+
+        The weight is rotated if the layer's input is rotated.
         """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
@@ -169,19 +172,16 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return a layer's unquantised weight, fp32 ``[K, N]``. The weight is read when the result
-        is indexed.
+        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``, with folded scales.
 
-        Scales are folded into the weight, but the weight is not rotated.
+        The weight is not rotated. Indexing the array reads the selected part.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """Return one expert's quantised weight. If the weight was not solved, this method rounds
-        the weight to nearest.
-        """
+        """Return one expert's quantised weight, which is rounded to nearest if it was not solved."""
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -197,8 +197,7 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """Return the range that all experts of a stack share. If each expert has a separate range,
-        return ``None``.
+        """Return the range that all experts of a stack share, or ``None`` if they do not share one.
 
         In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
         along their inputs, the experts share one range per column.
@@ -221,7 +220,7 @@ class Quantisation:
         along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        # If the condition is false, all experts have the same scales.
+        # otherwise, all experts have the same scales
         if not is_down or first.group_size is not None:
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
@@ -229,8 +228,7 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """Return a layer's quantised weight. If the weight was not solved, this method rounds the
-        weight to nearest.
+        """Return a layer's quantised weight, which is rounded to nearest if it was not solved.
 
         A stack of experts becomes one matrix.
         """
@@ -251,8 +249,9 @@ class Quantisation:
     def rounded(
         self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
     ) -> QuantisedWeight:
-        """Round a matrix to the nearest numbers of a layer format. The docstring of
-        ``quantise_weight`` explains ``amax``.
+        """Round a matrix to the nearest numbers of a layer format.
+
+        The docstring of ``quantise_weight`` explains ``amax``.
         """
         assert chosen.weights is not None
         return quantise_weight(
@@ -281,9 +280,8 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # The head is solved a few columns at a time, because all columns in fp32 would take
-            # gigabytes. The result is the same as with all columns at once, because columns are
-            # solved independently.
+            # Solve a head a few columns at a time, because all columns in fp32 would take
+            # gigabytes. This does not change the result, because columns are solved independently.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
@@ -306,23 +304,18 @@ class Quantisation:
         )
 
     def embedding(self) -> QuantisedWeight:
-        """Return the quantised embedding table, transposed: ``[hidden, V]``, with one scale per
-        token.
-        """
+        """Return the quantised embedding table as ``[hidden, V]``, with one scale per token."""
         assert self.recipe.embedding is not None
         return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
 
     @property
     def has_tied_table(self) -> bool:
-        """True if a quantised head uses the embedding table, so that the head and the table have
-        the same codes and scales.
-        """
+        """True if a quantised head uses the codes and scales of the embedding table."""
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Return the embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32
-        ``[N, hidden]``.
+        """Return the embeddings of ``ids`` ``[N]`` in the quantised graph, fp32 ``[N, hidden]``.
 
         ``table`` ``[N, hidden]`` contains the unquantised embeddings of ``ids``.
         """

@@ -30,15 +30,14 @@ contains only clean states, like the calibration data of autoregressive language
 # Every fourth sample of a file is used for judging. The remaining samples are used for calibration.
 JUDGED_EVERY = 4
 FEWEST_TOKENS = 32
-"""By default, an expert's weights are solved if at least this many tokens are routed to the expert.
-
-If the tokens' inputs are independent, GPTQ is better than rounding to nearest from 8 tokens on.
-From 32 tokens on, GPTQ's loss is a third less than the loss of rounding to nearest. The default is
-32 instead of 8, because the tokens of a few texts are often similar.
+"""By default, GPTQ rounds an expert's weights if at least this many tokens are routed to the
+expert. Measured with independent inputs, GPTQ is better than rounding to nearest from 8 tokens on.
+From 32 tokens on, its loss is a third smaller. The default is 32 instead of 8, because the tokens
+of a few texts are often similar.
 """
 RANDOM_LENGTH = 64  # length of a random sample in tokens; its first half is the prompt
-# The maximum number of passes per block. Without a maximum, an unsure denoiser would need one pass
-# per token.
+# The maximum number of passes per block. Without a maximum, a denoiser with low confidences would
+# need one pass per token.
 TRAJECTORY_PASSES = 16
 
 
@@ -180,13 +179,12 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 def trajectories(
     layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]
 ) -> Trajectories:
-    """Return a function that generates text for samples, and yields the canvases of each
-    generation.
+    """Return a function that generates text for samples, and yields each generation's canvases.
 
     The first canvas of a generation is the sample with a masked response. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
-    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called as many times as there are
-    samples, each time after an equal number of decided positions.
+    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample in total.
+    The calls are spread evenly over the decided positions.
     """
     # Import ``lockstep`` here, because reading data and judging bundles must work without torch.
     from dlm_export.network import lockstep
@@ -230,8 +228,10 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """Return the calibration states of ``data.calibration``. If the mix contains trajectory states,
-    the denoiser generates the trajectory states.
+    """Return the calibration states of ``data.calibration``.
+
+    Trajectory states are canvases from generations of the denoiser. If the mix contains them, this
+    function runs the denoiser.
     """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (
@@ -241,8 +241,9 @@ def calibration_states(
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """Return calibration states of ``data.calibration`` without running the denoiser. Masked states
-    replace trajectory states.
+    """Return calibration states of ``data.calibration`` without running the denoiser.
+
+    The result contains masked states instead of trajectory states.
     """
     return _states(source, data, options, None)
 

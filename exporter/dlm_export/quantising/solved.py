@@ -1,6 +1,4 @@
-"""Stores weights that a solver has rounded, in memory or in files. The weights are stored until the
-graph is written.
-"""
+"""Stores weights that a solver has rounded, in memory or in files, until the graph is written."""
 
 from __future__ import annotations
 

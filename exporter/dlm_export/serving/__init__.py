@@ -1,7 +1,7 @@
 """Implements the HTTP server of ``dlm-export serve``, which follows the APIs of OpenAI and Mercury.
 
 - ``app`` defines the routes.
-- ``hosting`` holds the open bundles.
+- ``hosting`` opens and closes the bundles.
 - ``fields`` checks the bodies of requests.
 - ``conversation`` turns the bodies into requests for the runtime.
 - ``replies`` and ``streams`` write the responses.

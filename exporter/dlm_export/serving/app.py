@@ -1,5 +1,6 @@
-"""Defines the server's routes. For each request, checks the key and the limits, and updates the
-metrics and the log.
+"""Defines the server's routes, and checks the API key and the limits of each request.
+
+The module also updates the metrics and the log.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
-"""Requests to a path in this set need no key."""
+"""Requests to these paths need no API key."""
 MOST_ID = 128
 QUICK_BYTES = 1 << 14
-"""The server checks smaller bodies on the thread of the event loop, and larger bodies on another
+"""A size in bytes.
+
+The server checks smaller bodies on the thread of the event loop, and larger bodies on another
 thread.
 """
 
@@ -57,7 +60,7 @@ class Limits:
         bodies_bytes: The maximum total size in bytes of all bodies that are arriving at the same
             time.
         compile_threads: The maximum number of requests whose schemas are compiled at the same time.
-            All further requests with new schemas wait.
+            Other requests with new schemas wait.
     """
 
     body_bytes: int = 1 << 20
@@ -104,7 +107,8 @@ class Server:
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
         self._checking = asyncio.Lock()
         self._arriving = 0  # total size of all arriving bodies in bytes
-        self._description = json.dumps(document()).encode()  # takes tens of milliseconds
+        # Make the description once, because this takes tens of milliseconds.
+        self._description = json.dumps(document()).encode()
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -179,7 +183,7 @@ class Server:
     async def _read(self, kind: type[fields.Body], request: Request) -> Any:
         """Read and check the body of a request. Raises ApiError.
 
-        Only one large body is checked at a time, so that the event loop waits for at most one
+        Only one thread checks a large body at a time, so that the event loop waits for at most one
         other thread that holds the interpreter's lock.
         """
         content = await self._body(request)
@@ -189,8 +193,9 @@ class Server:
             return await asyncio.to_thread(fields.read, kind, content)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request. Raises ApiError if the body is too large or arrives too
-        slowly.
+        """Return the body of a request.
+
+        Raises ApiError if the body is too large or arrives too slowly.
         """
         found = bytearray()
         size = request.headers.get("content-length", "")
@@ -209,8 +214,9 @@ class Server:
         return bytes(found)
 
     def _check_size(self, size: int) -> None:
-        """Check the size of a body, and the total size of all arriving bodies. Raises ApiError if a
-        size exceeds its limit.
+        """Check the size of a body, and the total size of all arriving bodies.
+
+        Raises ApiError if a size exceeds its limit.
         """
         if size > self._limits.body_bytes:
             said = f"the body has more than {self._limits.body_bytes} bytes"
@@ -283,7 +289,8 @@ class Server:
             return await asyncio.to_thread(_started, read, body, model)
         model.check_failures(key)
         async with self._compiling:
-            # Meanwhile, a concurrent request may have tried to compile the same constraint.
+            # While this request waited, another request may have failed to compile the same
+            # constraint.
             model.check_failures(key)
             try:
                 found = await asyncio.to_thread(_started, read, body, model)
@@ -377,9 +384,7 @@ class Server:
 
 
 class _Around:
-    """Checks the key of each request, gives the request an ID, and records the response's status
-    and duration.
-    """
+    """Checks each request's key, assigns an ID, and records the response's status and duration."""
 
     def __init__(
         self,
@@ -399,7 +404,7 @@ class _Around:
         request_id = made or f"req_{secrets.token_hex(12)}"
         # Give this request its own state, because all requests share the lifespan's state.
         scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
-        # If a client has left, log the status 499, as nginx does.
+        # If the client disconnects before the response, log the status 499, as nginx does.
         status, began = 499, time.perf_counter()
 
         async def noted(message: Message) -> None:
@@ -445,10 +450,9 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
 
 
 def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tuple[Ask, list[Job]]:
-    """Read a body, and submit all requests that the body contains. If a request fails, cancel all
-    other requests.
+    """Read a body, and submit all requests that the body contains.
 
-    Raises ApiError.
+    If submitting a request fails, the other requests are cancelled. Raises ApiError.
     """
     ask = read(body, model)
     jobs: list[Job] = []
@@ -499,9 +503,9 @@ async def _results(jobs: Sequence[Job]) -> list[Any]:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the result of ``work``. If the client leaves before ``work`` ends, cancel ``work``.
+    """Return the result of ``work``, or cancel ``work`` if the client disconnects before.
 
-    Raises ClientDisconnect if the client has left.
+    Raises ClientDisconnect if the client has disconnected.
     """
     running = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
@@ -526,7 +530,9 @@ async def _disconnected(request: Request) -> None:
 def _tokenizer(model: Model) -> Any:
     tokenizer = model.bundle.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer: it takes and gives token ids", "model")
+        raise ApiError(
+            400, "this model has no tokenizer: it accepts and returns token ids", "model"
+        )
     return tokenizer
 
 

@@ -1,8 +1,8 @@
 """Limits the number of connections, and the time that slow clients may take.
 
 The limits are needed because some clients are slow on purpose. uvicorn limits neither the number of
-connections nor the time that a request's headers may take to arrive. If the application rejects a
-body, uvicorn still reads the rest of the body.
+connections nor the time in which a request's headers must arrive. If the application rejects a
+body, uvicorn still receives the rest of the body.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dlm_export.serving.errors import ApiError
 
 LINGER_S = 1.0
-"""The number of seconds for which the server reads the rest of a rejected body. If the server
-closed the connection at once, a client that is still sending would not receive the response.
+"""The number of seconds for which the server still receives the rest of a rejected body.
+
+If the server closed the connection at once, a client that is still sending would not receive the
+response.
 """
 
 
@@ -33,8 +35,8 @@ class ConnectionLimits:
     Args:
         connections: The maximum number of open connections.
         head_s: The maximum number of seconds that a request's headers may take to arrive.
-        write_s: The maximum number of seconds for which a connection's buffers may stay full
-            because the client reads no data.
+        write_s: The maximum number of seconds for which a connection's send buffers may stay full
+            because the client receives no data.
     """
 
     connections: int = 512
@@ -50,13 +52,12 @@ def protocol(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
 
 
 class Turns:
-    """Starts the pipelined requests of all connections in turn, one in each iteration of the event
-    loop.
+    """Starts the pipelined requests of all connections, one per iteration of the event loop.
 
-    A pipelined request is a request that arrives before the response to the previous request of the
-    same connection. uvicorn starts such a request as soon as this response is complete. If many
-    connections did so in the same iteration, each iteration would take long. All other requests
-    would wait, because they need several iterations.
+    A pipelined request arrives before the previous request of the same connection is answered.
+    uvicorn starts a pipelined request as soon as that answer is complete. If uvicorn did so for
+    many connections in the same iteration, each iteration would take long. All other requests would
+    then wait, because they need several iterations.
     """
 
     def __init__(self) -> None:
@@ -80,10 +81,10 @@ class Connection(H11Protocol):
 
     Args:
         limits: The limits that all connections share.
-        idle: The connections without a request, in order of age, the oldest first. If there are too
-            many connections, the oldest connection in ``idle`` is closed. As a result, clients that
-            open connections and send nothing cannot keep other clients out.
-        turns: The turns in which pipelined requests start. All connections share this object.
+        idle: The connections without a request, oldest first. If there are too many connections,
+            the server closes the oldest connection in ``idle``. Clients that open connections and
+            send nothing therefore cannot keep other clients out.
+        turns: Starts pipelined requests. All connections share this object.
         given: The arguments for the protocol class of uvicorn.
     """
 
@@ -162,9 +163,9 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _drop(self) -> None:
-        """Close the connection, and discard all data that the client has not read. Without the
-        socket option, the kernel would keep megabytes of unread data and go on trying to send the
-        data.
+        """Close the connection, and discard all data that the client has not received.
+
+        Without the socket option, the kernel would keep megabytes of data and try to send them.
         """
         linger = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(
@@ -183,9 +184,7 @@ class Connection(H11Protocol):
         self._answer(503, "Service Unavailable", error)
 
     def _answer(self, status: int, reason: str, error: ApiError) -> None:
-        """Write an error response to a client that has not sent a request. Then close the
-        connection.
-        """
+        """Send an error to a client that has not sent a whole request, and disconnect it."""
         self._stop_waiting()
         body = json.dumps(error.body).encode()
         headers = {"content-type": "application/json", "content-length": len(body)}

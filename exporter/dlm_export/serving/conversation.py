@@ -33,7 +33,7 @@ COMPILE_LIMITS = CompileLimits(seconds=5)
 
 @dataclass
 class Ask:
-    """All requests to the runtime that one HTTP request leads to.
+    """All requests to the runtime that are made for one HTTP request.
 
     Args:
         given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
@@ -111,8 +111,9 @@ def fim(body: FimBody, model: Model) -> Ask:
 
 
 def hole(body: Sampling, model: Model, before: str, after: str, length: int | None) -> Ask:
-    """Create a canvas with one hole. If the denoiser writes an end token in the hole, padding
-    follows the end token.
+    """Create a canvas with one hole.
+
+    If the denoiser writes an end token into the hole, the rest of the hole is filled with padding.
 
     Args:
         body: The body of the HTTP request.
@@ -146,9 +147,7 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
 
 
 def message(given: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template. Raises ApiError, whose message starts with
-    ``where``.
-    """
+    """Convert a message for the chat template. Raises ApiError, which names the field ``where``."""
     found: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
     content = given.content
     if isinstance(content, list):
@@ -173,11 +172,9 @@ def message(given: Message, where: str) -> dict[str, Any]:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """Convert an earlier call. The call's arguments are JSON text, but chat templates need an
-    object.
-    """
+    """Convert an earlier function call: its arguments are JSON text, but templates need an object."""
     arguments: Any = call.function.arguments
-    with suppress(ValueError, RecursionError):  # the arguments may be invalid JSON
+    with suppress(ValueError, RecursionError):  # keep the text if it is invalid JSON
         arguments = json.loads(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -220,7 +217,7 @@ CONSTRAINT_FIELDS = {
 
 
 def constraint_key(body: Any) -> bytes | None:
-    """Return a hash of the fields that define a constraint. If no such field is set, return None."""
+    """Return a hash of the fields that define a constraint, or None if there is no constraint."""
     own = body.dlm
     # A body of /v1/responses contains the format in the field ``text``.
     of_text = getattr(body, "text", None)
@@ -243,7 +240,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
     if max_new_tokens is not None:
         found["max_new_tokens"] = max_new_tokens
     if body.logit_bias:
-        raise unsupported("logit_bias", "this server cannot change single tokens")
+        raise unsupported("logit_bias", "this server cannot change the logits of single tokens")
     if body.stream_options is not None and not body.stream:
         raise unsupported("stream_options", "it needs stream: true")
     if body.diffusing and not body.stream:
@@ -282,9 +279,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format. For plain text, return
-    no arguments.
-    """
+    """Return the arguments of ``Bundle.constraint`` for a response format, none for plain text."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}
@@ -312,8 +307,9 @@ def _constrain(
 
 
 def _prompts(prompt: Prompt, model: Model) -> list[dict[str, Any]]:
-    """Return the prompts of a completion. The field contains one prompt or a list of prompts, and
-    each prompt is text or a list of token IDs. Raises ApiError.
+    """Return the prompts of a completion. Raises ApiError.
+
+    The field contains one prompt or a list of prompts. Each prompt is text or a list of token IDs.
     """
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
@@ -329,8 +325,8 @@ def _prompts(prompt: Prompt, model: Model) -> list[dict[str, Any]]:
 def _ids(ids: list[int], model: Model) -> dict[str, Any]:
     """Return a prompt that consists of token IDs. Raises ApiError if the prompt is too long.
 
-    The runtime also checks the length. However, it converts the IDs first, which takes long for
-    hundreds of thousands of IDs.
+    The runtime checks the length too, but only after converting the IDs. The conversion takes long
+    for hundreds of thousands of IDs.
     """
     most = model.bundle.max_canvas_length
     if len(ids) > most:

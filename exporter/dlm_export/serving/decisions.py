@@ -34,9 +34,7 @@ class NoulQuestion(Body):
 
 
 class ChoiceQuestion(Body):
-    """A question whose answer is a key of ``criteria``. Each value in ``criteria`` describes its
-    key.
-    """
+    """A question whose answer is a key of ``criteria``, which maps each key to a description."""
 
     type: Literal["choice"]
     instructions: Text | None = None
@@ -44,8 +42,9 @@ class ChoiceQuestion(Body):
 
 
 class ScoreQuestion(Body):
-    """A question whose answer is a level, which is a number from 0. ``criteria`` contains a
-    description of each level, in order.
+    """A question whose answer is the number of a level, counted from 0.
+
+    ``criteria`` contains a description of each level, in order.
     """
 
     type: Literal["score"]
@@ -57,9 +56,7 @@ AnyQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(dis
 
 
 class OwnOptions(Body):
-    """Options that Mercury's API does not contain. The docstring of ``Bundle.decide`` describes the
-    options.
-    """
+    """Options that Mercury's API does not contain. ``Bundle.decide`` documents them."""
 
     passes: Annotated[int, Field(ge=1, le=MOST_QUESTIONS)] = 1
     answer: str | None = None
@@ -118,8 +115,9 @@ def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, in
 
 
 def counted(made: Decision) -> dict[str, int]:
-    """Count the tokens and passes of a decision. The prompt's tokens count once, even if the
-    decision consists of several requests.
+    """Count the tokens and passes of a decision.
+
+    The tokens of the prompt count once, even if the decision consists of several requests.
     """
     last = made.generations[-1]
     return {
@@ -149,7 +147,7 @@ def _text_or_none(value: Text | None) -> str | None:
 
 
 def _texts(body: DecisionBody) -> Iterator[tuple[str, Any]]:
-    """For each field whose value may be JSON, yield the field's path and its value."""
+    """Yield the path and the value of each field whose value may be JSON."""
     yield "state", body.state
     for name, question in body.questions.items():
         yield f"questions.{name}.instructions", question.instructions

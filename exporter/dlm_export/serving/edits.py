@@ -2,10 +2,10 @@
 
 The user's message has three sections: snippets that the user viewed, the current file, and the
 user's last edits as diffs. The section of the current file contains the cursor, and tags around the
-region to edit. This module turns the message into an infill of the region. On the canvas, the
-current file comes last, and mask tokens replace the region. The snippets, the edits and the old
-region come before the current file, so that the denoiser sees both the old region and the text
-around the new region.
+region to edit. This module turns the message into an infill: the denoiser generates the region
+between the texts before and after it. On the canvas, the current file comes last, and mask tokens
+replace the region. The snippets, the edits and the old region come before the current file. The
+denoiser can thus attend to the old region and to the text around the new region.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ CURSOR = "<|cursor|>"
 FENCE = "```"
 """The line that Mercury's API writes before and after the region in an answer."""
 SPARE_TOKENS = 16
-"""A new region may be longer than the old region by at least this number of tokens."""
+"""The canvas has room for a new region that is longer than the old region by at least this number
+of tokens.
+"""
 WHERE = "messages[0].content"
 
 
@@ -54,9 +56,7 @@ def edit(body: EditBody, model: Model) -> Ask:
 
 
 def _read(content: str) -> tuple[str, str, str]:
-    """Return three texts: the canvas text before the region, the old region, and the canvas text
-    after the region.
-    """
+    """Return three texts: the canvas text before the region, the old region, and the text after it."""
     head, file, tail = _split(content, "current_file_content")
     above, given, below = _split(file, "code_to_edit")
     if given.count(CURSOR) != 1:
@@ -71,8 +71,9 @@ def _read(content: str) -> tuple[str, str, str]:
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """Return three texts: before a section, in the section, and after the section. Raises ApiError
-    if ``text`` does not contain the section exactly once.
+    """Return three texts: before a section, in the section, and after the section.
+
+    Raises ApiError if ``text`` does not contain the section exactly once.
     """
     found = re.split(re.escape(f"<|{name}|>") + "|" + re.escape(f"<|/{name}|>"), text)
     is_whole = len(found) == 3 and text.startswith(f"<|{name}|>", len(found[0]))
@@ -86,7 +87,7 @@ def _wrong(said: str) -> ApiError:
 
 
 class Edits:
-    """Creates responses. In each message, a ``FENCE`` line stands before and after the new region."""
+    """Creates responses, whose messages contain the new region between two ``FENCE`` lines."""
 
     def __init__(self, body: EditBody) -> None:
         self._head = Head("editcmpl", "edit.completion", body.model)

@@ -52,9 +52,7 @@ class ApiError(Exception):
 
 
 class CompileError(ApiError):
-    """An error that says that a constraint cannot be compiled. Compiling the same constraint again
-    fails again.
-    """
+    """Raised if a constraint cannot be compiled. Another attempt would fail too."""
 
 
 def unsupported(param: str, why: str) -> ApiError:

@@ -1,5 +1,4 @@
-"""Defines the bodies of requests. Unknown fields are rejected, so that the server does not ignore a
-misspelled field.
+"""Defines the bodies of requests, and rejects unknown fields, which may be misspelled.
 
 OpenAI's API defines the names and types of most fields. Mercury's API adds ``diffusing``,
 ``realtime``, ``reasoning_summary`` and fill-in-the-middle. The object ``dlm`` contains the options
@@ -21,29 +20,33 @@ MOST_MESSAGES = 2048
 MOST_TOOLS = 128
 MOST_PROMPTS = 64
 MOST_VALUES = 1 << 14
-"""The maximum total number of strings, lists and objects in a body. The limit is needed because
-pydantic holds the interpreter's lock while it reads a body, even in a separate thread, so all other
-requests wait.
+"""The maximum total number of strings, lists and objects in a body.
+
+The limit is needed because pydantic holds the interpreter's lock while it checks a body, even in a
+separate thread. All other requests wait during this time.
 """
 MOST_COMMAS = 1 << 18
-"""The maximum number of commas outside strings in a body. The commas separate the numbers of a list.
-pydantic reads a number faster than a string, so this limit is larger than ``MOST_VALUES``.
+"""The maximum number of commas outside strings in a body.
+
+This limits the numbers in lists, which commas separate. pydantic checks a number faster than a
+string, so this limit is larger than ``MOST_VALUES``.
 """
 MOST_PROBLEMS = 1000
-"""If a body contains more problems than this, the error message contains only the number of
-problems.
+"""If a body contains more problems than this, the error message states only their number.
 """
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list whose check stops at the first wrong item. Otherwise, checking a million wrong items would
+"""A list whose check stops at the first wrong item.
+
+Otherwise, checking a million wrong items would take seconds.
 take seconds."""
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Effort = Literal["instant", "low", "medium", "high"]
 
 
 class Body(BaseModel):
-    """A body, or a part of a body. Unknown fields are rejected."""
+    """A body of a request, or a part of it. Unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -72,7 +75,7 @@ Counts = Literal["none", "last", "each"]
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # a field of vLLM
+    continuous_usage_stats: bool = False  # a field of vLLM's API
     include_obfuscation: bool = False  # a hint, which has no effect
 
     @property
@@ -185,8 +188,9 @@ class ChatSampling(Sampling):
 
     @property
     def length_field(self) -> str:
-        """The name of the field that limits the length of an answer. If the body contains both
-        fields, ``max_completion_tokens`` has priority.
+        """The name of the field that limits the length of an answer.
+
+        If the body contains both fields, ``max_completion_tokens`` has priority.
         """
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
@@ -214,9 +218,9 @@ class ChatBody(ChatSampling):
 
 
 TokenId = Annotated[int, Field(strict=True)]
-# pydantic tries the types from left to right, and stops at the first type that fits. Otherwise, it
-# would read a list of token ids several times. ``TokenId`` is strict, so that the text "7" is not
-# read as a number.
+# With this mode, pydantic tries the types from left to right, and stops at the first type that
+# fits. Otherwise, it would check a list of token ids several times. ``TokenId`` is strict, so that
+# the text "7" does not become a number.
 Prompt = Annotated[
     str | Items[TokenId] | Items[str] | Items[Items[TokenId]], Field(union_mode="left_to_right")
 ]
@@ -257,7 +261,7 @@ class DetokenizeBody(Body):
 
 def read(kind: type[Body], content: bytes) -> Any:
     """Read a body. If a field is wrong, raises ApiError, which names the field."""
-    # Upper bounds on the numbers, because brackets and commas inside strings are counted too.
+    # The count is an upper bound, because it includes brackets inside strings.
     at_most = content.count(b'"') // 2 + content.count(b"[") + content.count(b"{")
     if at_most > MOST_VALUES or content.count(b",") > MOST_COMMAS:
         count, commas = counts(content)
@@ -278,16 +282,17 @@ def read(kind: type[Body], content: bytes) -> Any:
 
 
 def counts(content: bytes) -> tuple[int, int]:
-    """Return the total number of strings, lists and objects in JSON text, and the number of commas
-    outside strings. Names of fields count as strings.
+    """Count the values in JSON text.
 
-    If there are more than ``MOST_VALUES`` strings, the number of commas is 0.
+    Returns the total number of strings, lists and objects, and the number of commas outside
+    strings. Names of fields count as strings. If there are more than ``MOST_VALUES`` strings, the
+    number of commas is 0.
     """
     # Remove escaped quotes, which do not delimit strings.
     bare = content.replace(rb"\\", b"").replace(rb"\"", b"")
     count = bare.count(b'"') // 2
     if count > MOST_VALUES:
-        return count, 0  # the strings alone are too many, so do not split the text
+        return count, 0  # do not split the text, because there are already too many strings
     outside = b"".join(bare.split(b'"')[::2])
     return count + outside.count(b"[") + outside.count(b"{"), outside.count(b",")
 
@@ -326,9 +331,7 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 
 def _path(error: ErrorDetails) -> list[int | str]:
-    """Return the path of the wrong field. The path that pydantic
-    reports also contains the names of allowed types. Remove these names.
-    """
+    """Return the path of the wrong field: pydantic's path without the names of allowed types."""
     place = error["loc"]
     return [part for at, part in enumerate(place) if not _is_variant(place, at)]
 
@@ -337,9 +340,7 @@ VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "Out
 
 
 def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
-    """Return True if the part ``at`` of pydantic's path ``place`` names an allowed type, not a
-    field.
-    """
+    """Return True if the part ``at`` of pydantic's path ``place`` is a type instead of a field."""
     part = place[at]
     # In ``questions``, the path contains a question's name, then the question's type.
     if place[0] == "questions" and at in (1, 2):

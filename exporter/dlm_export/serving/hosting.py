@@ -1,4 +1,4 @@
-"""Holds the bundles that the server has opened. Each bundle has one scheduler."""
+"""Manages the bundles that the server has opened. Each bundle has one scheduler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dlm_export.serving.errors import ApiError, CompileError
 MOST_COMPILED = 64
 """The maximum number of compiled constraints that each bundle keeps in memory."""
 FAILURE_S = 60.0
-"""If a constraint cannot be compiled, then for this number of seconds, the server rejects all
-requests with the same constraint without compiling the constraint again.
+"""After a constraint could not be compiled, the server rejects requests with the same constraint
+for this number of seconds, without trying again.
 """
 
 
@@ -32,8 +32,9 @@ class Model:
         self.scheduler = bundle.scheduler(**limits)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self.compiled: dict[bytes, None] = {}
-        """The keys of the constraints that were compiled last. A request starts quickly if
-        ``compiled`` contains the request's key.
+        """The hashes of the constraints that were compiled last.
+
+        A request with one of these constraints starts quickly.
         """
         self._failures: dict[bytes, tuple[float, CompileError]] = {}
         self._users = 0
@@ -65,16 +66,15 @@ class Model:
             self.compiled.pop(next(iter(self.compiled)))
 
     def note_failure(self, key: bytes, error: CompileError) -> None:
-        """Remember that a constraint cannot be compiled. If too many constraints are remembered,
-        forget the oldest.
-        """
-        self._failures.pop(key, None)  # so that the new entry goes to the end
+        """Remember that a constraint cannot be compiled. Forget the oldest if there are many."""
+        # Remove an old entry, so that the new entry becomes the last one.
+        self._failures.pop(key, None)
         self._failures[key] = (time.monotonic(), error)
         if len(self._failures) > MOST_COMPILED:
             self._failures.pop(next(iter(self._failures)))
 
     def check_failures(self, key: bytes) -> None:
-        """Raise ApiError if an attempt to compile the key's constraint failed a short time ago."""
+        """Raise ApiError if compiling the constraint with this key failed a short time ago."""
         noted, error = self._failures.get(key, (-FAILURE_S, None))
         if error is not None and time.monotonic() - noted < FAILURE_S:
             raise ApiError(error.status, error.message, error.param, error.code)
@@ -98,7 +98,7 @@ class Model:
 
 
 class Models:
-    """Holds all models by name. Only the thread of the event loop may use this object.
+    """All models by name. Only the thread of the event loop may use this object.
 
     Args:
         paths: Maps the name of each model to its bundle's folder.
@@ -106,7 +106,8 @@ class Models:
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
         prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-            after its requests have ended. If None, there is no limit of its own.
+            after its requests have ended. If None, they may use all memory for keys and values that
+            no running request needs.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Models:
 
 
 def _takes_conversations(bundle: dlm_runtime.Bundle) -> bool:
-    """Return True if the chat template accepts earlier messages."""
+    """Return True if the chat template accepts a conversation of several messages."""
     assert bundle.tokenizer is not None
     roles = ("user", "assistant", "user")
     try:
@@ -193,8 +194,9 @@ def _takes_conversations(bundle: dlm_runtime.Bundle) -> bool:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return the description of a model that ``/v1/models`` returns. The description contains the
-    fields of OpenAI's and Mercury's APIs.
+    """Return the description of a model for ``/v1/models``.
+
+    The description contains the fields of OpenAI's and Mercury's APIs.
     """
     endpoints = ["completions"]
     if model.has_chat:

@@ -1,4 +1,4 @@
-"""Defines the Prometheus metrics of the server. The path ``/metrics`` returns the metrics."""
+"""Defines the Prometheus metrics of the server, which the path ``/metrics`` returns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ PATHS = (
     "/tokenize",
     "/detokenize",
 )
-"""Each path in this tuple has its own time series. All paths that are not in this tuple share one
-time series, so that clients cannot create new time series.
+"""Each of these paths has its own time series.
+
+All other paths share one time series, so that clients cannot create new time series.
 """
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -69,7 +70,7 @@ class Metrics:
 
 
 class _Schedulers(Collector):
-    """Collects the counts that the schedulers keep."""
+    """Reads the counters of all schedulers when Prometheus asks for the metrics."""
 
     def __init__(self, models: Iterable[Model]) -> None:
         self._models = models

@@ -16,8 +16,8 @@ MEDIA_TYPES = {
 }
 SOURCES = ("connect-src", "img-src", "script-src", "style-src")
 HEADERS = {
-    # With these headers, the page may load files and data only from this server, inline code is
-    # forbidden, and scripts cannot parse text as HTML.
+    # These headers let the page load files and data only from this server. They forbid inline code,
+    # and keep scripts from parsing text as HTML.
     "content-security-policy": "; ".join(
         [
             "default-src 'none'",
@@ -44,8 +44,9 @@ def _files() -> dict[str, str]:
 
 FILES = _files()
 PATHS = tuple(FILES)
-"""The paths of the page's files. Requests to these paths need no key, because the page itself asks
-the user for the key.
+"""The paths of the page's files.
+
+Requests to these paths need no key, because the page itself asks the user for the key.
 """
 
 

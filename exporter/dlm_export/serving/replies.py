@@ -16,16 +16,15 @@ from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
 
 FINISHES = {"stop": "stop", "constraint": "stop"}
-"""Maps finish reasons of the runtime to OpenAI's finish reasons. All reasons that are not listed
-here become "length".
+"""Maps finish reasons of the runtime to OpenAI's finish reasons.
+
+All reasons that are not listed here become "length".
 """
 
 
 @dataclass(frozen=True)
 class Head:
-    """The fields at the start of the response. If the response is a stream, each chunk starts with
-    the same fields.
-    """
+    """The fields at the start of a response, and at the start of each chunk of a stream."""
 
     prefix: str
     kind: str
@@ -62,8 +61,9 @@ class Answer:
 
 
 def answer(ask: Ask, model: Model, made: Generation) -> Answer:
-    """Convert a result into an answer. If the result fills a hole, the text ends before the first
-    stop string.
+    """Convert a result into an answer.
+
+    If the result fills a hole, the text ends before the first stop string.
     """
     if ask.hole is None:
         calls = made.tool_calls
@@ -92,8 +92,9 @@ def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
 
 
 def usage_of(prompt: int, completion: int, passes: int, cached: int) -> dict[str, Any]:
-    """Return the object ``usage`` for the given numbers of tokens and passes. ``cached`` is the number
-    of prompt tokens that were not computed again.
+    """Return the object ``usage`` for the given numbers of tokens and passes.
+
+    ``cached`` is the number of prompt tokens whose keys and values were reused.
     """
     return {
         "prompt_tokens": prompt,
@@ -150,9 +151,7 @@ class Choices:
         return {"index": index, "message": message, **beside}
 
     def logprobs(self, model: Model, found: Answer) -> dict[str, Any] | None:
-        """Return the log probabilities of an answer's tokens. If the client did not request log
-        probabilities, return None.
-        """
+        """Return the log probabilities of an answer's tokens, or None if they were not requested."""
         if not self.has_logprobs:
             return None
         if not self.is_chat:
@@ -165,9 +164,7 @@ Scored = tuple[str, float]
 
 
 def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
-    """For each token in an answer, return the text and log probability of the token and of its
-    alternatives.
-    """
+    """Return each token of an answer with its alternatives, all with text and log probability."""
     tokenizer, made = model.bundle.tokenizer, found.generation
     assert tokenizer is not None
     return [
@@ -184,9 +181,7 @@ def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
 
 
 def token_logprobs(model: Model, found: Answer) -> list[dict[str, Any]]:
-    """Return the log probabilities of an answer's tokens and their alternatives, in the format of
-    chats.
-    """
+    """Return log probabilities of an answer's tokens and alternatives, in the format of chats."""
     return [
         _token(*chosen) | {"top_logprobs": [_token(*each) for each in alternatives]}
         for chosen, alternatives in _chosen(model, found)
@@ -198,9 +193,7 @@ def _token(text: str, log_prob: float) -> dict[str, Any]:
 
 
 def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
-    """Return the log probabilities of an answer's tokens and alternatives, in the format of
-    completions.
-    """
+    """Return log probabilities of an answer's tokens and alternatives, as completions have them."""
     tokens = _chosen(model, found)
     texts = [text for (text, _), _ in tokens]
     top = [_by_text([*others, chosen]) for chosen, others in tokens]
@@ -213,9 +206,7 @@ def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
 
 
 def _by_text(tokens: Sequence[Scored]) -> dict[str, float]:
-    """Return a dict that maps each text to its log probability. If several tokens have the same
-    text, use the first token's log probability.
-    """
+    """Return a dict: text -> log probability of the first token with this text."""
     found: dict[str, float] = {}
     for text, log_prob in tokens:
         found.setdefault(text, log_prob)

@@ -1,8 +1,8 @@
 """Defines the body of ``/v1/responses``, and translates such a body into the body of a chat.
 
-After the translation, ``/v1/responses`` and ``/v1/chat/completions`` share all code, because a
-response is a chat in a different format. Error messages about the chat are translated back, so that
-the messages name the fields of ``/v1/responses``.
+A response is a chat in a different format, so the same code handles both after the translation. The
+module translates error messages about the chat back, so that they name the fields of
+``/v1/responses``.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ REFUSED = {
     "store": "this server stores no responses: give false",
     "truncation": "this server does not shorten the input: give disabled",
 }
-"""Maps each unsupported field to the reason why the field is not supported. In an unsupported
-field, this server accepts only the values None, false and "disabled".
+"""Maps each unsupported field to the reason why it is not supported.
+
+For these fields, the server accepts only the values None, false and "disabled".
 """
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemPart(Part):
-    """A part of a message. If the message is an earlier answer, its parts may contain annotations
-    and log probabilities.
+    """A part of a message.
+
+    The parts of an earlier answer may contain annotations and log probabilities.
     """
 
     annotations: Items[dict[str, Any]] | None = None
@@ -170,7 +172,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     dlm: Own = Field(default_factory=Own)
-    # This server does not support the following fields. REFUSED contains the reasons.
+    # This server does not support the following fields, for the reasons in REFUSED.
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -248,11 +250,10 @@ def _format(wanted: TextFormat | None) -> ResponseFormat | None:
 
 
 def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat. For each message, also return the path of the message's field
-    in ``body``.
+    """Return the messages of a chat, and the path of each message's field in ``body``.
 
-    If a call follows a message of the assistant, the call is added to that message, because the
-    call and the message are parts of one answer.
+    A function call after a message of the assistant is added to that message, because both are
+    parts of one answer.
     """
     found: list[Message] = []
     places: list[str] = []
@@ -279,9 +280,7 @@ def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
 
 
 def _content(given: str | list[ItemPart]) -> str | list[Part]:
-    """Return the content of a message. Input texts and output texts both get the type that chats
-    use for texts.
-    """
+    """Return the content of a message, in which all texts have the type that chats use."""
     if isinstance(given, str):
         return given
     return [

@@ -1,5 +1,6 @@
-"""Writes the answers of ``/v1/responses``. An answer is an object that contains a list of items, or
-a stream of named events.
+"""Writes the answers of ``/v1/responses``.
+
+An answer is an object that contains a list of items, or a stream of named events.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class ResponseForm:
         )
 
     def response(self, status: str, **changes: Any) -> dict[str, Any]:
-        """Return the response with the status ``status``. ``changes`` replaces fields of a new
-        response.
-        """
+        """Return a response with this status, in which ``changes`` replaces the default fields."""
         new: dict[str, Any] = {
             "output": [],
             "error": None,
@@ -111,8 +110,9 @@ class ResponseForm:
 
 
 def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the format that the response repeats. Only the format of a schema contains further
-    fields, such as the schema's name.
+    """Return the format of the request for the response, which repeats it.
+
+    Only the format of a schema contains other fields, such as the schema's name.
     """
     if wanted is None or wanted["type"] != "json_schema":
         return {"type": "text" if wanted is None else wanted["type"]}
@@ -120,7 +120,7 @@ def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer):
-    """Writes the events of one response. The log probabilities are sent after the text has ended.
+    """Writes the events of one response, with the log probabilities after the whole text.
 
     Args:
         form: Creates the response.

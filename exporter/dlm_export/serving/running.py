@@ -96,10 +96,10 @@ def serve(
     on_start: Callable[[int], None] = lambda port: None,
     warn: Callable[[str], None] = lambda said: None,
 ) -> None:
-    """Serve bundles until SIGTERM or SIGINT. Before the server ends, it finishes all running
-    requests.
+    """Serve bundles until SIGTERM or SIGINT.
 
-    On SIGHUP, the server opens the bundles again.
+    Before the server ends, it finishes all running requests. On SIGHUP, the server opens the
+    bundles again.
 
     Args:
         paths: Maps the name of each model to its bundle's folder.
@@ -109,9 +109,9 @@ def serve(
         limits: The limits that apply to each request.
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
-        prefix_cache_bytes: The most bytes of keys and values that one model keeps after its
-            requests have ended. If None, all memory for keys and values that no running request
-            needs is used.
+        prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
+            after its requests have ended. If None, they may use all memory for keys and values that
+            no running request needs.
         connections: The limits that apply to all connections.
         shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.
@@ -135,8 +135,9 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=shutdown_s,
-        # asyncio uses this number both for the kernel and for each iteration of the event loop.
-        # After the start, ``_Uvicorn`` increases the number for the kernel.
+        # asyncio uses this number for two limits: the kernel's queue of new connections, and the
+        # connections that one iteration of the event loop accepts. After the start, ``_Uvicorn``
+        # increases the kernel's limit.
         backlog=ACCEPTS,
         lifespan="on",
     )
@@ -149,7 +150,7 @@ def serve(
             try:
                 await models.reload()
             except DlmError as err:
-                warn(f"the bundles were not opened again, and the old ones go on: {err}")
+                warn(f"cannot open the bundles again, so the old bundles stay in use: {err}")
 
         def on_hangup() -> None:
             task = loop.create_task(reload())
@@ -162,7 +163,8 @@ def serve(
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
 
-    gc.freeze()  # all loaded objects stay, so the garbage collector need not visit them repeatedly
+    # Exclude all loaded objects from garbage collection, because they stay until the end.
+    gc.freeze()
     try:
         asyncio.run(run())
     except SystemExit as err:  # uvicorn raises SystemExit if it cannot listen

@@ -1,5 +1,6 @@
-"""Streams server-sent events. The events contain either text that is already final, or the whole
-canvas after each pass.
+"""Streams server-sent events.
+
+The events contain either text that is already final, or the whole canvas after each pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EventStream(StreamingResponse):
     Args:
         chunks: The encoded events.
         release: A function that is called once when the response has ended, even if the client
-            leaves before the first event is read from ``chunks``.
+            disconnects before the first event.
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], release: Callable[[], None]) -> None:
@@ -57,7 +58,7 @@ class EventStream(StreamingResponse):
 
 
 class Writer(ABC):
-    """Follows the jobs of a request, and writes events for the text of the jobs' answers.
+    """Writes events with the texts of the answers of a request while its jobs run.
 
     Subclasses define the format of the events. ``answers`` contains the finished answers.
 
@@ -78,7 +79,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _text(self, index: int, text: str, **beside: Any) -> Iterator[bytes]:
-        """Yield the events for a text. ``beside`` contains further fields for the events."""
+        """Yield the events for a text. ``beside`` contains additional fields for the events."""
 
     @abstractmethod
     def _calls(self, index: int, calls: Sequence[ToolCall]) -> Iterator[bytes]:
@@ -97,8 +98,9 @@ class Writer(ABC):
         """Yield the events that end the stream after a job has failed."""
 
     def _note(self, index: int, job: Job, event: Event | None) -> None:  # noqa: B027
-        """Note the progress of a job before the event is written. Before the first event of a job,
-        ``event`` is None.
+        """Note the progress of a job before its events are written.
+
+        ``event`` is None before the first event of a job.
         """
 
     async def chunks(self, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
@@ -141,7 +143,7 @@ class Writer(ABC):
             found.put_nowait(None)
 
     async def _deltas(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """Yield events that add text. While the text may become a function call, no event is sent."""
+        """Yield events that add text, but no event while the text may become a function call."""
         sent = 0
         async for event in job:
             self._note(index, job, event)
@@ -201,17 +203,18 @@ class Writer(ABC):
                     yield chunk
 
     def _snapshot(self, job: Job, event: Event) -> tuple[str, str, float]:
-        """Return the canvas as text, the text with the denoiser's guesses, and the share of decided
-        positions.
+        """Return the canvas as text, the text with guesses, and the share of decided positions.
 
-        In the first text, ``UNDECIDED`` represents each undecided position.
+        In the first text, ``UNDECIDED`` represents each undecided position. In the second text, the
+        denoiser's guesses replace undecided positions.
         """
         tokenizer, bundle = self._model.bundle.tokenizer, self._model.bundle
         assert tokenizer is not None
         positions = self._positions(job, event)
         ends = set(bundle.eos_token_ids)
         runs: list[list[int]] = []
-        marks: list[int] = []  # number of undecided positions before each run of decided tokens
+        # For each run of decided tokens, the number of undecided positions before it.
+        marks: list[int] = []
         gap, guessed, decided = 0, [], 0
         is_past_end = False
         for at in positions:
@@ -260,7 +263,7 @@ class ChoicesWriter(Writer):
         super().__init__(ask, model, is_diffusing)
         kind = f"{form.head.kind}.chunk" if form.is_chat else form.head.kind
         self._form, self._counts = form, counts
-        # For each choice: tokens given, tokens made, passes, tokens that were not computed.
+        # For each choice: the numbers of prompt tokens, generated tokens, passes and reused tokens.
         self._so_far: dict[int, tuple[int, int, int, int]] = {}
         self._head = replace(form.head, kind=kind)
 

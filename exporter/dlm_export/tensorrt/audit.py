@@ -1,8 +1,8 @@
-"""Compares the format of each layer in an engine with the recipe, so that every fallback is
-noticed.
+"""Compares the format of each layer in an engine with the format that the recipe requests.
 
-In this module, a layer is a matrix multiplication. The module path of a layer is part of the names
-of its nodes in the device graph. The formats come from two sources:
+A layer with another format is a fallback, and must not go unnoticed. In this module, a layer is a
+matrix multiplication. The module path of a layer is part of the names of its nodes in the device
+graph. The formats come from two sources:
 
 - The parsed network, which needs no GPU. This network is strongly typed, so each operand of a
   multiplication can be traced back to the operand's dequantisation.
@@ -27,8 +27,8 @@ FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 # TensorRT's names of number formats. The inspector uses these names in "Format/Datatype", for
 # example in "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# The limits of an engine's size. An engine contains the weights of the data file without padding,
-# plus kernels and constants.
+# Limits of an engine's size. An engine contains the weights of the data file without their padding,
+# and also kernels and constants. The first two limits are multiples of the size of the weights.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
@@ -39,8 +39,9 @@ class AuditError(DlmError):
 
 
 def differs(asked: str, held: str) -> bool:
-    """Return True if a layer does not have the requested format. ``high`` matches any unquantised
-    type.
+    """Return True if a layer's format ``held`` is not the requested format ``asked``.
+
+    The format ``high`` matches any unquantised type.
     """
     return held not in FULL.values() if asked == HIGH else held != asked
 
@@ -128,8 +129,9 @@ def _dtype(tensor: Any) -> str:
 
 
 def network_table(network: Any) -> dict[str, str]:
-    """Return the format of every multiplication by a weight in a parsed network. The keys are
-    module paths.
+    """Return the format of every multiplication by a weight in a parsed network.
+
+    The keys are module paths.
     """
     parsed = _Network(network)
     table: dict[str, str] = {}
@@ -138,10 +140,10 @@ def network_table(network: Any) -> dict[str, str]:
         if _kind(layer) != "MATRIX_MULTIPLY" or operator.partition(".")[0] != MATMUL:
             continue
         made = parsed.source(layer.get_input(1))
-        # Products of two activations are not layers.
+        # A product of two activations is not a layer. A layer multiplies by a constant.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # If the input of a layer is rotated, its path contains two products: the rotation, and
-            # then the layer.
+            # If the input of a layer is rotated, two products have the layer's path: the rotation,
+            # and then the layer. The layer's format overwrites the rotation's format.
             table[path] = _format(parsed, layer)
     return table
 
@@ -154,8 +156,8 @@ def _format(parsed: _Network, matmul: Any) -> str:
         return FULL.get(dtype, dtype.lower())
     for name, known in FORMATS.items():
         is_group = known.weights != "int4" or known.group_size == group_size
-        # TensorRT cannot compute ranges per row in each pass, so quantised activations in TensorRT
-        # are static.
+        # Quantised activations in TensorRT have static ranges, because TensorRT cannot compute a
+        # range for each row in each pass.
         if (
             (known.weights, known.activations) == (weights, activations)
             and is_group
@@ -166,8 +168,7 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """Return the number format of a dequantised operand, and the size of its groups along the
-    inputs.
+    """Return the number format of a dequantised operand, and its group size along the inputs.
 
     Both values are ``None`` if the operand is not dequantised.
     """
@@ -195,12 +196,12 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 
 
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
-    """Return the formats of layers according to the JSON of IEngineInspector (with detailed
-    verbosity).
+    """Return the formats of layers according to the JSON of IEngineInspector.
 
-    An engine layer contains one or more nodes of the graph. A layer has its ``expected`` format if
-    the engine layer that contains its node has an input of this format. Otherwise, the result names
-    the types of the engine layer's inputs. Raises AuditError if the JSON contains no layers.
+    The JSON must be made with detailed verbosity. An engine layer contains one or more nodes of the
+    graph. A layer has its ``expected`` format if the engine layer that contains its node has an
+    input of this format. Otherwise, the result contains the types of the engine layer's inputs
+    instead. Raises AuditError if the JSON contains no layers.
     """
     try:
         layers = json.loads(information).get("Layers")

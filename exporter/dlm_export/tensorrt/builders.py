@@ -53,9 +53,11 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since version 1.2, the timing caches of TensorRT-RTX are empty. Timing caches
-                # cannot be created without a GPU.
-                raise EngineError("TensorRT-RTX keeps no timings: omit --timing-cache")
+                # Since version 1.2, TensorRT-RTX writes only empty timing caches, and it cannot
+                # create a timing cache without a GPU.
+                raise EngineError(
+                    "TensorRT-RTX does not support timing caches: omit --timing-cache"
+                )
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:
             raise BuilderError(

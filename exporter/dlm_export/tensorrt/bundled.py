@@ -1,7 +1,7 @@
 """Adds an engine to an existing bundle, or removes an engine from a bundle.
 
-The bundle is locked during a change, and files are replaced by renaming. The bundle's manifest
-never lists an engine that is missing or differs from its record. The bundle can therefore be opened
+The bundle is locked during a change, and files are replaced by renaming. At every moment, each
+engine that the manifest lists exists and matches its record. The bundle can therefore be opened
 even if the process is killed.
 """
 
@@ -40,9 +40,9 @@ def add_engine(
 ) -> Built:
     """Build an engine and add it to an existing bundle.
 
-    The engine and the manifest are written to temporary files. An old engine of the same target is
-    removed from the manifest. Then the engine file is renamed, and after that, the manifest file is
-    renamed.
+    The function writes the engine and the manifest to temporary files. It then removes an old
+    engine of the same target from the manifest. Finally, it renames the new engine file, and then
+    the new manifest file.
 
     Args:
         folder: The bundle.

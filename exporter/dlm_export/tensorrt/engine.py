@@ -1,5 +1,4 @@
-"""Builds an engine from the device graph of a bundle, with the Builder API of TensorRT 10, 11 and
-TensorRT-RTX.
+"""Builds an engine from a bundle's device graph, with TensorRT 10, TensorRT 11 or TensorRT-RTX.
 
 All versions parse ``device.onnx`` from its file, so the weights are memory-mapped and not copied.
 Networks are strongly typed, which means that the engine uses the types of the graph. If the builder
@@ -69,10 +68,9 @@ class Built:
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
-    """Return a copy of the manifest with an added engine. An old engine of the same target is
-    replaced.
+    """Return a copy of the manifest with an added engine.
 
-    The field ``files`` is not changed.
+    An old engine of the same target is replaced. The field ``files`` is not changed.
     """
     loop, audits = manifest["loop"], manifest.get("audits", {})
     engines = loop.get("engines", {}) | {built.target: built.entry}
@@ -84,8 +82,9 @@ def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
 
 
 def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
-    """Return a copy of the manifest without the engine of a target. The field ``files`` is not
-    changed.
+    """Return a copy of the manifest without the engine of a target.
+
+    The field ``files`` is not changed.
     """
 
     def others(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +178,9 @@ def build_engine(
         method = "inspector"
         engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
         _raise_logged(
-            logger, f"the engine for {target.name} does not load again", engine is not None
+            logger,
+            f"the engine for {target.name} cannot be loaded after its build",
+            engine is not None,
         )
         information = engine.create_engine_inspector().get_engine_information(
             trt.LayerInformationFormat.JSON
@@ -217,11 +218,10 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine, and write the engine to a file. If the result is False, the logger contains
-    the reason.
+    """Build the engine, and write it to a file. If the result is False, the logger has the reason.
 
-    Newer builders write the engine in pieces. With a newer builder, memory therefore never contains
-    both the whole engine and the weights.
+    Newer builders write the engine in pieces, so memory never contains both the whole engine and
+    the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -255,7 +255,7 @@ def engine_file(target: Target) -> str:
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an engine's record without its seal, as canonical JSON.
+    """Return the seal of an engine's record: the SHA-256 of all other fields, as canonical JSON.
 
     The seal shows whether the record was edited later.
     """
@@ -273,8 +273,9 @@ def _network_flags(trt: Any) -> int:
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """Return the ILogger that collects errors and warnings. TensorRT allows one ILogger per
-    process.
+    """Return the ILogger that collects errors and warnings.
+
+    TensorRT allows one ILogger per process.
     """
     levels = base.Severity
 
@@ -352,8 +353,9 @@ def _make_config(
 
 @contextmanager
 def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
-    """Show the builder's phases as progress. If a signal ends the process, the builder is stopped
-    between two steps.
+    """Return a context that shows the builder's phases as progress.
+
+    If a signal ends the process, the builder is stopped between two steps.
     """
     stopped: list[int] = []
 
@@ -379,7 +381,7 @@ def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Itera
     monitor = Monitor()
     config.progress_monitor = monitor
     # An exception must not pass through the builder's C++ code. The signal handler therefore only
-    # records the signal, and the monitor cancels the build. Afterwards, the original handler is
+    # records the signal. The monitor then cancels the build. Afterwards, the original handler is
     # called with the first signal.
     with handled_by(lambda got, _: stopped.append(got)):
         try:

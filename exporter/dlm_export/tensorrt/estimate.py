@@ -19,17 +19,16 @@ DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):
-    """Raised if an engine cannot be built as requested. When this error is raised, no file was
-    written.
+    """Raised if an engine cannot be built as requested.
+
+    When this error is raised, no file was written.
     """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class BuilderError(EngineError):
-    """Raised if this machine cannot build the engine: TensorRT, memory or the GPU is missing, or
-    TensorRT failed.
-    """
+    """Raised if this machine lacks something that the build needs, or if the build fails."""
 
     exit_code = ExitCode.COULD_NOT
 
@@ -98,8 +97,7 @@ class Estimate:
 
 
 def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
-    """Return the limits of an engine for canvases of ``longest`` tokens and blocks of
-    ``block_length`` tokens.
+    """Return an engine's limits for a canvas of ``longest`` and a block of ``block_length`` tokens.
 
     ``options`` may reduce the limits. Raises EngineError.
     """
@@ -116,9 +114,9 @@ def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estima
     """Estimate memory in bytes with these formulas.
 
     The cache contains the keys and values of the whole canvas, with 2 bytes per element. The cache
-    is counted twice, because a pass reads one copy and writes another copy. A pass needs the
-    activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP, and
-    their product. For each scored row, a pass also needs fp32 logits, fp32 probabilities and a
+    is counted twice, because a pass takes one copy as input and writes a second copy. A pass needs
+    the activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP,
+    and their product. For each scored row, a pass also needs fp32 logits, fp32 probabilities and a
     sorted copy.
     """
     canvas, rows = limits.canvas, limits.block

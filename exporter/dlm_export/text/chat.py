@@ -1,5 +1,4 @@
-"""Converts a chat template to segments: the texts that the template writes before, between and
-after messages.
+"""Converts a chat template to segments: its texts before, between and after messages.
 
 A template is a program, and only some templates can be converted:
 
@@ -8,8 +7,8 @@ A template is a program, and only some templates can be converted:
 - The text between two messages may depend only on the roles of both messages, and on whether the
   second message is the last message of the chat.
 
-To find the segments, all conversations of up to four messages are rendered. Conversations for which
-the template breaks these rules are not supported, so the runtime rejects such conversations.
+To find the segments, this module renders all conversations of up to four messages. If the template
+breaks these rules for a conversation, the runtime rejects conversations of this kind.
 """
 
 from __future__ import annotations
@@ -22,12 +21,16 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""The name of the role "system" for the first message of a chat. This role is separate, because
-templates often treat a first system message differently from later system messages.
+"""The name of the role "system" for the first message of a chat.
+
+This role is separate, because templates often treat a first system message differently from later
+system messages.
 """
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
-MOST_MESSAGES = 4  # largest number of messages in the conversations that are tried
-MOST_LITERALS = 200  # largest number of string constants in a template; limits the trials
+MOST_MESSAGES = 4  # largest number of messages in the conversations that this module renders
+# Largest number of string constants in a template. The limit is needed because the module renders
+# conversations with every constant.
+MOST_LITERALS = 200
 _EXAMPLES_PER_CONTEXT = 3
 _CONTENTS = (
     *(
@@ -61,8 +64,9 @@ _METHODS = (
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
-"""Renders conversations with the template. The result is ``None`` for a conversation that the
-template rejects.
+"""Renders conversations with the template.
+
+The result is ``None`` for a conversation that the template rejects.
 """
 
 
@@ -84,9 +88,9 @@ class Chat:
       contain the text.
     - ``empties``: contexts whose content must not be empty.
 
-    ``None`` in ``gaps`` or ``ends`` means that conversations with this combination of messages are
-    not supported. The role "system" may be in ``roles`` twice: first for the first message of a
-    chat, and then for all other messages.
+    ``None`` in ``gaps`` or ``ends`` means that the runtime rejects conversations with this
+    combination of messages. The role "system" may be in ``roles`` twice. The first entry is for the
+    first message of a chat, and the second entry is for all other messages.
     """
 
     roles: tuple[str, ...] = ()
@@ -159,7 +163,8 @@ def read_chat(template: str, render: Render) -> Chat:
         literals += [(number, text) for text in wrong if text.strip()]
         if any(not text.strip() for text in wrong):
             if transform == AS_IS and any(text for text in wrong if not text.strip()):
-                transforms[-1] = REFUSED  # the template changes content that is only white space
+                # Reject content that consists only of white space, because the template changes it.
+                transforms[-1] = REFUSED
             empties.append(number)
     gaps = [
         segments.gaps.get((before, role, is_last))
@@ -177,8 +182,9 @@ def _led(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _Segments:
-    """Collect the texts between markers. A text is ``None`` if the text differs between
-    conversations.
+    """Collect the texts between markers.
+
+    A text is ``None`` if it differs between conversations.
     """
     found = _Segments({}, {})
     for order, text in zip(orders, texts, strict=True):
@@ -241,10 +247,10 @@ def _holds(
     transform: int,
     contents: Sequence[str],
 ) -> bool:
-    """Return True if the segments give the same text as the template.
+    """Return True if the segments give the same text as the template for all of ``contents``.
 
-    An example is a conversation, and the position of one message in the conversation. Each text in
-    ``contents`` is tried as the content of this message.
+    An example is a conversation, and the position of one message in it. The function puts each text
+    in ``contents`` into this message.
     """
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):
@@ -257,8 +263,10 @@ def _holds(
 
 
 def _literals(template: str) -> tuple[list[str], list[str]]:
-    """Return two lists of a template's string constants: the constants that the template searches
-    for in contents, and all other constants.
+    """Return the string constants of a template in two lists.
+
+    The first list contains the constants that the template searches for in contents. The second
+    list contains all other constants.
     """
     from jinja2 import Environment, TemplateError, nodes
 

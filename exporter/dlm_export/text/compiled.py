@@ -28,9 +28,9 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
 
 TEXT_FILE = "text.bin"
-MOST_TOKENS = 1 << 20  # the largest released vocabulary contains 262,144
+MOST_TOKENS = 1 << 20  # maximum number of tokens; the largest released vocabulary has 262,144
 _CHATS_AT_ONCE = 200
-_REASON_LIMIT = 400  # characters
+_REASON_LIMIT = 400  # maximum number of characters in a recorded reason
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ class Compiled:
 
 
 def compile_text(tokenizer: Tokenizer, template: str | None) -> Compiled:
-    """Compile a tokenizer and its chat template. ``template`` is ``None`` if there is no chat
-    template.
-    """
+    """Compile a tokenizer and its chat template (``None`` if there is no chat template)."""
     try:
         tables = _tables(json.loads(tokenizer.as_json()), tokenizer)
     except (NotCompiled, BundleError, RequestError) as err:
@@ -80,11 +78,13 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """Mark each token whose text is encoded to this token alone. The runtime finds marked tokens
-    without merging.
+    """Mark each token whose text is encoded to this token alone.
+
+    The runtime finds marked tokens without merging.
     """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    # If the text of an added token appears as ordinary text, the text is encoded to other tokens.
+    # Do not mark added tokens. If the text of an added token appears as ordinary text, it is
+    # encoded to other tokens.
     added = {each.token for each in tables.added}
     for token, text in enumerate(tables.tokens):
         if (

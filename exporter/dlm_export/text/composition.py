@@ -1,6 +1,4 @@
-"""Makes tables of Unicode's canonical composition (NFC), for the Unicode version of the tokenizers
-library.
-"""
+"""Makes tables of canonical composition (NFC) for the tokenizers library's Unicode version."""
 
 from __future__ import annotations
 
@@ -11,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 CODE_POINTS = 0x110000
-LAST_PLANE = 0x30000  # characters from this code point on have no compositions
+LAST_PLANE = 0x30000  # From this code point on, characters have no compositions.
 STARTS = 255
-"""The class of starters that may change together with a neighbour. A starter is a character of
-combining class 0.
+"""The class of starters that may change together with a neighbour.
+
+A starter is a character of combining class 0.
 """
 
 
@@ -22,8 +21,8 @@ combining class 0.
 class Composition:
     """Tables of canonical composition.
 
-    - ``classes``, uint8 ``[0x110000]``: 0 for characters that never change, STARTS, or the
-      combining class of a mark.
+    - ``classes``, uint8 ``[0x110000]``: the combining class of a mark, STARTS for other characters
+      that may change, and 0 for characters that never change.
     - ``decompositions``: the full decomposition of characters. The keys are code points.
     - ``pairs``: the composition of two code points.
 
@@ -38,10 +37,9 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """Make the tables from Python's tables, without characters that the tokenizers library does not
-    know.
+    """Make the tables from Python's tables, without characters that the library does not know.
 
-    ``proof`` checks the result.
+    The library is tokenizers. ``proof`` checks the result.
     """
     from tokenizers import normalizers
 
@@ -52,8 +50,8 @@ def composition() -> Composition:
     for point in range(0x80, LAST_PLANE):
         letter = chr(point)
         order, mapping = unicodedata.combining(letter), unicodedata.decomposition(letter)
-        # The library knows a mark if the library moves the mark before U+0345. U+0345 has the
-        # highest class.
+        # The library knows a mark if it moves the mark before U+0345, which has the highest
+        # combining class.
         if order and (order >= 240 or decomposed("\u0345" + letter)[0] != "\u0345"):
             classes[point] = order
         if not mapping or mapping.startswith("<"):

@@ -1,5 +1,4 @@
-"""Writes the compiled text file: a header with the sizes of arrays, and then the arrays of int32
-and of bytes.
+"""Writes the compiled text file: a header with the sizes of all arrays, and then the arrays.
 
 runtime/native/src/text/text_file.cc reads this file.
 """
@@ -18,16 +17,20 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE, CONTINUES = 1, 2, 4, 8
-"""Flags of a token. SPECIAL: the token is decoded to an empty text. WHOLE: the token's text is
-encoded to this token alone. BYTE: the token is one byte of a character that the vocabulary lacks.
-CONTINUES: the token continues a word.
+"""Flags of a token.
+
+SPECIAL: the token is decoded to an empty text. WHOLE: the token's text is encoded to this token
+alone. BYTE: the token is one byte of a character that the vocabulary lacks. CONTINUES: the token
+continues a word.
 """
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 WORD_PIECES, DROPS_SPACE = 16, 32
-"""Flags of a tokenizer. WORD_PIECES: the model is WordPiece. Then WHOLE marks the tokens of the
-vocabulary, ``byte_ids`` contains the unknown token, and ``composition`` contains the table of
-``word_pieces``. DROPS_SPACE: pieces of white space are not encoded.
+"""Flags of a tokenizer.
+
+WORD_PIECES: the model is WordPiece. In this case, WHOLE marks the tokens of the vocabulary,
+``byte_ids`` contains the unknown token, and ``composition`` contains the table that ``word_pieces``
+makes. DROPS_SPACE: pieces that consist of white space are not encoded.
 """
 
 
@@ -35,8 +38,8 @@ vocabulary, ``byte_ids`` contains the unknown token, and ``composition`` contain
 class Added:
     """A text that is always encoded as one token.
 
-    If ``is_raw`` is true, the runtime searches for this text before normalisation. Otherwise, the
-    runtime searches after normalisation.
+    If ``is_raw`` is true, the runtime searches the original text for it. Otherwise, the runtime
+    searches the normalised text.
     """
 
     text: bytes
@@ -158,17 +161,15 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """Return the offset of each part when the parts are concatenated, followed by the parts' total
-    length.
-    """
+    """Return the offset of each part in the concatenation of all parts, and then the total length."""
     return np.cumsum([0, *map(len, parts)])
 
 
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Compress a table with one entry per code point. Equal pages of 256 entries are stored once.
 
-    Returns the index of the page for each 256 code points, int32 ``[4352]``, and the P distinct
-    pages, uint8 ``[P * 256]``.
+    Returns the index of the page for each group of 256 code points, int32 ``[4352]``, and the P
+    distinct pages, uint8 ``[P * 256]``.
     """
     if values is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)

@@ -36,8 +36,8 @@ class CompiledText:
     ) -> list[int]:
         """Encode text to token ids.
 
-        ``is_prompt`` adds the tokens that the tokenizer puts around a prompt. ``Options`` explains
-        ``special_tokens``.
+        If ``is_prompt`` is true, the result includes the tokens that the tokenizer puts around a
+        prompt. ``Options`` explains ``special_tokens``.
         """
         data = text.encode() if isinstance(text, str) else text
         flags = (_PROMPT if is_prompt else 0) | (_SPECIAL if special_tokens else 0)

@@ -14,7 +14,7 @@ from dlm_runtime.errors import RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
 
 LINES, ROWS, CHATS = 1500, 300, 200
-_AT_ONCE = 250  # items per request to the tokenizer's process
+_AT_ONCE = 250  # number of texts or lists in a request to the tokenizer's process
 
 
 def prove_tokens(
@@ -24,11 +24,10 @@ def prove_tokens(
     added: Sequence[str],
     lines: int = LINES,
 ) -> None:
-    """Compare the compiled tokenizer with Python's tokenizer, on generated texts and lists of token
-    ids.
+    """Compare the compiled tokenizer with Python's tokenizer on generated texts and token ids.
 
-    Raises NotCompiled at the first text that is encoded differently, or at the first list of ids
-    that is decoded differently.
+    Raises NotCompiled at the first text that the two encode differently, or at the first list of
+    ids that they decode differently.
     """
     for special_tokens in (True, False):
         for texts in _parts(samples.lines(lines, vocabulary, added)):
@@ -92,9 +91,7 @@ def prove_chats(
 def _chat_ids(
     tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]
 ) -> list[int]:
-    """Return Python's token ids of a conversation, or ``otherwise`` if Python rejects the
-    conversation.
-    """
+    """Return Python's token ids of a conversation, or ``otherwise`` if Python rejects it."""
     try:
         return tokenizer.encode_chat(messages)
     except RequestError:

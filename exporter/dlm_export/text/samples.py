@@ -112,7 +112,7 @@ _SCRIPTS = (
         (0xE0100, 0xF0),
     ),
 )
-_MARKS = (0x300, 0x70)  # the same for combining marks, which follow letters
+_MARKS = (0x300, 0x70)  # the range of combining marks, which follow letters
 
 
 def lines(
@@ -158,8 +158,9 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
 def chats(
     count: int, roles: Sequence[str], literals: Sequence[str], seed: int = 0
 ) -> Iterator[list[dict[str, str]]]:
-    """Yield ``count`` random conversations of up to six messages. Messages may contain strings from
-    ``literals``.
+    """Yield ``count`` random conversations of up to six messages.
+
+    Messages may contain strings from ``literals``.
     """
     source = random.Random(seed)
     contents = [*lines(60, added=[*literals], seed=seed), "", " ", "\n", *literals]

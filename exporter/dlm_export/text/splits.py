@@ -1,17 +1,17 @@
 """Compiles split patterns to automata over character classes.
 
-A tokenizer cuts text at the matches of a regular expression. The expression is matched by
-backtracking: the leftmost match is used. If several matches start at the same position, the match
-that is tried first is used.
+A tokenizer cuts text at the matches of a regular expression. It matches the expression by
+backtracking, and uses the leftmost match. If several matches start at the same position, it uses
+the one that backtracking finds first.
 
-In this module, the expression is first compiled to *places*. A place is one instruction, such as
-"consume a character of this set". A state of the automaton is a list of places, in the order in
-which backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a
-place ends the expression, later places in the list are dropped. The automaton therefore finds the
-same matches.
+This module first compiles the expression to *places*. A place is one instruction, such as "consume
+a character of this set". A state of the automaton is a list of places, in the order in which
+backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
+ends the expression, the places after it in the list are dropped. The automaton therefore finds the
+same matches as backtracking.
 
-A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
-match only when it reads the next character. The tokenizers library is called to find which
+A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
+a match only when it reads that character. The module calls the tokenizers library to find which
 characters ``\\s`` or ``\\p{L}`` match.
 """
 
@@ -39,9 +39,7 @@ _FOLDED = {"s": "\N{LATIN SMALL LETTER LONG S}", "k": "\N{KELVIN SIGN}"}
 
 @dataclass(frozen=True)
 class Split:
-    """The source of a split pattern. The pre-tokenizer "Digits" has no pattern, so the name
-    "Digits" is used instead.
-    """
+    """A split pattern, or the name of the pre-tokenizer "Digits", which has no pattern."""
 
     pattern: str
     is_literal: bool = False
@@ -54,7 +52,7 @@ class Splits:
     ``classes``, uint8 ``[0x110000]``, contains the class of each code point. Each pattern has a
     table, int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is
     0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match ends
-    before the character, the entry is larger by 1.
+    before a character of this class, 1 is added to the entry.
     """
 
     classes: np.ndarray
@@ -65,13 +63,14 @@ class Splits:
 # The kinds of places: consume a character, choose between places, look ahead, end the expression.
 @dataclass(frozen=True)
 class _Take:
-    characters: int  # index of a set of characters
+    characters: int  # index of the set of characters that this place consumes
     to: int
 
 
 @dataclass(frozen=True)
 class _Choose:
-    to: tuple[int, ...]  # in the order in which places are tried
+    # The places to continue with, in the order in which backtracking tries them.
+    to: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class _End:
 
 
 _Place = _Take | _Choose | _Look | _End
-# Creates the places of a part of the expression. The argument is the place that follows the part.
-# The result is the first place of the part.
+# The type of a function that creates the places of a part of the expression. The argument is the
+# place after the part. The result is the first place of the part.
 _Make = Callable[[int], int]
 
 
@@ -123,8 +122,9 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Group characters into classes. Two characters are in the same class if they are in the same
-    sets.
+    """Group characters into classes.
+
+    Two characters are in the same class if they are in the same sets.
 
     Returns the class of each code point, and a bit mask for each class. The bit mask says which
     sets contain the class.
@@ -149,7 +149,7 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
     rows: list[list[int]] = []
     for state in order:
         row: list[int] = []
-        for signature in [*signatures, None]:  # None: the end of the text
+        for signature in [*signatures, None]:  # ``None`` stands for the end of the text
             has_matched, behind = _step(places, state, signature)
             if has_matched and not rows:
                 raise NotCompiled("a split pattern matches an empty text")
@@ -166,9 +166,9 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
 def _step(
     places: Sequence[_Place], state: tuple[int, ...], signature: int | None
 ) -> tuple[bool, tuple[int, ...]]:
-    """Take one step of the automaton. Returns a bool and the next state. The bool is True if a
-    match ends before the character.
+    """Compute one step of the automaton from a state and a class of characters.
 
+    Returns a bool and the next state. The bool is True if a match ends before the character.
     ``signature`` is a bit mask of the sets that contain the character. ``None`` means the end of
     the text.
     """
@@ -261,10 +261,11 @@ class _Parser:
 
     def _repeated(self, part: _Make, fewest: int, most: int | None) -> _Make:
         def make(to: int) -> int:
-            if most == 1:  # x?
+            if most == 1:  # ``x?`` matches x once or not at all
                 return self._new(_Choose((part(to), to)))
-            # A repeated part must not match an empty text, because engines differ: the tokenizers
-            # library stops at the first empty iteration, and other engines continue.
+            # Reject a repeated part that can match an empty text, because engines treat it
+            # differently. The tokenizers library stops at the first empty iteration. Other engines
+            # continue.
             again = self._new(_Choose(()))
             first = part(again)
             if self._is_empty(first, again):
@@ -283,9 +284,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if place ``last`` can be reached from place ``first`` without consuming a
-        character.
-        """
+        """Return True if ``first`` leads to ``last`` without consuming a character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -366,12 +365,12 @@ class _Parser:
         if not self._ignores_case:
             return _only(found)
         if not found.isascii():
-            raise self._refused("a letter in another case than ASCII's")
+            raise self._refused("a non-ASCII letter that must match in any case")
         return _only(found.lower() + found.upper() + _FOLDED.get(found.lower(), ""))
 
     def _class(self) -> np.ndarray:
         if self._ignores_case:
-            raise self._refused("a class in any case")
+            raise self._refused("a class that must match in any case")
         members, is_negative = np.zeros(CODE_POINTS, bool), self._take("^")
         while not self._take("]"):
             if self._text[self._at : self._at + 1] in ("", "[") or self._text.startswith(
@@ -426,8 +425,9 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """Return the characters that an escape such as ``\\p{L}`` matches. Raises NotCompiled if the
-    escape is unknown.
+    """Return the characters that an escape such as ``\\p{L}`` matches.
+
+    Raises NotCompiled if the escape is unknown.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -449,7 +449,7 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        # The text starts with a letter. The pieces are therefore non-digits and digits in turn.
+        # The text starts with a letter, so the pieces alternate between non-digits and digits.
         pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
@@ -459,8 +459,8 @@ def _digits() -> np.ndarray:
 def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
-    Surrogates are excluded. In some planes, only the first character was tested. The result for
-    this character is used for the whole plane.
+    The result contains no surrogates. In some planes, only the first character was tested. If it is
+    in the set, the result contains the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -475,9 +475,7 @@ _ALIKE = (*range(4, 14), 15, 16)
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Return the characters to test, as several texts. Each text comes with the code point of its
-    first character.
-    """
+    """Return the characters to test: texts, each with the code point of its first character."""
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

@@ -1,10 +1,10 @@
 """Reads a tokenizer.json as tables.
 
 WordPiece (``word_pieces``) and two kinds of BPE are supported. The first kind is BPE over bytes, as
-in GPT-2. The second is BPE over characters. In this second kind, characters that are not in the vocabulary are encoded as bytes
-(byte fallback). All other tokenizers are rejected with an error that names the unsupported part.
-Some vocabularies (SentencePiece) contain U+2581 instead of spaces. The tables of such a vocabulary
-contain spaces, because the tokenizer treats U+2581 and a space alike.
+in GPT-2. The second kind is BPE over characters with byte fallback, which encodes characters
+outside the vocabulary as bytes. All other tokenizers are rejected with an error that names the
+unsupported part. SentencePiece vocabularies contain U+2581 instead of spaces. Their tables contain
+spaces, because these tokenizers treat U+2581 and a space alike.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _of_characters(
         raise NotCompiled(
             f"it normalises by {_named(normalisers)}; without ByteLevel, only U+2581 for spaces is compiled"
         )
-    # The text contains no spaces at this point, so a split at spaces does nothing.
+    # Ignore a split at spaces, because the text contains no spaces at this point.
     if any(
         part
         != {
@@ -198,8 +198,8 @@ def _of_characters(
 def _parts(part: Part | None, members: str) -> list[Part]:
     """Return a normaliser, pre-tokenizer or decoder as a list.
 
-    If the value is a "Sequence", its members are returned in order. ``None`` gives an empty list.
-    Any other value gives a list with one element.
+    The result for a "Sequence" contains its members in order. The result for ``None`` is an empty
+    list. For any other value, the result is a list with this value.
     """
     if part is None:
         return []
@@ -235,8 +235,8 @@ def _is_spelled(name: str) -> bool:
 def _bytes_of(name: str) -> bytes:
     """Return the bytes to which ByteLevel decodes a token.
 
-    In the name of a token, each letter stands for one byte. If some letter does not stand for a
-    byte, the result is the UTF-8 encoding of the name.
+    Usually, each letter in the name of a token stands for one byte. If one of the letters does not
+    stand for a byte, the result is the UTF-8 encoding of the name.
     """
     return bytes(BYTES[letter] for letter in name) if _is_spelled(name) else name.encode()
 
@@ -273,7 +273,7 @@ def _around(processor: Part | None) -> dict[str, Any]:
     around: dict[str, Any] = {"prefix": [], "suffix": []}
     for part in _parts(processor, "processors"):
         if part["type"] == "ByteLevel":
-            continue  # this setting changes offsets, but no tokens
+            continue  # ignore this setting, which changes offsets but no tokens
         if any(around.values()):
             raise NotCompiled(f"it puts tokens around text by {part['type']}")
         if part["type"] in ("BertProcessing", "RobertaProcessing"):

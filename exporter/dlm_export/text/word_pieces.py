@@ -1,8 +1,7 @@
 """Reads a tokenizer.json with a WordPiece model, such as BERT's, as tables.
 
-The normaliser and the pre-tokenizer of BERT treat each character separately, except that NFD sorts
-combining marks. The tables are therefore made by asking the tokenizers library for the result of
-every character.
+BERT's normaliser and pre-tokenizer treat each character separately, except that NFD sorts combining
+marks. The module therefore makes the tables by giving every character to the tokenizers library.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dlm_export.text.refusal import NotCompiled
 from dlm_export.text.splits import Split, Splits, compile_splits
 
 PREFIX = "##"
-"""The start of the names of tokens that continue a word."""
+"""The names of tokens that continue a word start with this prefix."""
 LONGEST_WORD = 100
 """A word with more characters is encoded as the unknown token. All released BERTs use this limit."""
 UNCHANGED, DROPPED, BREAKS, PADDED, REPLACED, MARKS = 0, 1, 2, 3, 4, 8
@@ -44,9 +43,14 @@ UNCHANGED, DROPPED, BREAKS, PADDED, REPLACED, MARKS = 0, 1, 2, 3, 4, 8
 """
 _SEPARATOR = "|"
 _LATER, _EARLIER = "\u302e", "\U0001d165"
-"""Two marks that NFD sorts, and that stripping accents keeps: the first has the higher class."""
-_AT_ONCE = 1 << 16  # characters per call of the tokenizers library
-_WORD, _SPACE, _ALONE = 0, 1, 2  # classes of characters for BERT's pre-tokenizer
+"""Two combining marks for tests of the normaliser.
+
+NFD sorts them, and stripping accents does not remove them. The first mark has the higher combining
+class.
+"""
+_AT_ONCE = 1 << 16  # number of characters per call of the tokenizers library
+# Classes of characters for BERT's pre-tokenizer; _ALONE is punctuation.
+_WORD, _SPACE, _ALONE = 0, 1, 2
 
 Part = Mapping[str, Any]
 
@@ -114,8 +118,10 @@ def of_word_pieces(
 
 
 def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tuple[str, int]]:
-    """Return the text of each token after other tokens, and the token's flags. Raises NotCompiled if
-    the text of a token at the start does not follow from this text.
+    """Return the text of each token after other tokens, and the token's flags.
+
+    At the start of a text, a token may have a different text. Raises NotCompiled if the runtime
+    could not derive that text from the returned text.
     """
     if [part["type"] for part in decoders] == ["Fuse"]:
         if any(name.startswith(PREFIX) for name in names.values()):
@@ -138,7 +144,7 @@ def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tu
 
 
 def _chunks() -> Iterator[list[str]]:
-    """Yield all characters, some at a time. Halves of surrogate pairs are left out."""
+    """Yield all characters except surrogates, in lists of limited length."""
     for first in range(0, CODE_POINTS, _AT_ONCE):
         points = range(first, min(first + _AT_ONCE, CODE_POINTS))
         yield [chr(point) for point in points if not 0xD800 <= point < 0xE000]
@@ -146,19 +152,20 @@ def _chunks() -> Iterator[list[str]]:
 
 @functools.cache
 def _bert_splits() -> Splits:
-    """Make the splits of BERT's pre-tokenizer: runs of white space, and each punctuation mark."""
+    """Make the splits of BERT's pre-tokenizer, at white space and around each punctuation mark."""
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
     classes = np.zeros(CODE_POINTS, np.uint8)
     for letters in _chunks():
-        # Each character follows a letter, so a piece of one character is a letter or is split.
+        # Put a letter before each character. A piece with a single character is then such a letter,
+        # or a character that BERT splits off.
         kinds = np.full(2 * len(letters) + 1, _SPACE, np.uint8)
         for _, (first, last) in split("a" + "".join(f"{letter}a" for letter in letters)):
             kinds[first:last] = _ALONE if last - first == 1 else _WORD
         classes[[ord(letter) for letter in letters]] = kinds[1::2]
-    # Columns: word, space, punctuation, end of the text. States: start, after space, after
-    # punctuation.
+    # The columns are for letters of words, white space, punctuation and the end of the text. The
+    # rows are the states: at the start, after white space, and after punctuation.
     table = np.array([[0, 4, 6, 0], [1, 5, 1, 1], [1, 1, 1, 1]], np.int32)
     return Splits(classes, 3, [table])
 
@@ -167,15 +174,17 @@ def _bert_splits() -> Splits:
 def _characters(normaliser: str) -> Composition:
     """Make the table of characters of a BertNormalizer, which is given as JSON.
 
-    The table uses the fields of ``Composition``: ``classes`` as described above, and
-    ``decompositions`` for replaced characters.
+    The table has the fields of ``Composition``, but other contents: ``classes`` contains the
+    classes of this module (UNCHANGED to MARKS), and ``decompositions`` maps replaced characters to
+    their replacements.
     """
     from tokenizers import Tokenizer, models
 
     holder = json.loads(Tokenizer(models.WordPiece()).to_str())
     holder["normalizer"] = json.loads(normaliser)
     normalise = Tokenizer.from_str(json.dumps(holder)).normalizer.normalize_str
-    # NFD is used if accents are stripped. By default, they are stripped if text is lowercased.
+    # The normaliser uses NFD if it strips accents. By default, it strips accents if it lowercases
+    # text.
     is_sorted = normalise("e\u0301") == "e"
     orders = composition().classes
     classes = np.zeros(CODE_POINTS, np.uint8)

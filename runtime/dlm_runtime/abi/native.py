@@ -26,8 +26,9 @@ i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_flo
 
 
 def package_folders() -> list[Path]:
-    """Return the folders of the package. An editable install has two folders: one contains the
-    sources, and one contains the built files.
+    """Return the folders of the package.
+
+    An editable install has two folders: one contains the sources, and one contains the built files.
     """
     spec = importlib.util.find_spec("dlm_runtime")
     return [
@@ -134,8 +135,9 @@ def library() -> C.CDLL:
 
 
 def initialised(kind: Any) -> Any:
-    """Return a new struct of this kind. The library sets ``struct_size``, and sets all other fields
-    to their defaults.
+    """Return a new struct of this kind.
+
+    The library sets ``struct_size``, and sets all other fields to their defaults.
     """
     struct = kind()
     getattr(library(), f"{kind.__name__}_init")(C.byref(struct), C.sizeof(struct))
@@ -151,8 +153,10 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Return a dict of the kernel sets for this architecture, fastest first. The key is the kernel
-    set's name. The value is the reason why the kernel set cannot run on this processor.
+    """Return a dict of the kernel sets for this architecture, fastest first.
+
+    The key is the kernel set's name. The value is the reason why the kernel set cannot run on this
+    processor.
 
     The value is None if the kernel set can run.
     """
@@ -173,8 +177,9 @@ def onnxruntime_library() -> str | None:
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """Return the paths of TensorRT's libraries in its installed wheels. The keys are the names of
-    the builders.
+    """Return the paths of TensorRT's libraries in its installed wheels.
+
+    The keys are the names of the builders.
 
     The wheels are not imported.
     """

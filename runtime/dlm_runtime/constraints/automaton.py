@@ -1,5 +1,7 @@
-"""Reads the automaton of a compiled constraint. The automaton defines which tokens lead from one
-state to another state. The native library builds the automaton, and checks its arrays.
+"""Reads the automaton of a compiled constraint.
+
+The automaton defines which tokens lead from one state to another state. The native library builds
+the automaton, and checks its arrays.
 
 Tokens that lead to the same next state from every state form a *class*. The classes that lead from
 one given state to another given state form a *group*. The work per pass depends on how many classes
@@ -18,8 +20,9 @@ _HEADER = struct.Struct("<8s6i32s")  # magic, version and sizes, made_of; see au
 
 @dataclass(frozen=True)
 class Automaton:
-    """The arrays of an automaton with Q states. All arrays are int32, and state 0 is the start
-    state.
+    """The arrays of an automaton with Q states.
+
+    All arrays are int32, and state 0 is the start state.
 
     ``distances`` ``[Q]`` contains the smallest number of tokens from each state to the end of a
     text. The distance is 0 for a state in which a text may end. ``token_class`` ``[V]`` contains

@@ -25,7 +25,7 @@ FILE_LIMIT_BYTES = 1 << 30
 # automaton.
 _FORMAT = 5
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the bytes of made_of in a file
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ class Constraint:
 
     @classmethod
     def of_handle(cls, handle: C.c_void_p) -> Constraint:
-        """Create a constraint from a ``dlm_automaton``. The constraint owns the automaton, and will
-        destroy it.
+        """Create a constraint from a ``dlm_automaton``.
+
+        The constraint owns the automaton, and will destroy it.
         """
         made = cls.__new__(cls)
         made._own(handle)
@@ -131,10 +132,10 @@ def compile_content(
 ) -> Constraint:
     """Compile a constraint from its source, for one vocabulary.
 
-    The vocabulary is the vocabulary of a native bundle, or the ids below ``vocab_size`` of
-    ``vocabulary``. ``made_of`` is a hash of 32 bytes, which is stored in the file. Raises
-    RequestError if the constraint cannot be compiled within ``limits``. Warns with SchemaWarning
-    about keywords that look misspelled.
+    Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
+    ``vocab_size``: ids from ``vocab_size`` on are not used. ``made_of`` is a hash of 32 bytes,
+    which is stored in the file. Raises RequestError if the constraint cannot be compiled within
+    ``limits``. Warns with SchemaWarning about keywords that look misspelled.
     """
     chosen = limits or CompileLimits()
     given = _native.initialised(_native.Constraint)
@@ -195,8 +196,9 @@ def _utf8(name: str, text: str) -> bytes:
 
 
 def default_folder() -> Path:
-    """Return the folder for compiled constraints. The folder is in $DLM_CACHE_DIR, or else in the
-    folder dlm-export of the user's cache folder.
+    """Return the folder for compiled constraints.
+
+    The folder is in $DLM_CACHE_DIR, or else in the folder dlm-export of the user's cache folder.
     """
     chosen = os.environ.get("DLM_CACHE_DIR")
     base = (
@@ -214,8 +216,9 @@ def keep_compiled(
     folder: Path | None,
     compile_now: Callable[[bytes], Constraint],
 ) -> Constraint:
-    """Load a compiled constraint from ``folder``. If the folder does not contain the constraint,
-    compile the constraint and store it there.
+    """Load a compiled constraint from ``folder``.
+
+    If the folder does not contain the constraint, compile the constraint and store it there.
 
     ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
     The function ``compile_now`` compiles the constraint. Its argument is the hash that is stored in
@@ -234,8 +237,9 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """Load the constraint in a file. Returns None if the file is missing or contains a different
-    constraint.
+    """Load the constraint in a file.
+
+    Returns None if the file is missing or contains a different constraint.
     """
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)

@@ -9,15 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """The white space of a JSON text. Empty arrays and objects are always written as ``[]`` and
-    ``{}``.
+    """The white space of a JSON text.
+
+    Empty arrays and objects are always written as ``[]`` and ``{}``.
 
     Args:
         item_separator: Text between two items of an array, and between two properties of an object,
             as in ``json.dumps``.
         key_separator: Text between a property's name and its value, as in ``json.dumps``.
-        indent: Number of spaces per level, 0..64. With this number, each item and property is on a
-            separate line, as in ``json.dumps(indent=...)``. None means no line breaks.
+        indent: Number of spaces per level, 0..64. If ``indent`` is a number, each item and property
+            is on a separate line, as in ``json.dumps(indent=...)``. None means no line breaks.
         has_lines: If True and the whole text is an array, each item of this array is on a separate
             line, without indentation.
     """

@@ -27,8 +27,8 @@ class Vocabulary:
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the first token of each text.
 
-        A result of -1 means that there is no tokenizer, that the tokenizer rejects the text, or
-        that the text does not start with the bytes of the token.
+        The result for a text is -1 if there is no tokenizer, if the tokenizer rejects the text, or
+        if the text does not start with the bytes of the token.
         """
         if self.tokenizer is None:
             return [-1] * len(texts)
@@ -67,8 +67,9 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Read the vocabulary of a bundle's tokenizer. Raises RequestError if the vocabulary is not
-    byte-level.
+    """Read the vocabulary of a bundle's tokenizer.
+
+    Raises RequestError if the vocabulary is not byte-level.
     """
     decoder, names = tokenizer.vocabulary()
     if decoder != ["ByteLevel"]:

@@ -1,5 +1,6 @@
-"""Reads constraints from the options of requests, and compiles these constraints. A bundle stores
-its last compiled constraints.
+"""Reads constraints from the options of requests, and compiles these constraints.
+
+A bundle stores its last compiled constraints.
 
 This module also adds up how much log probability the constraints cost, and warns once if the cost
 is large.
@@ -39,7 +40,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
 KEPT = 64  # compiled constraints
-MOST_RECORDS = 1_000_000  # bounds on lines and rows
+MOST_RECORDS = 1_000_000  # the largest number of lines or rows that a caller may set as a limit
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
 """A bundle warns if its constraints cost more nats per token than this limit on average.
@@ -109,8 +110,9 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """Return the constraint for the arguments of ``Bundle.constraint``. If no constraint is
-        stored for these arguments, the constraint is compiled.
+        """Return the constraint for the arguments of ``Bundle.constraint``.
+
+        The constraint is compiled, unless it is already stored.
 
         ``asked`` contains the arguments that define the allowed texts, by name. Exactly one
         argument must be set. None and False mean that an argument is not set. Raises RequestError
@@ -159,8 +161,10 @@ class Constraints:
         return layout_of(self.json_layout)
 
     def of_decisions(self, tokenizer: Tokenizer, content: str) -> compiled.Constraint:
-        """Return the constraint on the answer of a decision. ``content`` is the source of a
-        constraint of the kind ``DLM_CONSTRAINT_DECISIONS``. Raises RequestError.
+        """Return the constraint on the answer of a decision.
+
+        ``content`` is the source of a constraint of the kind ``DLM_CONSTRAINT_DECISIONS``. Raises
+        RequestError.
         """
         key = ("decisions", content)
         return self._kept_or_compiled(
@@ -175,8 +179,9 @@ class Constraints:
         limits: CompileLimits,
         folder: Path | None,
     ) -> compiled.Constraint:
-        """Return the constraint that is stored for ``key``. If no constraint is stored, compile one
-        and store it.
+        """Return the constraint that is stored for ``key``.
+
+        If there is no such constraint, compile it and store it.
         """
         with self._lock:
             made = self._kept.get(key)
@@ -277,8 +282,9 @@ def _content(kind: str, value: Any) -> str:
 
 
 def _schema(kind: str, value: Any) -> Any:
-    """Convert a schema to a JSON value. ``value`` is the value itself, its JSON text, or a class
-    with a method that returns the schema.
+    """Convert a schema to a JSON value.
+
+    ``value`` is the value itself, its JSON text, or a class with a method that returns the schema.
 
     Raises RequestError.
     """
@@ -335,8 +341,9 @@ def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """Return the caller's folder for compiled constraints. Raises RequestError if the argument is
-    not a path.
+    """Return the caller's folder for compiled constraints.
+
+    Raises RequestError if the argument is not a path.
     """
     if cache_dir is None:
         return None

@@ -1,4 +1,5 @@
-"""Decisions: named questions about a state, and a probability for each option of each question.
+"""Decisions: answers to named questions about a state, with a probability for each option of a
+question.
 
 The answer to all questions is one text on the canvas, by default a JSON object. The part of this
 text that answers a question is the question's slot. Only the options of the question are legal
@@ -94,8 +95,8 @@ class Answer:
     Args:
         probabilities: The probability of each option. The probabilities add up to 1. The options of
             a ``YesNo`` are "true" and "false". The options of a ``Score`` are "0", "1", and so on.
-        made_in: The index of the pass that gave the probabilities, counted from 1. A later pass
-            sees the answers that earlier passes committed.
+        made_in: The number of the pass that gave the probabilities. The first pass is 1. A pass
+            sees the answers that were committed after earlier passes.
         score: For a ``Score``, the expected level: the mean of the levels, weighted with the
             levels' probabilities. The value is None for other questions.
     """
@@ -122,7 +123,8 @@ class Decision:
     Args:
         answers: A dict with the answer to each question, in the order of the questions. The keys
             are the names of the questions.
-        text: The answer text with the most probable option of each question.
+        text: The text of the answer. For each question, this text contains the most probable
+            option.
         generations: The results of the requests. Each request predicted the answer once.
     """
 
@@ -142,7 +144,7 @@ class _Slot:
 
     Args:
         labels: The names of the options.
-        written: The text of each option in the answer.
+        written: The text that stands for each option in the answer.
         descriptions: A description of each option, or None.
     """
 
@@ -196,15 +198,16 @@ class Deciding:
         return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
 
     def take(self, made: Generation) -> None:
-        """Read the result of a request with ``arguments``. Raises CancelledError if the request
-        ended early.
+        """Read the result of a request with ``arguments``.
+
+        Raises CancelledError if the request ended early.
         """
         self._made.append(made)
         open_slots = {name: self._texts_of(name) for name in self._slots}
         probs = made.option_probs
         if made.finish in ("cancelled", "deadline", "steps"):
             raise CancelledError("the request ended early, so there is no decision")
-        if probs is None:  # no pass was needed, because each question has one option
+        if probs is None:  # no pass ran, because each question has only one option
             probs = [1.0] * len(open_slots)
         found: dict[str, list[float]] = {}
         for name, texts in open_slots.items():
@@ -234,8 +237,8 @@ class Deciding:
         return (slot.written[slot.labels.index(answer.best)],)
 
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
-        """Return a number of tokens that is large enough for every answer and for the tokens after
-        the answer: the end token or the ``rest`` mask tokens.
+        """Return a number of tokens that is large enough for any answer and the tokens after it.
+        These tokens are the end token or the ``rest`` mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
@@ -253,7 +256,8 @@ class Deciding:
             extra[at] = max(extra.get(at, 0), count - counts[0])
         answer = counts[0] + sum(extra.values())
         rest = self._rest or 1
-        if self._visible_block is not None:  # the answer does not see later blocks
+        # With block-causal attention, the answer does not see later blocks.
+        if self._visible_block is not None:
             rest = min(rest, max(1, -(len(self._given) + answer) % self._visible_block))
         return answer + rest
 
@@ -302,9 +306,9 @@ class Decides:
                 and no descriptions.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
             passes: The number of times that the answer is predicted, 1 or more. After each
-                prediction, the most certain answers are kept, for about the same number of
-                questions each time. Later predictions do not change the kept answers. If ``passes``
-                is 1, all questions are answered together.
+                prediction, the answers to the questions with the most certain answers become final.
+                About the same number of answers becomes final each time. If ``passes`` is 1, all
+                questions are answered together.
             answer: The text of the answer. ``<mask:NAME>`` marks the slot of the question ``NAME``.
                 An option is written into this slot unchanged. If None, the answer is a JSON object
                 with the names of the questions, in the layout that the denoiser was trained on.

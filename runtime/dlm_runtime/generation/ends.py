@@ -1,4 +1,4 @@
-"""Tells coroutines when jobs have ended. Each scheduler has one thread for all its jobs."""
+"""Wakes coroutines when their jobs have ended. Each scheduler uses one thread for this task."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class Ends:
             self._waiting.discard((job, call))
 
     def close(self) -> None:
-        """Call the remaining functions, and end the thread. The native scheduler must already be
-        destroyed.
+        """Call the remaining functions, and end the thread.
+
+        The native scheduler must already be destroyed.
         """
         with self._lock:
             self._is_closed = True

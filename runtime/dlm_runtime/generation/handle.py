@@ -31,11 +31,11 @@ class Handle:
 
     Args:
         pointer: The ``dlm_bundle``.
-        default_policy: The policy of requests that name no preset. If None, the bundle's default
-            preset is used.
+        default_policy: The policy of requests that do not name a preset. If None, the bundle's
+            default preset is used.
         owned: An object that must live as long as the bundle, such as a callback.
-        causes: If a callback raises an exception, the callback stores this exception in
-            ``causes.error``. None if the bundle has no callback.
+        causes: The object in which callbacks store exceptions: ``causes.error`` is the exception
+            that a callback raised. None if the bundle has no callback.
         prefix_cache_bytes: The most bytes of keys and values that each session keeps between calls.
     """
 
@@ -54,7 +54,8 @@ class Handle:
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
         self._prefix_cache_bytes = prefix_cache_bytes
-        self._busy = 0  # number of running users of the bundle; the last user frees a closed bundle
+        # Number of calls that use the bundle; the last of these calls frees a closed bundle.
+        self._busy = 0
         self._is_closed = False
         self._with: list[SupportsClose] = []
         about = self._library.dlm_bundle_describe(pointer).contents
@@ -69,8 +70,9 @@ class Handle:
         self.max_new_tokens: int = info.max_new_tokens
 
     def close(self) -> None:
-        """Reject new requests, and free the bundle after the running requests have ended. Raises
-        ForkError.
+        """Reject new requests, and free the bundle after the running requests have ended.
+
+        Raises ForkError.
         """
         self.origin.check()
         with self._lock:
@@ -78,8 +80,9 @@ class Handle:
             self._free()
 
     def close_with(self, other: SupportsClose) -> None:
-        """Register an object to close when the bundle is freed. Until the bundle is freed, requests
-        may use ``other``.
+        """Register an object to close when the bundle is freed.
+
+        Until the bundle is freed, requests may use ``other``.
         """
         with self._lock:
             self._with.append(other)
@@ -108,7 +111,8 @@ class Handle:
 
     def begin(self) -> None:
         """Keep the engine alive until ``end`` is called. Each ``begin`` needs one ``end``."""
-        self.origin.check()  # checked first: another thread may have held the lock at the fork
+        # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        self.origin.check()
         with self._lock:
             self.check_open()
             self._busy += 1
@@ -151,8 +155,9 @@ class Handle:
             self.end()
 
     def check(self, status: int, session: C.c_void_p) -> None:
-        """Raise the error of a failed native call. If a callback raised an exception, this
-        exception becomes the cause.
+        """Raise the error of a failed native call.
+
+        If a callback raised an exception, this exception becomes the cause.
         """
         if not status:
             return

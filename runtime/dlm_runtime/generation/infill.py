@@ -62,9 +62,9 @@ class Infill:
         text: The whole text.
         holes: The text of each hole, up to its first end token.
         lengths: The number of tokens of each hole in the canvas.
-        log_prob: The mean ln p of the tokens in the holes. The ln p of a token is from the pass
-            that committed the token. Results for different lengths are compared by this mean. The
-            value is None if no token was committed.
+        log_prob: The mean ln p of the tokens in the holes. ``infill`` compares results of different
+            lengths by this mean. The ln p of a token is measured in the pass that committed the
+            token. The value is None if no token was committed.
         generation: The result of the request.
     """
 
@@ -131,8 +131,10 @@ def infill(
 
 
 def _split(bundle: Filler, text: str) -> list[str]:
-    """Return the texts around the holes. Some mask tokens include the white space before or after
-    them, so this white space is removed.
+    """Return the texts around the holes.
+
+    Some tokenizers define a mask token that includes the white space before or after it. This white
+    space is removed.
     """
     between, added = text.split(HOLE), None
     if bundle.tokenizer is not None:
@@ -177,8 +179,9 @@ def parts_of(
     if first[: len(front)] != front:
         first = [*front, *first]
     last = others[-1]
-    # A denoiser without an end token was trained on whole texts. For other denoisers, the tokens at
-    # the end of a prompt may start an answer.
+    # A denoiser without an end token was trained on whole texts, so the canvas ends with the tokens
+    # that the tokenizer adds after a prompt. For other denoisers, these tokens may mark the start
+    # of an answer, so they are not added.
     if behind and not bundle.eos_token_ids and last[-len(behind) :] != behind:
         others[-1] = [*last, *behind]
     return [first, *others]
@@ -209,10 +212,11 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Add a constraint to the request. The constraint covers the text from character ``first`` to
-    the end.
+    """Add a constraint to the request.
 
-    Returns the new request, and those lengths from ``tried`` for which a valid text fits into the
+    The constraint covers the text from character ``first`` to the end.
+
+    Returns the new request, and the lengths in ``tried`` for which some valid text fits into the
     hole.
     """
     given = {name: request.pop(name) for name in _CONSTRAINT_ARGUMENTS if name in request}
@@ -238,8 +242,9 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """Return all combinations of lengths to try. Each combination contains one length for every
-    hole.
+    """Return all combinations of lengths to try.
+
+    Each combination contains one length for every hole.
     """
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)

@@ -9,7 +9,7 @@ from pathlib import Path
 from dlm_runtime.errors import RequestError
 from dlm_runtime.files import read_object
 
-_MOST_BYTES = 1 << 20  # largest accepted output of ``dlm-export bench``
+_MOST_BYTES = 1 << 20  # largest file with the output of ``dlm-export bench`` that is read
 
 
 @dataclass(frozen=True)

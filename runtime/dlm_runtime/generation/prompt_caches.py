@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def common_start(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Return the tokens at the start that both lists have in common."""
+    """Return the longest list of tokens with which both lists start."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return [token for token, _ in pairs]
 
@@ -43,20 +43,21 @@ class UsesPromptCaches:
     ) -> int:
         """Compute the keys and values of a prompt, and write them to a file.
 
-        Later requests whose prompts start with the same tokens need not compute these tokens. Only
-        denoisers with block-causal attention support this, on a CPU. Pass exactly one of
-        ``prompt``, ``tokens`` and ``chat``.
+        Later requests whose prompts start with the same tokens reuse these keys and values instead
+        of computing them again. The denoiser's attention must be block-causal, and the engine must
+        run on a CPU. Pass exactly one of ``prompt``, ``tokens`` and ``chat``.
 
         Args:
             path: The file to write. An existing file is replaced when the new file is complete.
             prompt: The prompt as text.
             tokens: Token ids, 0..vocab_size-1.
             chat: Messages for the chat template. If the last message comes from the system or the
-                assistant, the tokens are those that any later message of the user leaves unchanged.
+                assistant, the file covers the tokens at the start that stay the same for every next
+                message of the user.
 
         Returns:
-            The number of tokens that the file contains. This is a multiple of the page size, which
-            is the smallest number of blocks with at least 16 tokens.
+            The number of tokens that the file covers. This number is a multiple of the page size. A
+            page is the smallest whole number of blocks that contains at least 16 tokens.
 
         Raises:
             RequestError: Attention is full, the engine cannot share passes, the prompt is shorter
@@ -115,7 +116,8 @@ class UsesPromptCaches:
         messages = list(chat)
         if messages and messages[-1].get("role") not in ("system", "assistant"):
             return self.tokenizer.encode_chat(messages)
-        # Any two messages that start differently show which tokens do not depend on the message.
+        # Render the chat with two messages that start differently. The tokens that both renderings
+        # share do not depend on the message.
         first, second = (
             self.tokenizer.encode_chat([*messages, {"role": "user", "content": content}])
             for content in ("a", "1")

@@ -31,8 +31,9 @@ JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a request, without its prompt, tokens or chat. The default value of each
-    option means "not set".
+    """The options of a request, without its prompt, tokens or chat.
+
+    The default value of each option means "not set".
 
     Args:
         max_new_tokens: Number of mask tokens that are added after the prompt and then filled, 0 or
@@ -56,8 +57,9 @@ class Options:
             special token. By default, the text is encoded as ordinary text, so that a user cannot
             end or mask an answer. Tokens that the tokenizer and the chat template add are not
             affected.
-        constraint: A constraint that ``Bundle.constraint`` compiled. With every policy and limit,
-            the text satisfies the constraint, unless a stop string cuts the text.
+        constraint: A constraint that ``Bundle.constraint`` compiled. The text satisfies the
+            constraint with every policy and every limit. The only exception is a text that a stop
+            string cuts off.
         schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint, as an
             argument of ``Bundle.constraint``. The constraint is compiled when it is first used. The
             constrained text includes ``prefix``. (For a compiled ``constraint``, pass the prefix to
@@ -151,7 +153,10 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Create options from ``values``. Names that are not options must be policy fields."""
+        """Create options from ``values``.
+
+        A name that is not an option must be the name of a policy field.
+        """
         own = {name: value for name, value in values.items() if name in OPTION_NAMES}
         return cls(**own, policy={name: value for name, value in values.items() if name not in own})
 
@@ -203,8 +208,9 @@ OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "poli
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of ``generate`` for type checkers. These options are the fields of ``Options``
-    and ``Policy``.
+    """The options of ``generate`` for type checkers.
+
+    These options are the fields of ``Options`` and ``Policy``.
     """
 
     max_new_tokens: int | None
@@ -265,8 +271,9 @@ class RequestOptions(TypedDict, total=False):
 
 
 class InfillOptions(RequestOptions, total=False):
-    """The options of ``infill`` for type checkers. These options are the options of
-    ``generate_batch``.
+    """The options of ``infill`` for type checkers.
+
+    These options are the options of ``generate_batch``.
     """
 
     max_batch: int
@@ -340,7 +347,7 @@ class Request:
             *(stop.encode().replace(b"\0", b"\xff") for stop in stop_strings)
         )
         self._decode = _native.DecodeFn(self.decoded) if tokenizer is not None else None
-        self.error: BaseException | None = None  # raised by the tokenizer
+        self.error: BaseException | None = None  # the exception that the tokenizer raised
         native.tokens = C.cast(self._tokens, _native.i32p)
         native.token_count = len(self.given)
         native.policy = C.pointer(self._policy)
@@ -370,8 +377,9 @@ class Request:
         return 0
 
     def generation(self, result: Any) -> Generation:
-        """Convert a ``dlm_result`` to a ``Generation``. The request must have ended without an
-        error.
+        """Convert a ``dlm_result`` to a ``Generation``.
+
+        The request must have ended without an error.
         """
         stats, length = result.stats.contents, result.length
         text = (
@@ -404,8 +412,9 @@ class Request:
         return made
 
     def event(self, step: Any, text: str | None) -> Event:
-        """Convert a native step to an ``Event`` without a result. ``text`` is the text up to the
-        previous step.
+        """Convert a native step to an ``Event`` without a result.
+
+        ``text`` is the text after the previous step.
         """
         length = step.length
         delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
@@ -428,7 +437,7 @@ TIMINGS = ("prefill", "passes", "selection", "cache", "total")
 PASSES = ("prefill", "denoise", "store")
 
 MOST_COUNT = (1 << 24) - 1
-MOST_INDENT = 64  # spaces per level of a JSON layout
+MOST_INDENT = 64  # largest number of spaces per level in a JSON layout
 
 
 def _alternatives(result: Any) -> list[list[tuple[int, float]]]:
@@ -445,8 +454,9 @@ def _alternatives(result: Any) -> list[list[tuple[int, float]]]:
 
 
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
-    """Check an option that must be an integer from 0 to ``most``. Raises RequestError, which names
-    the option.
+    """Check an option that must be an integer from 0 to ``most``.
+
+    Raises RequestError, which names the option.
     """
     try:
         count = -1 if isinstance(value, bool) else operator.index(value)
@@ -466,8 +476,9 @@ def milliseconds_of(name: str, value: float) -> float:
 
 
 def text_of(name: str, value: str) -> str:
-    """Check an option that must be text without unpaired surrogates. Raises RequestError, which
-    names the option.
+    """Check an option that must be text without unpaired surrogates.
+
+    Raises RequestError, which names the option.
     """
     if not isinstance(value, str):
         raise RequestError(f"{name} = {shown(value)} is not a text")

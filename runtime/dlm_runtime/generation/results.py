@@ -12,9 +12,9 @@ class Generation:
     """The result of a request.
 
     Args:
-        tokens: The whole canvas. An ``undecided`` position contains the token that the last pass
-            proposed for this position. If no pass proposed a token, the position contains an end
-            token, or the mask token if the denoiser has no end token.
+        tokens: The whole canvas. A position that is ``undecided`` contains the token that the last
+            pass proposed for this position. If no pass proposed a token, the position contains an
+            end token, or the mask token if the denoiser has no end token.
         text: The generated text, up to the first end token or stop string. None if the bundle has
             no tokenizer.
         nfe: The number of passes for this request. A shared pass counts for each of its requests.
@@ -33,20 +33,21 @@ class Generation:
         completion_tokens: The number of generated tokens before the first end token.
         log_probs: For each token, ln p in the denoiser's softmax in the pass that committed the
             token. The value is None for tokens that the caller passed, for undecided tokens, and
-            for tokens after an early end. All values are finite. If the probability of a token
-            rounds to 0, for example because a constraint forced the token, the value is -744.44.
+            for tokens after the text's early end. All values are finite. If the probability of a
+            token rounds to 0, for example because a constraint forced the token, the value is
+            -744.44.
         undecided: True for each position that was not decided when the request ended.
         tool_calls: The calls in ``text``. Empty if the text does not consist of calls, if the
             request has no tools, or if a part of the text is undecided.
-        top_log_probs: For each token, a list of the most likely tokens in the pass that committed
-            the token. Each entry is a pair: the id of a likely token, and its ln p. The most likely
-            token comes first. If no pass committed a token, its list is empty. If the request did
-            not ask for alternatives, ``top_log_probs`` itself is empty.
-        constraint_log_prob_loss: How much less likely the constraint made the text, in nats, 0 or
-            more. The loss of the text is the sum of the losses of its positions. The loss of a
-            position is ln p of the denoiser's best token minus ln p of the committed token, in the
-            last pass that scored the position. The loss of a position is at most 745, and 0 if the
-            position was filled without a pass. If tokens are sampled, the sum includes the loss
+        top_log_probs: For each token of the canvas, a list of alternatives: the most likely tokens
+            in the pass that committed the token. Each alternative is a pair of a token id and its
+            ln p. The most likely alternative comes first. If no pass committed a token, its list is
+            empty. If the request did not ask for alternatives, ``top_log_probs`` itself is empty.
+        constraint_log_prob_loss: How much less likely the text is because of the constraint, in
+            nats, 0 or more. The value is a sum of losses, with one loss for each position. The loss
+            of a position is ln p of the denoiser's best token minus ln p of the committed token, in
+            the last pass that scored the position. The loss of a position is at most 745, and 0 if
+            the position was filled without a pass. If tokens are sampled, the sum includes the loss
             from sampling. Without a constraint, the sum is 0.
         option_probs: For a decision, the probability of each option of each question. The value is
             None for other requests. ``Bundle.decide`` returns these probabilities by name.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dlm_runtime.generation.handle import Handle
 
 WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
-EVENT_WAIT_S = 0.02  # seconds between checks whether a request has ended without a last step
+EVENT_WAIT_S = 0.02  # seconds between checks for requests that ended without a last step
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class SchedulerStats:
 
     Args:
         waiting, running: The number of requests that wait now, and the number that run now.
-        submitted, finished, refused: Numbers of requests so far. For refused requests, ``submit``
-            raised BusyError.
+        submitted, finished, refused: The number of requests that were submitted, that ended, and
+            that were refused. ``submit`` raises BusyError when it refuses a request.
         passes: Number of passes.
-        shares: Number of requests in each pass, summed over all passes.
+        shares: The sum over all passes of the number of requests in the pass.
         busy_s: Seconds spent in passes and commits.
         cache_bytes: The largest number of bytes of keys and values that were in memory at the same
             time.
@@ -64,7 +64,7 @@ class SchedulerStats:
             scheduler has no ``cost``, or if requests take turns.
         prefix_hits: Number of requests that reused keys and values of other requests.
         prefix_tokens: Number of tokens that these requests did not compute.
-        prefix_bytes: Number of bytes of keys and values that new requests can reuse.
+        prefix_bytes: Number of bytes of the keys and values that new requests can reuse.
     """
 
     waiting: int
@@ -84,8 +84,9 @@ class SchedulerStats:
 
 
 class Job:
-    """A request that was submitted with ``Scheduler.submit``. The request is cancelled when the
-    last reference to the job is dropped.
+    """A request that was submitted with ``Scheduler.submit``.
+
+    The request is cancelled when the last reference to the job is dropped.
 
     The scheduler stays alive until the result of the job is read.
     """
@@ -100,7 +101,7 @@ class Job:
         self._wake: Callable[[], object] | None = None  # called after an event was added
         self._has_ended = False
         self._result: Generation | None = None
-        self._error: Exception | None = None  # raised by _step
+        self._error: Exception | None = None  # the exception that _step raised
         runner = scheduler._runner
         self._ends = runner.ends
         runner.keep(self, request)
@@ -185,8 +186,9 @@ class Job:
         yield self._event_without_step()
 
     def __await__(self) -> Generator[Any, None, Generation]:
-        """Wait for the result in a coroutine: ``await job``. If the coroutine is cancelled, the job
-        is cancelled too.
+        """Wait for the result in a coroutine: ``await job``.
+
+        If the coroutine is cancelled, the job is cancelled too.
 
         Raises the errors of ``result``.
         """
@@ -229,8 +231,9 @@ class Job:
             ended.cancel()
 
     async def _ended(self, changed: asyncio.Event) -> None:
-        """Wait until the job has ended, and then set ``changed``. If this coroutine is cancelled,
-        the job is cancelled too.
+        """Wait until the job has ended, and then set ``changed``.
+
+        If this coroutine is cancelled, the job is cancelled too.
         """
         import asyncio
 
@@ -412,10 +415,12 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """Keep the native scheduler alive within a ``with`` block. Raises the errors of
-        ``check_open``.
+        """Keep the native scheduler alive within a ``with`` block.
+
+        Raises the errors of ``check_open``.
         """
-        self.origin.check()  # checked first: another thread may have held the lock at the fork
+        # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        self.origin.check()
         with self._changed:
             self.check_open()
             self._users += 1
@@ -438,8 +443,9 @@ class _Runner:
         )
 
     def stop(self) -> None:
-        """Let the thread end after its current pass, without waiting for it. In a forked process,
-        this does nothing.
+        """Let the thread end after its current pass, without waiting for it.
+
+        In a forked process, this does nothing.
         """
         if not self.origin.is_here:
             return
@@ -466,8 +472,9 @@ def _close_all() -> None:
 
 
 class Scheduler:
-    """Accepts requests from any thread and runs these requests. ``Bundle.scheduler`` creates
-    schedulers.
+    """Accepts requests from any thread and runs these requests.
+
+    ``Bundle.scheduler`` creates schedulers.
 
     A scheduler is closed at the end of its ``with`` block, when its last reference is dropped, or
     when the interpreter exits. In a forked process, every method raises ForkError.
@@ -514,8 +521,9 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Submit a request, with the arguments of ``Bundle.generate``. The time limit
-        ``deadline_ms`` starts now.
+        """Submit a request, with the arguments of ``Bundle.generate``.
+
+        The time limit ``deadline_ms`` starts now.
 
         Args:
             events: If True, iterating over the job yields an ``Event`` for each step.
@@ -546,8 +554,9 @@ class Scheduler:
         return self._runner.has_ended
 
     def close(self) -> None:
-        """End after the current pass, and cancel the requests that have not ended. May be called
-        several times.
+        """End after the current pass, and cancel the requests that have not ended.
+
+        May be called several times.
 
         If an error ended the scheduler's thread, this error is raised.
         """

@@ -1,5 +1,4 @@
-"""Handles Python's signals, and cancellations by other threads, between the passes of a native
-call.
+"""Handles signals and cancellations between the passes of a native call.
 
 Python runs signal handlers only on the main thread, and only while this thread runs Python code.
 Without this module, a handler would have to wait until a native call has finished the whole
@@ -50,8 +49,10 @@ def _answers(
 
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
-    """Within this context, pending signal handlers run before each pass of the session. If a
-    handler raises an exception, this exception is raised again after the native call has ended.
+    """Within this context, pending signal handlers run before each pass of the session.
+
+    If a handler raises an exception, this exception is raised again after the native call has
+    ended.
 
     ``cancels`` contains an event, or None, for each request of the session.
     """

@@ -1,5 +1,6 @@
-"""The program that runs a bundle's tokenizer and chat template in a separate process. The module
-``process`` starts this program and never imports it.
+"""The program that runs a bundle's tokenizer and chat template in a separate process.
+
+The module ``process`` starts this program and never imports it.
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
 the object names a method of ``Text``, and the other members are the method's arguments. The answer
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
-REASON_LIMIT = 300  # characters of a library's message
+REASON_LIMIT = 300  # largest number of characters of a library's message
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no assigned characters
 
 
@@ -100,8 +101,9 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The unknown token, for text that is not in the vocabulary. Ordinary text can be encoded
-        to this token.
+        """The unknown token, for text that is not in the vocabulary.
+
+        Ordinary text can be encoded to this token.
         """
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
@@ -151,8 +153,10 @@ class Text:
     def _encode_rendered(
         self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
-        """Encode a chat that the template has rendered. Special tokens that the template writes are
-        recognised. If a message contains the text of a special token, this text is ordinary text.
+        """Encode a chat that the template has rendered.
+
+        Special tokens that the template writes are recognised. If a message contains the text of a
+        special token, this text is ordinary text.
 
         To distinguish these two cases, the first letter of each special token in a message or tool
         is replaced by a private-use character, and the chat is rendered again. All special tokens
@@ -166,7 +170,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # another special token may overlap the replaced one
+                text = marks.put(text, places)  # another special token may overlap it
             return text
 
         marked_messages = [
@@ -197,7 +201,7 @@ class Text:
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """Return the positions in a text at which special tokens start.
+        """Return the positions at which the text of a special token starts.
 
         If the last characters of the text may be the start of a special token, the position of
         these characters is included.
@@ -295,7 +299,7 @@ class Marks:
     """Replaces letters in texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts`` contains all texts in which the private-use characters must not occur."""
+        """Choose private-use characters that do not occur in ``texts``."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
@@ -353,7 +357,7 @@ def main(limits: dict[str, Any]) -> None:
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
     )
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the process inherits both settings
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     source, out, text = sys.stdin.buffer, sys.stdout.buffer, Text()
     while len(sizes := source.read(16)) == 16:

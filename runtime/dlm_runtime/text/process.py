@@ -35,14 +35,16 @@ _WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):
-    """Raised if the library rejects a request, or if the request exceeds a limit. The message says
-    why.
+    """Raised if the library rejects a request, or if the request exceeds a limit.
+
+    The message says why.
     """
 
 
 class TextProcess:
-    """A tokenizer in a separate process. The process is restarted when needed. Only one thread at a
-    time can use the tokenizer.
+    """A tokenizer in a separate process.
+
+    The process is restarted when needed. Only one thread at a time can use the tokenizer.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class TextProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
-        if (
-            self._owner != os.getpid()
-        ):  # first use, or first use after a fork: then the process belongs to the parent
+        # This is the first use, or the first use after a fork. After a fork, the process belongs to
+        # the parent.
+        if self._owner != os.getpid():
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
@@ -89,7 +91,8 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # its exit code gives the reason
+            # The exit code of the process gives the reason.
+            with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else None
@@ -98,7 +101,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # Ctrl-C too: a late answer must not reach another request
+        except BaseException:  # also Ctrl-C: the next request must not get this answer
             self._stop()
             raise
         if "refused" in reply:
@@ -146,7 +149,10 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:
-    """Read ``size`` bytes from an unbuffered pipe. The result is shorter if the pipe ends."""
+    """Read ``size`` bytes from an unbuffered pipe.
+
+    If the pipe ends early, the result is shorter.
+    """
     found = bytearray()
     while len(found) < size and (more := pipe.read(size - len(found))):
         found += more

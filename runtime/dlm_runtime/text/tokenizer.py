@@ -35,12 +35,13 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         where: object = "tokenizer.json",
     ) -> None:
-        """``special_tokens`` contains the texts of special tokens that a template may use. The keys
-        are the names that the template uses. Raises BundleError if the tokenizer is invalid. The
-        message names the file ``where``.
+        """``special_tokens`` contains the texts of special tokens that a template may use.
+
+        The keys are the names that the template uses. Raises BundleError if the tokenizer is
+        invalid. The message names the file ``where``.
         """
         self.template = template
-        self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
+        self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # the hash of the tokenizer's file
         self._texts: dict[int, str] = {}
         self._added: dict[int, Mapping[str, Any]] | None = None
         try:
@@ -83,20 +84,24 @@ class Tokenizer:
         return int(self._ask("size", "the tokenizer's vocabulary cannot be read"))
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
-        """Return the text of each token id in the vocabulary, or None for an unknown id. Raises
-        RequestError.
+        """Return the text of each token id in the vocabulary, or None for an unknown id.
+
+        Raises RequestError.
         """
         found: list[str | None] = self._ask("names", _REFUSED_IDS, tokens=list(tokens))
         return found
 
     def as_json(self) -> str:
-        """Return the tokenizer as the library's JSON, without truncation and padding. Raises
-        RequestError.
+        """Return the tokenizer as the library's JSON, without truncation and padding.
+
+        Raises RequestError.
         """
         return str(self._ask("as_json", "the tokenizer cannot be written"))
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Encode a prompt. The tokenizer may add tokens at its start and end. Raises RequestError.
+        """Encode a prompt. The tokenizer may add tokens at the start and the end.
+
+        Raises RequestError.
 
         The text of a special token, such as ``<|eos|>``, is ordinary text unless ``special_tokens``
         is True.
@@ -112,8 +117,9 @@ class Tokenizer:
     def encode_each(
         self, texts: Sequence[str], special_tokens: bool = False
     ) -> list[list[int] | None]:
-        """Encode several texts like ``encode_plain``. The result is None for a rejected text.
-        Raises RequestError.
+        """Encode several texts like ``encode_plain``.
+
+        For a text that the tokenizer rejects, the result is None. Raises RequestError.
         """
         what = "the bundle's tokenizer rejects these texts"
         found: list[list[int] | None] = self._ask(

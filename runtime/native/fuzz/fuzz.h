@@ -1,10 +1,9 @@
-// Code that all fuzz targets use: checks that end the run, an input that is read byte by byte, and
-// a mutator for files that consist of numbers.
+// Code that all fuzz targets use: a check that ends the run when it fails, a reader for the bytes
+// of an input, and a mutator for files that consist of numbers.
 //
 // A target is one source file that defines LLVMFuzzerTestOneInput. With clang, it is linked with
-// libFuzzer. With other compilers, the target is linked with replay.cc, which runs the target on
-// existing files. docs/guides/developing.md explains how to run targets with libFuzzer and with
-// replay.cc.
+// libFuzzer. With other compilers, it is linked with replay.cc, which runs it on existing files.
+// docs/guides/developing.md explains how to run the targets.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +18,8 @@
 #include "dlm_runtime.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
-extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);  // libFuzzer's
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);  // defined by
+                                                                                  // libFuzzer
 
 namespace fuzz {
 
@@ -30,8 +30,8 @@ inline void claim(bool holds, const char* what, int line) {
 }
 #define CLAIM(condition) fuzz::claim((condition), #condition, __LINE__)
 
-// Returns true if a message has the form that users should see. The message must be one line, not
-// empty, and printable.
+// Returns true if a message has the form that users should see: one line that is printable and not
+// empty.
 inline bool is_sentence(std::string_view text) {
   if (text.empty()) return false;
   for (const char c : text)
@@ -39,14 +39,13 @@ inline bool is_sentence(std::string_view text) {
   return true;
 }
 
-// Returns true for a status that an invalid input may cause. Returns false for DLM_INTERNAL,
-// because DLM_INTERNAL always means a defect.
+// Returns true for a status that an invalid input may cause. DLM_INTERNAL is not one of them,
+// because it always means a defect.
 inline bool is_refusal(dlm_status status) {
   return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
 }
 
-// The bytes of the fuzz input, which the target reads from start to end. After the end, all bytes
-// are zero.
+// The bytes of the fuzz input, read from start to end. After the end, all bytes are zero.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), left_(size) {}
@@ -76,8 +75,8 @@ class Input {
 };
 
 // Mutates a file of little-endian int32 numbers. The numbers start at offset `first`. Most
-// mutations change a number in place, so that the sizes in the header stay right. For all other
-// mutations, this function calls libFuzzer's own mutator.
+// mutations change a number in place, so that the sizes in the header stay right. Other mutations
+// use libFuzzer's own mutator.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {
@@ -102,7 +101,7 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
         break;
       case 2:
         std::memcpy(&value, data + first + 4 * draw(numbers), 4);
-        break;  // replaces the number by a different number of the file
+        break;  // replaces the number with another number of the file
       default:
         value ^= 1 << draw(32);
     }

@@ -1,9 +1,10 @@
 // A fuzz target that reads an automaton file, and runs requests with this automaton as their
-// constraint. Each request must end with one of the automaton's texts, or with an error message.
+// constraint. Each request must end with a text that the automaton accepts, or with an error
+// message.
 //
-// The input is four bytes that select the request, followed by the automaton file without its
+// The input consists of four bytes that select the request, and the automaton file without its
 // SHA-256. The target appends the SHA-256. If the file is only a little too short, the target first
-// appends the missing data.
+// adds the missing data.
 #include <algorithm>
 #include <vector>
 
@@ -55,7 +56,7 @@ dlm_policy choose(fuzz::Input& input) {
   return policy;
 }
 
-// Appends data until the file is as long as the sizes in its header require.
+// Appends data until the file is as long as its header says.
 std::string complete(std::string_view given) {
   std::string file(given);
   int32_t sizes[6];

@@ -1,10 +1,10 @@
-// A fuzz target that opens a bundle whose manifest can be any text. If opening does not fail with
-// an error message, every query of the bundle must work.
+// A fuzz target that opens a bundle with any text as its manifest. Opening must either fail with an
+// error message, or give a bundle for which every query works.
 //
 // The input is manifest.json, followed by a NUL and the contents of the listed files. Each content
-// is cut, or padded with zeros, to the listed size. In the manifest, the target replaces 64 letters
-// "a" by the SHA-256 of the first file. Without this replacement, hash errors would prevent the
-// code after the hash check from running.
+// is cut, or padded with zeros, to the listed size. If the manifest contains 64 letters "a", the
+// target replaces them with the SHA-256 of the first file. Otherwise a wrong hash would always end
+// the run before the code after the hash check.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -40,7 +40,7 @@ const std::filesystem::path& folder() {
   return made.path;
 }
 
-// Returns true for file names that the target may create.
+// Returns true for the file names that the target may create.
 bool is_plain(const std::string& name) {
   const auto is_word = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '/';
@@ -50,7 +50,7 @@ bool is_plain(const std::string& name) {
          name != "manifest.json" && std::all_of(name.begin(), name.end(), is_word);
 }
 
-// Returns the listed files that are small enough to create.
+// Returns the listed files that the target may create because they are small enough.
 std::vector<std::pair<std::string, size_t>> listed(const std::string& manifest) {
   std::vector<std::pair<std::string, size_t>> found;
   try {
@@ -77,7 +77,7 @@ void write(std::string manifest, std::string_view content) {
   for (const auto& [name, bytes] : listed(manifest)) {
     std::string own(content.substr(0, bytes));
     own.resize(bytes);
-    std::error_code ignored;  // a file may exist where a folder is needed
+    std::error_code ignored;  // fails if a file exists where a folder is needed
     std::filesystem::create_directories((folder() / name).parent_path(), ignored);
     std::ofstream(folder() / name, std::ios::binary) << own;
     if (first.empty()) first = hash_of(own);
@@ -112,15 +112,15 @@ void ask(dlm_bundle* bundle) {
   CLAIM(status == DLM_OK ? text != nullptr
                          : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   dlm_session* session = nullptr;
-  // A session is created only for short canvases, because a session for a longer canvas could need
-  // much memory.
+  // Create a session only for short canvases, because a session for a longer canvas could need much
+  // memory.
   if (denoiser.max_canvas_length > 1 << 12) return;
   if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
     CLAIM(fuzz::is_sentence(message));
   dlm_request request;
   dlm_request_init(&request, sizeof request);
   request.max_new_tokens = 1;
-  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // expected, because there is
+  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // must fail, because there is
                                                                       // no engine
   CLAIM(fuzz::is_sentence(dlm_session_last_error(session)));
   dlm_session_destroy(session);

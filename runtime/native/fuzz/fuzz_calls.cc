@@ -1,9 +1,9 @@
 // A fuzz target that calls the functions of the C ABI in any order. The denoiser is a callback.
-// Handles are valid or NULL. Policies and options can have any values. Buffers are short. Some
-// callbacks fail, and some callbacks call the C ABI.
+// Handles are valid or NULL, policies and options can have any values, and buffers are short. Some
+// callbacks fail, and some call the C ABI.
 //
-// Each byte of the input makes a choice. The first bytes choose a denoiser. All later bytes choose
-// calls and their arguments.
+// Each byte of the input makes a choice. The first bytes choose a denoiser, and all later bytes
+// choose calls and their arguments.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -25,7 +25,7 @@ constexpr const char* kStrings[] = {
     "dynamic",  "factor", "entropy_bound", "timestep",      "sequential", ">",      "edit",
     "prefix",   "dual",   "block",         "block-dual",    "none",       "reuse",  "draw",
     "marginal", "floor",  "end",           "no such %s\x1b"};
-constexpr dlm_status kOwn = 77;  // status that the callback of a pass returns when it fails
+constexpr dlm_status kOwn = 77;  // status of a failing pass callback
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
 
@@ -50,7 +50,7 @@ class World {
   dlm_session* session() { return input_.byte() % 16 == 15 ? nullptr : session_; }
   bool is_rare() { return input_.byte() % 32 == 31; }
 
-  // Checks the status of a call. If a call on a session has failed, the session must have an error
+  // Checks the status of a call. If the call on a session failed, the session must have an error
   // message.
   dlm_status check(dlm_status status) {
     CLAIM(status == DLM_OK || fuzz::is_refusal(status) || status == kOwn);
@@ -146,7 +146,7 @@ class World {
     return made;
   }
 
-  // Fills the array of given tokens. A few of the tokens are outside the vocabulary.
+  // Fills the array of given tokens. A few tokens are outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
     tokens_.resize(count);
@@ -290,8 +290,8 @@ class World {
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
   }
 
-  // Calls the session from a callback. The calls that a callback may make must work, and all other
-  // calls must fail.
+  // Calls the session from a callback. The calls that are allowed in a callback must succeed, and
+  // all other calls must fail.
   int32_t call_back() {
     const uint8_t what = input_.byte();
     if (what % 16 == 1) dlm_session_cancel(session_, 0);

@@ -1,9 +1,9 @@
 // A fuzz target that compiles a constraint for a vocabulary. Compiling must end with an error
-// message, or with an automaton whose texts satisfy the constraint. The time, the memory and the
-// size of the automaton must stay within their limits.
+// message, or with an automaton whose texts satisfy the constraint. It must not exceed the limits
+// for time, memory and the size of the automaton.
 //
-// The input starts with six bytes that choose the options. Then there are several texts, each of
-// which ends with a NUL: the content, the text before it, the text after it, and the tokens.
+// The input starts with six bytes that choose the options. Then come four texts, each of which ends
+// with a NUL: the content, the text before it, the text after it, and the tokens.
 #include <time.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "constraints/automaton.h"
 #include "fuzz.h"
 
-// GCC's sanitizers define these functions, but no header of GCC declares these functions.
+// GCC's sanitizers define these functions, but no header of GCC declares them.
 extern "C" {
 size_t __sanitizer_get_allocated_size(const volatile void* pointer);
 int __sanitizer_install_malloc_and_free_hooks(void (*allocated)(const volatile void*, size_t),
@@ -29,8 +29,8 @@ constexpr size_t kMostContent = 4096, kMostTokens = 64;
 constexpr double kSeconds = 0.25;
 constexpr size_t kMemory = 48 << 20;
 constexpr int64_t kStates = 2000, kEdges = 100'000;
-// The memory that the limits do not include. This memory is for the vocabulary, the parsed JSON of
-// the content, and the automaton.
+// Memory that the memory limit does not cover: the vocabulary, the parsed JSON of the content, and
+// the automaton.
 constexpr size_t kOtherMemory = 32 << 20;
 constexpr double kOtherSeconds = 0.25;
 
@@ -40,8 +40,7 @@ double processor_time() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// The number of bytes that are allocated now, and the largest number of bytes that were allocated
-// at any time.
+// The number of bytes that are allocated now, and the largest number so far.
 std::atomic<int64_t> allocated{0}, most_allocated{0};
 
 void count_new(const volatile void* pointer, size_t) {
@@ -75,7 +74,7 @@ int32_t first_token(void* user, const char* string, size_t size) {
 }
 
 // Returns one of the shortest texts of an automaton. Each token of the text reduces the distance to
-// the end by one, up to the end token.
+// the end by one. The text stops at the end token.
 std::string shortest_text(const dlm::Automaton& automaton, const Tokens& tokens) {
   std::string text;
   size_t state = 0;
@@ -189,7 +188,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CLAIM(memory <= static_cast<int64_t>(2 * kMemory + kOtherMemory));
   if (status != DLM_OK) return 0;
   const dlm_automaton_info& info = *dlm_automaton_describe(automaton);
-  // The limit is increased by one, because there is one more state after the end token.
+  // The limit is one higher here, because there is one more state after the end token.
   CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);
   if (kind == DLM_CONSTRAINT_DECISIONS) {  // an automaton of this kind cannot be written
     dlm_automaton_destroy(automaton);

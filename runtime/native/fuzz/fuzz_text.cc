@@ -1,7 +1,8 @@
-// A fuzz target that reads a compiled text file. With this file, the target encodes a text, decodes
-// the ids both at once and in pieces, and encodes a chat.
+// A fuzz target that reads a compiled text file. With this file, it encodes a text, decodes the ids
+// at once and in pieces, and encodes a chat.
 //
-// The input is one byte that gives the size of the text, then the text, then the text file.
+// The input has three parts: one byte with the size of the text, the text itself, and the text
+// file.
 #include <vector>
 
 #include "api/handles.h"

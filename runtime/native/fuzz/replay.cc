@@ -1,5 +1,5 @@
-// Runs a fuzz target without libFuzzer, on given files and on all files in given folders:
-// `fuzz_json CORPUS...`. Prints the number of files.
+// Runs a fuzz target without libFuzzer. `fuzz_json CORPUS...` runs it on the given files, and on
+// all files in the given folders. Prints the number of files.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>

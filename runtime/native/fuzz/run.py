@@ -2,9 +2,9 @@
 [TARGET...]``, or ``make fuzz``.
 
 The targets are built in build/native-fuzz. New interesting inputs are stored in build/fuzz/TARGET.
-A failing input is stored in build/fuzz, and its path is printed. After you fix the defect, move
-this input to runtime/native/fuzz/found/TARGET. This program needs clang. The exit status is 1 if a
-target failed.
+If an input makes a target fail, the input is stored in build/fuzz, and its path is printed. After
+you have fixed the defect, move the input to runtime/native/fuzz/found/TARGET. This program needs
+clang. The exit status is 1 if a target failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def find_clang() -> str | None:
 
 
 def build(names: list[str]) -> Path:
-    """Build these targets and return their folder."""
+    """Build the targets with these names, and return the folder of the programs."""
     clang = find_clang()
     if clang is None:
         raise SystemExit(
@@ -64,7 +64,7 @@ def build(names: list[str]) -> Path:
 
 
 def run(folder: Path, target: str, seconds: int, corpus: Path) -> bool:
-    """Run a target and print its number of inputs. Returns True if the target did not fail."""
+    """Run a target, and print the number of inputs. Returns False if the target failed."""
     new = corpus / target
     new.mkdir(parents=True, exist_ok=True)
     given = [HERE / "found" / target] if (HERE / "found" / target).exists() else []

@@ -1,8 +1,8 @@
-"""Writes the fuzz targets' first inputs: ``python runtime/native/fuzz/seeds.py FOLDER`` makes
-FOLDER/TARGET/NAME.
+"""Writes the first inputs of the fuzz targets.
 
-The inputs are small files of every kind, made by the same code as in a build. The comment at the
-top of each target describes the form of its inputs.
+``python runtime/native/fuzz/seeds.py FOLDER`` writes files FOLDER/TARGET/NAME. They are small files
+of every kind that a target reads, made by the same code as in a build. The comment at the top of
+each target describes the form of its inputs.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ def _of_characters() -> str:
 
 
 def texts() -> dict[str, bytes]:
-    """Return compiled text files: with and without splits and composition, over bytes and over
-    characters.
+    """Return compiled text files of several tokenizers.
+
+    Some tokenizers split the text or compose characters, and some do not. Some work on bytes, and
+    some on characters.
     """
     found = {}
     for name, file in {
@@ -100,8 +102,9 @@ def texts() -> dict[str, bytes]:
 
 
 def manifest(text_bytes: int) -> dict[str, Any]:
-    """Return a manifest with every part that a manifest may contain. ``fuzz_bundle.cc`` makes the
-    bundle's files.
+    """Return a manifest with every part that a manifest may contain.
+
+    ``fuzz_bundle.cc`` creates the files of the bundle.
     """
     files = ("denoiser.onnx", "denoiser.onnx.data", "text.bin", "engines/orin.engine")
     layer = {"kv_heads": 2, "head_size": 4}
@@ -151,10 +154,10 @@ def manifest(text_bytes: int) -> dict[str, Any]:
 
 
 def automata() -> dict[str, bytes]:
-    """Return inputs with automata of expressions over few tokens.
+    """Return inputs with automata that were compiled for a small vocabulary.
 
-    An input consists of the bytes that select a request, followed by the automaton's file without
-    its SHA-256.
+    An input consists of the bytes that select a request, and the automaton file without its
+    SHA-256.
     """
     vocabulary = made_up_vocabulary(128, (126, 127), Longest)
     expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")
@@ -166,7 +169,8 @@ def automata() -> dict[str, bytes]:
     }
 
 
-# Options of fuzz_compile.cc, the source of a constraint, and the fixed texts before and after.
+# Each entry has the options of fuzz_compile.cc, the source of a constraint, the fixed text before
+# the generated text, and the fixed text after it.
 CONTENTS: tuple[tuple[tuple[int, ...], str, str, str], ...] = (
     ((0, 0, 0, 0, 0, 0), r"(a|b){2,5}[^\s\pL]?\d+(?i:x)$", "", ""),
     ((0, 0, 0, 2, 2, 3), r"\{\"a\":(12|true)\}", '{"a', "}"),

@@ -1,39 +1,40 @@
 /* dlm_runtime.h: the C ABI of libdlm_runtime, the native runtime of dlm-export.
  *
- * The library opens a bundle, which is a folder that `dlm-export build` wrote. The library then
- * uses the bundle's denoiser to fill the mask tokens of a canvas:
+ * The library opens a bundle, which is a folder that `dlm-export build` wrote. It then uses the
+ * bundle's denoiser to fill the mask tokens of a canvas:
  *
  *   dlm_bundle_open -> dlm_session_create -> dlm_session_generate -> read dlm_result
  *
- * A request (dlm_request) describes a canvas and how to fill its mask tokens. A session runs
- * requests on the caller's thread. A scheduler (dlm_scheduler) accepts requests from any thread.
- * One thread of the program runs all requests of a scheduler. A session and a scheduler return the
- * same results (dlm_result).
+ * A request (dlm_request) describes a canvas and how to fill its mask tokens. There are two ways to
+ * run requests. A session runs requests on the caller's thread. A scheduler (dlm_scheduler) accepts
+ * requests from any thread, and one thread of the program runs them. Both return the same results
+ * (dlm_result).
  *
  * Conventions
- * - A call that can fail returns dlm_status. If the call also has a result, the last argument is
- *   the address of the result. If the call fails, the call writes NULL or 0 to this address.
- * - The caller destroys each object that it creates. Destroying NULL does nothing. The library uses
- *   the caller's pointers only during the call, unless the comment of a function or field says
+ * - A call that can fail returns dlm_status. If the call also has a result, its last argument is an
+ *   address to which it writes the result. If the call fails, it writes NULL or 0 there.
+ * - The caller must destroy each object that it creates. Destroying NULL does nothing. The library
+ *   uses the caller's pointers only during the call, unless the comment of a function or field says
  *   otherwise.
  * - If later versions may add fields to a struct, the struct starts with struct_size. New fields
  *   are added only at the end of the struct.
- * - To fill a struct, the caller first calls the struct's _init function with sizeof(struct), and
- *   then changes fields. The default of each field is in parentheses or marked "default". If
- *   struct_size is larger than the size of the struct in the library's version, the call fails with
- *   INVALID_ARGUMENT, because the library would ignore the last fields.
- * - If the library fills a struct, the library owns the struct and returns a pointer to the struct.
- *   struct_size is then the number of bytes that the caller may read from the struct.
+ * - To fill a struct, first call its _init function with sizeof(struct), and then change fields.
+ *   The default of each field is in parentheses or marked "default". If struct_size is larger than
+ *   the struct in the library's version, the call fails with INVALID_ARGUMENT, because the library
+ *   would ignore the last fields.
+ * - If the library fills a struct, it owns the struct and returns a pointer to it. Then struct_size
+ *   is the number of bytes of the struct that the caller may read.
  * - A call fails with INVALID_ARGUMENT if a number is outside its range. A range such as 1..8
  *   includes both ends.
  * - New versions may add values to enumerations such as DLM_FINISH_... and DLM_TEXT_.... The
- *   library rejects unknown values. Programs should accept unknown values.
+ *   library rejects values that it does not know. Programs should accept values that they do not
+ *   know.
  * - Any number of threads may use a bundle or a scheduler at the same time. Only one thread at a
- *   time may use a session or a job, except that any thread may call dlm_session_cancel and
+ *   time may use a session or a job. As an exception, any thread may call dlm_session_cancel and
  *   dlm_job_cancel at any time. A bundle must outlive its sessions and schedulers.
  * - The library prints nothing, keeps no global state, never calls exit, and throws no exception.
- * - Text is UTF-8. If a function or struct takes a text without its size, a NUL must end the text.
- *   Token ids are int32. A canvas is an array of token ids. */
+ * - Text is UTF-8. A text that is passed without its size must end with a NUL. Token ids are int32.
+ *   A canvas is an array of token ids. */
 #ifndef DLM_RUNTIME_H
 #define DLM_RUNTIME_H
 
@@ -46,9 +47,8 @@ extern "C" {
 
 #define DLM_API __attribute__((visibility("default")))
 
-/* DLM_ABI_VERSION increases when a change of the ABI breaks compiled programs. DLM_ABI_VERSION does
- * not increase when a function is added, or when a field is added at the end of a struct with
- * struct_size. */
+/* DLM_ABI_VERSION increases when a change of the ABI breaks compiled programs. It does not increase
+ * when a function is added, or when a field is added at the end of a struct with struct_size. */
 #define DLM_ABI_VERSION 1
 DLM_API uint32_t dlm_abi_version(void); /* returns the DLM_ABI_VERSION of the loaded library */
 DLM_API const char* dlm_version(void);  /* returns a static string, for example "0.1.0" */
@@ -58,86 +58,83 @@ enum {
   DLM_OK = 0,
   DLM_INVALID_ARGUMENT = 1, /* the request is invalid, for example an id outside the vocabulary */
   DLM_NOT_FOUND = 2,        /* a bundle, a file of the bundle, or a preset does not exist */
-  DLM_BAD_BUNDLE = 3,       /* the bundle is damaged, or this library does not know the bundle's
-                               version */
+  DLM_BAD_BUNDLE = 3,       /* the bundle is damaged, or has a version that this library does not
+                               know */
   DLM_UNSUPPORTED = 4,      /* the request is valid, but this library or this denoiser does not
                                support it */
-  DLM_ENGINE_FAILED = 5,  /* the engine reported an error, or the engine's results are not finite */
-  DLM_OUT_OF_MEMORY = 6,  /* the host or the device has no memory left */
-  DLM_CANCELLED = 7,      /* a callback of the program ended the request */
-  DLM_INTERNAL = 8,       /* a defect of this library; please report the defect and the error
-                             message */
-  DLM_ENGINE_MISSING = 9, /* the engine's library is missing, too old, or cannot be loaded */
-  DLM_BUSY = 10           /* the scheduler's queue of requests is full; submit the request again
-                             later */
+  DLM_ENGINE_FAILED = 5,    /* the engine reported an error, or returned results that are not
+                               finite */
+  DLM_OUT_OF_MEMORY = 6,    /* the host or the device has run out of memory */
+  DLM_CANCELLED = 7,        /* a callback of the program ended the request */
+  DLM_INTERNAL = 8,         /* a defect of this library; please report it with the error message */
+  DLM_ENGINE_MISSING = 9,   /* the engine's library is missing, too old, or cannot be loaded */
+  DLM_BUSY = 10             /* the scheduler's queue of requests is full; submit the request again
+                               later */
 };
 DLM_API const char* dlm_status_name(dlm_status status); /* returns a static string, never NULL */
 
 /* ---- Denoisers and passes -------------------------------------------------------------------- */
 
-/* The properties of a denoiser that the decoding loop needs. This header uses letters for the sizes
- * of arrays. B is the number of requests in a pass. T is the number of tokens that the pass
- * computes for each request. S is the number of cached tokens of each request. R is the number of
- * scored rows of each request. V is the size of the vocabulary. K is the number of candidates per
- * row. */
+/* The properties of a denoiser that the decoding loop needs. The comments in this header use these
+ * letters for sizes of arrays: B requests in a pass, T tokens that the pass computes for each
+ * request, S cached tokens of each request, R scored rows of each request, V tokens in the
+ * vocabulary, and K candidates per row. */
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V, 3..16777216 */
   int32_t mask_token_id;     /* 0..V-1 */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;  /* number of key and value heads in every layer, 1..4096; 0 if layers have
-                        distinct numbers of heads (only in a bundle from files) */
-  int32_t head_size; /* size of a head in every layer, 1..4096; 0 if layers have distinct head sizes
+  int32_t kv_heads;  /* number of key and value heads in every layer, 1..4096; 0 if layers differ
                         (only in a bundle from files) */
+  int32_t head_size; /* size of a head in every layer, 1..4096; 0 if layers differ (only in a bundle
+                        from files) */
   int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
-  int32_t kv_element_bytes; /* bytes of a number in a key or value: 4 for fp32, 2 for fp16 or
-                               bf16, 1 for int8 (then each row also stores a scale of 2 bytes) */
+  int32_t kv_element_bytes; /* bytes of a number in a key or value: 4 for fp32, 2 for fp16 or bf16,
+                               1 for int8. With int8, each row also stores a scale of 2 bytes */
   int32_t shift;            /* 1 if the row of position i predicts position i + 1; 0 if the row
                                predicts position i */
   int32_t has_cache;        /* 1 if passes can read and write cached keys and values; 0 if not */
-  const int32_t* eos_token_ids; /* [eos_count], the ids of the end tokens, 0..V-1. The mask token
-                                   must not be an end token */
+  const int32_t* eos_token_ids; /* [eos_count], ids of the end tokens, 0..V-1. The mask token must
+                                   not be an end token */
   size_t eos_count;             /* 0..1024 */
-  int64_t visible_block;  /* 0..16777216. If visible_block is 0, attention is full, so every row
-                             sees all positions. If visible_block is n > 0, attention is
-                             block-causal: each block has n positions, the first block starts at
-                             position 0, and a row does not see blocks after its own block */
-  int32_t max_new_tokens; /* number of new tokens of a request whose max_new_tokens is
+  int64_t visible_block;  /* 0..16777216. 0: attention is full, which means that every row sees all
+                             positions. n > 0: attention is block-causal. Then each block has n
+                             positions, the first block starts at position 0, and a row does not see
+                             blocks after its own block */
+  int32_t max_new_tokens; /* number of new tokens if a request's max_new_tokens is
                              DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
 /* One pass of the denoiser over B independent canvases. The pass covers the same positions of all
- * canvases. The engine reads the const arrays and writes the non-const arrays. In each layer, keys
- * and values are arrays of the shape [B, kv_heads, rows, head_size]. For past keys and values,
- * `rows` is S. For present keys and values, `rows` is T. Keys already contain the position
- * encoding. */
+ * canvases. The engine reads the const arrays and writes the other arrays. In each layer, keys and
+ * values are arrays of the shape [B, kv_heads, rows, head_size]. `rows` is S for past keys and
+ * values, and T for present keys and values. Keys already contain the position encoding. */
 typedef struct dlm_pass {
   size_t struct_size;
-  int32_t batch;               /* B; above 1 only if a request uses guidance, or if several requests
-                                  share the pass */
+  int32_t batch;               /* B; above 1 only with guidance, or if several requests share the
+                                  pass */
   int32_t tokens;              /* T */
   int32_t cached;              /* S */
   int32_t rows;                /* R */
   int32_t layers;              /* length of each of the four arrays of pointers */
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas */
-  const int64_t* score_rows;   /* [B, R], 0..T-1 */
+  const int64_t* score_rows;   /* [B, R], 0..T-1: the rows to score */
   const void *const *past_keys, *const *past_values;
-  void *const *present_keys, *const *present_values; /* NULL if the pass stores no keys and
-                                                        values */
-  int32_t* top_tokens; /* [B, R, K], the ids of the most likely tokens, most likely first. Equally
-                          likely tokens are in the order of their ids. top_tokens never contains the
-                          mask token */
+  void *const *present_keys, *const *present_values; /* NULL if the pass stores no rows */
+  int32_t* top_tokens; /* [B, R, K], the ids of the most likely tokens, most likely first. If two
+                          tokens are equally likely, the lower id comes first. The mask token is
+                          never one of them */
   float* top_probs;    /* [B, R, K], the probabilities of top_tokens, computed by softmax in fp32
                           over all tokens except the mask token */
   float* entropy;      /* [B, R], the sum of p ln(p + 1e-10) over all tokens except the mask token,
                           0 or less; NULL if the caller does not need the sums */
-  float* logits;       /* [B, R, V], raw logits; NULL if the caller does not need them. A logit is
-                          finite, or -infinity for a token that is ruled out. The mask token's logit
-                          is ignored. If any other logit is NaN or +infinity, the request ends with
-                          ENGINE_FAILED */
+  float* logits;       /* [B, R, V], raw logits; NULL if the caller does not need them. A logit must
+                          be finite, or -infinity for a token that is ruled out. The logit of the
+                          mask token is ignored. If any other logit is NaN or +infinity, the request
+                          ends with ENGINE_FAILED */
 } dlm_pass;
 
 /* Runs one pass. If the status is not DLM_OK, the requests of the pass end with this status. */
@@ -146,9 +143,9 @@ typedef dlm_status (*dlm_pass_fn)(void* user, const dlm_pass* pass);
 /* ---- Policy ---------------------------------------------------------------------------------- */
 
 /* A policy decides which tokens are committed after each pass. A preset of the bundle sets all
- * fields of a policy. The caller may then change some of these fields. Some fields are strings, so
- * that a policy is written in the same way in C, in Python and in manifest.json. The library does
- * not copy the strings of a policy. Use literals or strings that the bundle owns. */
+ * fields of a policy, and the caller may then change some of them. Some fields are strings, so that
+ * a policy looks the same in C, in Python and in manifest.json. The library does not copy these
+ * strings. Use literals or strings that the bundle owns. */
 typedef struct dlm_policy {
   size_t struct_size;
   const char* select;  /* "argmax" (default): take the most likely token | "sample": draw a token
@@ -157,84 +154,82 @@ typedef struct dlm_policy {
   const char* commit;  /* "static" (default) | "threshold" | "dynamic" | "factor" |
                           "entropy_bound" | "timestep" | "sequential" */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
-  const char* remask;  /* "none" (default) | "edit": after a block is finished, passes may replace
-                          tokens of the block; see edit_threshold */
+  const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided,
+                          further passes may replace its tokens; see edit_threshold */
   const char*
       cache; /* "none" (default) | "prefix", "dual": for full attention | "block", "block-dual":
                 for block-causal attention. With "block-dual", some passes run only a sub-block */
   const char* stop;        /* "eos" (default): if a finished block contains an end token, later
-                              blocks are not filled | "none": all blocks are filled */
-  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block. If
-                              attention is block-causal, the first block starts at position 0, the
-                              number 0 means visible_block, and other numbers must be multiples of
-                              visible_block */
-  int32_t steps_per_block; /* planned number of passes per block, 0..16777216; 0 (default): one
-                              pass per token */
-  int32_t refresh;         /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default): every
-                              block starts with a pass over the whole canvas. N: only the first
-                              block starts with a pass over the whole canvas. The first pass of a
-                              later block covers the previous block, at least N tokens before the
-                              later block, and the positions that the later block's other passes
-                              cover */
+                              blocks are not generated | "none": all blocks are generated */
+  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block. With
+                              block-causal attention, the first block starts at position 0, and
+                              block_length must be a multiple of visible_block. Then the value 0
+                              means visible_block */
+  int32_t steps_per_block; /* planned number of passes per block, 0..16777216. 0 (default): one pass
+                              per token */
+  int32_t refresh;         /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default): the
+                              first pass of every block runs the whole canvas. N: only the first
+                              pass of the first block runs the whole canvas. The first pass of a
+                              later block runs the positions that the block's other passes run. It
+                              also runs the previous block, and at least the N tokens before the
+                              later block */
   double threshold;        /* for commit "threshold" and "dynamic", 0..1 (0.9) */
   double factor;           /* for commit "factor", 0..1e9 (1) */
   double entropy_bound;    /* for commit "entropy_bound", nats, 0..1e9 (0.1) */
   double timestep_eps;     /* for commit "timestep", 1e-9..1 (1e-3) */
-  double temperature; /* the number that divides the logits. For select "sample": above 0, up to
+  double temperature; /* the logits are divided by this number. For select "sample": above 0, up to
                          1e300. For select "argmax": 0 (default) */
   uint64_t seed; /* seed for score "random" and select "sample" (0). The same seed gives the same
-                    text for every engine, number of threads and batch size, unless the engine's
-                    floating-point noise changes the text */
+                    text for every engine, number of threads and batch size, unless floating-point
+                    noise of the engine changes the text */
   const char* store; /* for cache "block": how the keys and values of a finished block are stored.
-                        "pass" (default): one additional pass over the block stores exact rows |
-                        "open": the additional pass also runs the next block and commits tokens in
-                        the next block; the final canvas is the same as with "pass" | "reuse": the
-                        rows of the block's last pass are stored, although some of the block's
-                        tokens were still masked in the last pass */
-  int32_t sub_block_length; /* for block-causal attention: length of a sub-block, 0..16777216. Each
-                               block is divided into sub-blocks, which are decided one after
-                               another. block_length must be a multiple of sub_block_length. 0
-                               (default): a block has no sub-blocks */
+                        "pass" (default): one more pass over the block stores exact rows | "open":
+                        this pass also runs the next block, and commits tokens there; the final
+                        canvas is the same as with "pass" | "reuse": the rows of the block's last
+                        pass are stored, although some tokens of the block were still masked in that
+                        pass */
+  int32_t sub_block_length; /* for block-causal attention, 0..16777216: length of a sub-block in
+                               tokens. Each block is divided into sub-blocks, which are decided one
+                               after another. block_length must be a multiple of sub_block_length. 0
+                               (default): no sub-blocks */
   int32_t edit_passes;      /* for remask "edit": largest number of passes over a finished block,
                                0..16777216 (16). Editing stops earlier if a pass changes nothing */
-  double edit_threshold;    /* for remask "edit", 0..1 (0.9). If the probability of a different
-                               token is above edit_threshold, the different token replaces the token
-                               of a finished block */
-  double top_p;  /* for select "sample", 0..1 (1). The token is drawn from the n most likely tokens,
-                    where n is the smallest number for which the total probability of these tokens
-                    is above top_p */
+  double edit_threshold;    /* for remask "edit", 0..1 (0.9). A token of a finished block is
+                               replaced if the probability of another token is above
+                               edit_threshold */
+  double top_p;  /* for select "sample", 0..1 (1). The token is drawn from the n most likely tokens.
+                    n is the smallest number of tokens whose probabilities add up to more than
+                    top_p */
   int32_t top_k; /* for select "sample", 0..16777216. The token is drawn from the top_k most likely
                     tokens. 0 (default): the token is drawn from all tokens */
-  const char* score_of; /* the distribution from which scores are computed. "prediction"
-                           (default): the denoiser's softmax | "draw", for select "sample": the
-                           distribution from which tokens are drawn, after temperature, top_p and
-                           top_k | "marginal": for a request with a constraint, the distribution of
-                           each token over all texts that satisfy the constraint; for a request
-                           without a constraint, "marginal" is the same as "prediction" */
+  const char* score_of; /* the distribution from which scores are computed. "prediction" (default):
+                           the denoiser's softmax | "draw", for select "sample": the distribution
+                           from which tokens are drawn, after temperature, top_p and top_k |
+                           "marginal": the distribution of each token over all texts that satisfy
+                           the constraint; without a constraint, the same as "prediction" */
   double cfg_scale;     /* w, the scale of classifier-free guidance, 0..1000. 0 (default): no
-                           guidance. If w is above 0, each pass also runs a second canvas, in which
-                           mask tokens replace all given tokens. The guided logits are without + (w
-                           + 1)(with - without). Here `with` means the logits of the first canvas,
-                           and `without` means the logits of the second canvas. The request fails
-                           with UNSUPPORTED if the engine runs only one canvas per pass */
-  const char* schedule; /* for commit "static", "dynamic" and "sequential": the number of positions
-                           that each of the planned passes commits. "masked" (default): the masked
-                           positions of the block are divided evenly among the passes | "block": all
-                           positions of the block are divided evenly, including given positions, so
-                           a block that starts with given tokens needs fewer passes | "floor": after
-                           pass k of n, floor(m * (n - k) / n) of the m masked positions are still
-                           masked */
+                           guidance. Above 0: each pass also runs a second canvas, in which mask
+                           tokens replace all given tokens. The guided logits are without + (w +
+                           1)(with - without). Here `with` are the logits of the first canvas, and
+                           `without` those of the second canvas. The request fails with UNSUPPORTED
+                           if the engine can run only one canvas per pass */
+  const char* schedule; /* for commit "static", "dynamic" and "sequential": how many positions each
+                           planned pass commits. "masked" (default): the masked positions of the
+                           block are divided evenly among the passes | "block": all positions of the
+                           block, including given ones, are divided evenly. So a block that starts
+                           with given tokens needs fewer passes | "floor": after pass k of n,
+                           floor(m * (n - k) / n) of the m masked positions are still masked */
   const char* reserve;  /* "none" (default) | "end": the last position of the canvas is not
-                           generated. It holds an end token from the start, and counts as given.
+                           generated. It contains an end token from the start, and counts as given.
                            "end" has no effect if the last position is given or is the only masked
                            position, if the denoiser has no end token, or if the request has a
                            constraint */
   int32_t reuse_prompt; /* for full attention with cache "prefix" or "dual" and refresh above 0. 1:
-                           the request uses the keys and values of an earlier request whose prompt
-                           starts with the same tokens, except for the last `refresh` tokens before
-                           the first block. This is an approximation, because these keys and values
-                           also depend on the tokens that followed in the earlier request. 0
-                           (default): the request computes its whole prompt */
+                           the request reuses keys and values of an earlier request whose prompt
+                           starts with the same tokens. It does not reuse those of the last
+                           `refresh` tokens before the first block. The result is an approximation,
+                           because reused keys and values also depend on later tokens of the earlier
+                           request. 0 (default): the request computes its whole prompt */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */
@@ -246,12 +241,10 @@ typedef struct dlm_policy_field {
   const char* name;
   int32_t kind;               /* DLM_FIELD_... */
   size_t offset;              /* bytes from the start of dlm_policy */
-  const char* const* choices; /* for DLM_FIELD_CHOICE: the possible strings, then NULL; the first
-                                 string is the default. For fields of a different kind, `choices` is
-                                 NULL */
+  const char* const* choices; /* for DLM_FIELD_CHOICE: the possible strings, followed by NULL; the
+                                 first string is the default. For other kinds: NULL */
   double initial;             /* the default; not for DLM_FIELD_CHOICE */
-  double lowest, highest;     /* the range, which includes `lowest` and `highest`; not for
-                                 DLM_FIELD_CHOICE */
+  double lowest, highest;     /* the range, including both ends; not for DLM_FIELD_CHOICE */
 } dlm_policy_field;
 enum {
   DLM_FIELD_CHOICE = 0, /* the field is a const char* */
@@ -260,8 +253,8 @@ enum {
   DLM_FIELD_UINT64 = 3
 };
 
-/* Returns a field by its index. Fields are counted from 0, in the order of dlm_policy, without
- * struct_size. Returns NULL after the last field. The result is static. */
+/* Returns the field with this index. The first field after struct_size has the index 0, and the
+ * order is that of dlm_policy. Returns NULL after the last field. The result is static. */
 DLM_API const dlm_policy_field* dlm_policy_field_at(size_t index);
 
 /* ---- Bundle ---------------------------------------------------------------------------------- */
@@ -274,76 +267,73 @@ typedef struct dlm_open_options {
                                  means "tensorrt" if the bundle was built for GPUs, and otherwise
                                  "onnxruntime". With "none", the library opens and checks the
                                  bundle, but cannot run passes */
-  const char* engine_library; /* path of libonnxruntime, libnvinfer or libtensorrt_rtx. If
-                                 engine_library is NULL (default), the path is in $DLM_ONNXRUNTIME
-                                 or $DLM_TENSORRT. If this variable is not set, the system's library
-                                 is loaded */
-  int32_t threads;      /* for "onnxruntime", 0..4096; 0 (default): one thread per core. The library
-                           never starts more threads than the number of cores that the process may
+  const char* engine_library; /* path of libonnxruntime, libnvinfer or libtensorrt_rtx. NULL
+                                 (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
+                                 system's library if this variable is not set */
+  int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
+                           never starts more threads than there are cores that the process may
                            use */
-  int32_t check_hashes; /* 1 (default): the SHA-256 hashes and the sizes of files are compared with
-                           the manifest. A large file is not hashed again if the file has not
-                           changed since an earlier comparison succeeded. But every file is hashed
-                           if $DLM_HASH_FILES is "always" (default: "changed"), or if engine is
-                           "none". 0: only the sizes of files are compared */
+  int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
+                           manifest. A large file is not hashed again if it has not changed since
+                           its hash was found to be right. But every file is hashed if
+                           $DLM_HASH_FILES is "always" (default: "changed"), or if engine is "none".
+                           0: only the sizes of files are compared */
   const char* provider; /* for "onnxruntime": "cpu" (default) | "cuda" | "tensorrt" |
                            "nv_tensorrt_rtx". With a GPU provider, engine "auto" means
                            "onnxruntime" */
-  int32_t device;       /* for the GPU providers: CUDA's index of the GPU; the first GPU has the
-                           index 0 (0) */
-  int32_t allow_fallback; /* 1: the CPU runs nodes that the provider cannot run, and
-                             dlm_bundle_info.engine lists these nodes. 0 (default): opening fails
-                             with UNSUPPORTED, and the message lists these nodes */
+  int32_t device;       /* for GPU providers: CUDA's index of the GPU, starting at 0 (0) */
+  int32_t allow_fallback; /* 1: the CPU runs the nodes that the provider cannot run, and
+                             dlm_bundle_info.engine lists them. 0 (default): if there are such
+                             nodes, opening fails with UNSUPPORTED, and the message lists them */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size);
 
 /* Notes on engines
  *
- * On a CPU, "onnxruntime" uses the kernels of this library if they are faster than ONNX Runtime's
- * kernels. The library chooses the first of these kernel sets that the processor supports:
- * "amx-int8", "avx512-vnni", "avx-vnni", "avx2" or "neon-dotprod". $DLM_KERNELS selects a different
- * set, or "none". To test for "amx-int8", the library asks the operating system for permission to
- * use AMX registers. In threads that use AMX registers, signal frames are then 8 KiB larger.
+ * On a CPU, "onnxruntime" uses the kernels of this library if they are faster than those of ONNX
+ * Runtime. There are several kernel sets: "amx-int8", "avx512-vnni", "avx-vnni", "avx2" and
+ * "neon-dotprod". The library uses the first of them that the processor supports. $DLM_KERNELS
+ * selects another set, or "none". To find out whether "amx-int8" works, the library asks the
+ * operating system for permission to use AMX registers. In threads that use these registers, signal
+ * frames are then 8 KiB larger.
  *
  * The official builds of ONNX Runtime store a device id and send telemetry, unless
- * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. If $ORT_DISABLE_TELEMETRY is not set,
- * opening a bundle with engine "onnxruntime" sets the variable to 1. If other threads of the
- * program may read the environment while a bundle is opened, set the variable before you start
- * these threads.
+ * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. If the variable is not set, opening a
+ * bundle with engine "onnxruntime" sets it to 1. Changing the environment is not safe while another
+ * thread reads it. If your program has such threads, set the variable before you start them.
  *
  * GPU providers need a build of ONNX Runtime 1.24 or newer that includes the provider
- * (onnxruntime-gpu). GPU providers also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by
- * default libcuda.so.1). If the bundle contains a graph for GPUs, the provider runs the graph for
- * GPUs. Sessions store their keys and values on the GPU.
+ * (onnxruntime-gpu). They also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by default
+ * libcuda.so.1). If the bundle contains a graph for GPUs, the provider runs this graph. Sessions
+ * store their keys and values on the GPU.
  *
- * "tensorrt" needs a build of this library with TensorRT's headers. "tensorrt" runs on the first
- * CUDA device. $CUDA_VISIBLE_DEVICES can select this device. The bundle must contain an engine file
- * that was built for the same kind of device and for the same version of TensorRT. If no engine
- * file can run, the error message gives the reason for each engine file. */
+ * "tensorrt" needs a build of this library with TensorRT's headers. It runs on the first CUDA
+ * device, which $CUDA_VISIBLE_DEVICES can select. The bundle must contain an engine file that was
+ * built for the same kind of device and for the same version of TensorRT. If no engine file can
+ * run, the error message gives the reason for each file. */
 
 /* One of the kernel sets of this library. */
 typedef struct dlm_kernel_set {
   const char* name;
-  const char* refusal; /* the reason why the set cannot run on this processor; NULL if the set can
-                          run on this processor */
+  const char* refusal; /* why the set cannot run on this processor; NULL if it can */
 } dlm_kernel_set;
 
-/* Returns the kernel set with this index. The sets are those for the processor architecture of this
- * library, fastest first. The first index is 0. Returns NULL if the index is too large. The result
- * is static. */
+/* Returns the kernel set with this index, or NULL if the index is too large. The first index is 0.
+ * The sets are those for the processor architecture of this library, fastest first. The result is
+ * static. */
 DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 
-/* Opens the bundle in the folder `path`, checks the bundle, and loads its engine. options may be
- * NULL. If the call fails, the call writes the reason to `message`, a buffer of message_capacity
- * bytes. A NUL ends the reason. message may be NULL. In all calls of this library, `message` and
- * message_capacity have this meaning. Errors: NOT_FOUND, BAD_BUNDLE, UNSUPPORTED, ENGINE_MISSING,
- * ENGINE_FAILED, OUT_OF_MEMORY. */
+/* Opens the bundle in the folder `path`, checks it, and loads its engine. options may be NULL. If
+ * the call fails, it writes the reason to the buffer `message`, which has room for message_capacity
+ * bytes. The reason ends with a NUL. message may be NULL. `message` and message_capacity have the
+ * same meaning in all calls of this library. Errors: NOT_FOUND, BAD_BUNDLE, UNSUPPORTED,
+ * ENGINE_MISSING, ENGINE_FAILED, OUT_OF_MEMORY. */
 DLM_API dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                                    size_t message_capacity, dlm_bundle** bundle);
 
-/* Creates a bundle without files. The function `run` runs the passes of this bundle. Several
- * threads may call `run` at the same time, because each thread that runs a session or a scheduler
- * calls `run`. The library copies *denoiser. `user` must outlive the bundle. */
+/* Creates a bundle without files. The function `run` runs its passes. The library calls `run` on
+ * the thread that runs the session or scheduler, so several threads may call `run` at the same
+ * time. The library copies *denoiser. `user` must outlive the bundle. */
 DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run,
                                             void* user, char* message, size_t message_capacity,
                                             dlm_bundle** bundle);
@@ -361,21 +351,21 @@ typedef struct dlm_bundle_info {
 DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* returns NULL if
                                                                                  bundle is NULL */
 
-/* Loads a prompt cache, which dlm_session_save_prompt_cache wrote with the same bundle. Afterwards,
- * the requests of all sessions and schedulers of the bundle use its keys and values if their
- * prompts start with the same tokens. Any thread may call this function. The file is mapped into
- * memory, and must not change until the bundle is destroyed; to save a new version, replace the
- * file. NOT_FOUND if the file is missing. BAD_BUNDLE if the file is damaged, or was saved with a
- * different bundle. UNSUPPORTED as for dlm_session_save_prompt_cache. */
+/* Loads a prompt cache that dlm_session_save_prompt_cache wrote with the same bundle. After that,
+ * requests of all sessions and schedulers of the bundle use its keys and values if their prompts
+ * start with the same tokens. Any thread may call this function. The library maps the file into
+ * memory, so the file must not change until the bundle is destroyed. To save a new version, replace
+ * the file. NOT_FOUND if the file is missing. BAD_BUNDLE if it is damaged, or was saved with
+ * another bundle. UNSUPPORTED as for dlm_session_save_prompt_cache. */
 DLM_API dlm_status dlm_bundle_load_prompt_cache(dlm_bundle* bundle, const char* path, char* message,
                                                 size_t message_capacity);
 
 /* Sets *policy to a preset of the bundle. Call dlm_policy_init on *policy first. preset is a name,
- * or NULL for the bundle's default preset. effort is NULL, "instant", "low", "medium" or "high".
- * "instant" needs the fewest passes. An effort level selects a tuned form of the preset. A bundle
- * contains effort levels for only one of its presets. INVALID_ARGUMENT if the bundle contains no
- * effort levels for the given preset. NOT_FOUND if preset or effort is an unknown name; the message
- * lists the valid names. */
+ * or NULL for the bundle's default preset. effort is NULL, or the name of an effort level:
+ * "instant", "low", "medium" or "high". An effort level is a tuned version of the preset. "instant"
+ * needs the fewest passes. A bundle contains effort levels for only one of its presets.
+ * INVALID_ARGUMENT if it contains none for the given preset. NOT_FOUND if preset or effort is an
+ * unknown name; the message lists the valid names. */
 DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset,
                                      const char* effort, char* message, size_t message_capacity,
                                      dlm_policy* policy);
@@ -383,14 +373,14 @@ DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* prese
 /* ---- Text ------------------------------------------------------------------------------------ */
 
 /* A tokenizer and a chat template, compiled into the bundle's text file. A dlm_text returns the
- * same token ids as the Hugging Face tokenizers library, and renders chats to the same text as
- * Jinja. The build compares the ids and the rendered chats, and writes no text file if there is a
- * difference. Any number of threads may use a dlm_text at the same time. Each string is passed with
- * its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
+ * same token ids as the Hugging Face tokenizers library, and renders the same chats as Jinja.
+ * `dlm-export build` compares both, and writes no text file if there is a difference. Any number of
+ * threads may use a dlm_text at the same time. Each string is passed with its size in bytes, and
+ * may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
 typedef struct dlm_text dlm_text;
 
-/* Returns the bundle's dlm_text, which the bundle owns. The first call reads the bundle's text
- * file. UNSUPPORTED if the bundle contains no text file; the message gives the reason. */
+/* Returns the dlm_text of the bundle, which the bundle owns. The first call reads the text file.
+ * UNSUPPORTED if the bundle contains no text file; the message gives the reason. */
 DLM_API dlm_status dlm_bundle_text(dlm_bundle* bundle, char* message, size_t message_capacity,
                                    const dlm_text** text);
 
@@ -398,27 +388,26 @@ DLM_API dlm_status dlm_bundle_text(dlm_bundle* bundle, char* message, size_t mes
  * BAD_BUNDLE if the data is damaged. */
 DLM_API dlm_status dlm_text_read(const void* data, size_t size, char* message,
                                  size_t message_capacity, dlm_text** text);
-DLM_API void dlm_text_destroy(dlm_text* text); /* must not be called for a result of
-                                                  dlm_bundle_text */
+DLM_API void dlm_text_destroy(dlm_text* text); /* not for a result of dlm_bundle_text */
 
 /* Flags of dlm_text_encode and dlm_chat_encode. */
 enum {
   DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts around a prompt */
-  DLM_ENCODE_SPECIAL = 2 /* the text of a special token, such as "<|eos|>", is encoded as this
-                            special token; without the flag, it is encoded as ordinary text */
+  DLM_ENCODE_SPECIAL = 2 /* encode the text of a special token, such as "<|eos|>", as this special
+                            token; without this flag, it is encoded as ordinary text */
 };
 
-/* Encodes a text. flags is a sum of DLM_ENCODE_ values. *count is set to the number of ids. The
- * function writes at most `capacity` ids, so a first call may pass capacity 0 to get the number of
- * ids. INVALID_ARGUMENT if the ids would include a special token, but flags does not include
+/* Encodes a text. flags is a sum of DLM_ENCODE_ values. Sets *count to the number of ids. Writes at
+ * most `capacity` ids, so a first call may pass capacity 0 to get the number of ids.
+ * INVALID_ARGUMENT if the ids would include a special token, but flags does not include
  * DLM_ENCODE_SPECIAL. */
 DLM_API dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size,
                                    int32_t flags, char* message, size_t message_capacity,
                                    int32_t* tokens, size_t capacity, size_t* count);
 
-/* Decodes token ids to text, and skips special tokens. If some bytes are not a complete character,
- * the text contains U+FFFD instead. *size is set to the size of the text in bytes. The function
- * writes at most `capacity` bytes, without a NUL at the end. */
+/* Decodes token ids to text, and skips special tokens. Bytes that do not form a complete character
+ * are replaced with U+FFFD. Sets *size to the size of the text in bytes. Writes at most `capacity`
+ * bytes, without a NUL at the end. */
 DLM_API dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, size_t count,
                                    char* message, size_t message_capacity, char* string,
                                    size_t capacity, size_t* size);
@@ -431,20 +420,20 @@ typedef struct dlm_message {
   size_t content_size; /* bytes */
 } dlm_message;
 
-/* Renders a chat as text. The text ends at the position where the assistant's reply starts. size
- * and capacity have the same meaning as in dlm_text_decode. UNSUPPORTED if the template does more
- * than insert the contents of messages between fixed texts. In this case, the error message gives
- * the index of the chat message and the reason. */
+/* Renders a chat as text. The text ends where the assistant's reply starts. size and capacity have
+ * the same meaning as in dlm_text_decode. UNSUPPORTED if the template needs more than the contents
+ * of messages between fixed texts. Then the error message gives the index of the chat message and
+ * the reason. */
 DLM_API dlm_status dlm_chat_render(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, char* message, size_t message_capacity,
                                    char* string, size_t capacity, size_t* size);
 
-/* Encodes a chat. The ids end at the position where the assistant's reply starts. If the template
- * writes the text of a special token, the text is encoded as this special token. If the content of
- * a message contains the text of a special token, the text is encoded as ordinary text, unless
- * flags is DLM_ENCODE_SPECIAL. Do not pass the result of dlm_chat_render to dlm_text_encode
- * instead, because the rendered text does not show which special tokens come from the template.
- * count and capacity have the same meaning as in dlm_text_encode. */
+/* Encodes a chat. The ids end where the assistant's reply starts. Special tokens that the template
+ * writes are encoded as special tokens. If the content of a message contains the text of a special
+ * token, it is encoded as ordinary text, unless flags is DLM_ENCODE_SPECIAL. Do not use
+ * dlm_chat_render and dlm_text_encode instead, because the rendered text does not show which
+ * special tokens come from the template. count and capacity have the same meaning as in
+ * dlm_text_encode. */
 DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, int32_t flags, char* message,
                                    size_t message_capacity, int32_t* tokens, size_t capacity,
@@ -452,12 +441,13 @@ DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* mess
 
 /* ---- Constraints ----------------------------------------------------------------------------- */
 
-/* A compiled constraint, which is an automaton that reads token ids and accepts the allowed texts.
- * Each automaton is compiled for one vocabulary. Any number of requests and threads may use an
- * automaton at the same time. */
+/* A compiled constraint: an automaton that reads token ids and accepts the allowed texts. An
+ * automaton is compiled for one vocabulary. Any number of requests and threads may use it at the
+ * same time. */
 typedef struct dlm_automaton dlm_automaton;
 
-/* The kinds of dlm_constraint.content. A constraint always applies to the whole generated text. */
+/* The kinds of constraints, which say how to read dlm_constraint.content. A constraint always
+ * applies to the whole generated text. */
 enum {
   DLM_CONSTRAINT_REGEX = 0,       /* a regular expression in the syntax of Rust's regex crate */
   DLM_CONSTRAINT_SCHEMA = 1,      /* a JSON Schema; the text is JSON that is valid against the
@@ -468,54 +458,49 @@ enum {
                                      expressions, schemas, grammars, JSON Lines, CSV and XML.
                                      docs/guides/c-api.md lists the members of the JSON objects */
   DLM_CONSTRAINT_GRAMMAR = 5,     /* a context-free grammar in GBNF, the notation of llama.cpp */
-  DLM_CONSTRAINT_COMPILED = 6, /* the data that dlm_automaton_write or dlm-export compile writes */
-  DLM_CONSTRAINT_FILE = 7,     /* the path of a file that contains the data of
-                                  DLM_CONSTRAINT_COMPILED */
+  DLM_CONSTRAINT_COMPILED = 6, /* data that dlm_automaton_write or dlm-export compile has written */
+  DLM_CONSTRAINT_FILE = 7,     /* path of a file that contains such data */
   DLM_CONSTRAINT_DECISIONS = 8 /* the questions of a decision, as JSON: {"parts": [...], "is_open":
                                   false}. A part is either a fixed text or a question. A question is
-                                  a list of 1 to 255 options. The generated text consists of the
-                                  parts in the given order, with one option in place of each
-                                  question. After the last part comes an end token if is_open is
-                                  false, or any tokens if is_open is true. dlm_result.option_probs
-                                  contains the probability of each option */
+                                  a list of 1 to 255 options. The generated text consists of all
+                                  parts in order, with one option in place of each question. If
+                                  is_open is false, an end token follows the last part. If is_open
+                                  is true, any tokens may follow. dlm_result.option_probs contains
+                                  the probability of each option */
 };
 
 /* Encodes a text with the program's tokenizer, and returns the id of the first token. Returns -1 if
  * the first token is not known. */
 typedef int32_t (*dlm_first_token_fn)(void* user, const char* string, size_t size);
 
-/* The source text of a constraint, and the options and limits for compiling the constraint.
- * Defaults are in parentheses. */
+/* The source text of a constraint, together with options and limits for compiling it. Defaults are
+ * in parentheses. */
 typedef struct dlm_constraint {
   size_t struct_size;
   int32_t kind;        /* DLM_CONSTRAINT_... (DLM_CONSTRAINT_REGEX) */
   const char* content; /* the source text of the constraint, in the form that `kind` selects; must
                           be set (NULL) */
   size_t content_size; /* bytes (0) */
-  const char* before;  /* fixed text before the generated text; NULL if there is no such text. The
-                          constraint applies to the fixed texts and the generated text together
-                          (NULL) */
-  const char* behind;  /* fixed text after the generated text; NULL if there is no such text. The
-                          constraint applies to the fixed texts and the generated text together
-                          (NULL) */
+  const char* before;  /* fixed text before the generated text; NULL: no such text. The constraint
+                          applies to both fixed texts and the generated text together (NULL) */
+  const char* behind;  /* fixed text after the generated text; NULL: no such text (NULL) */
 
   /* Options for JSON. */
   const char* item_separator; /* text between items and between properties (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
-  int32_t indent;    /* spaces of indentation per level, 0..64. Each item then is on a line of its
-                        own. -1: the JSON text has no line breaks (-1) */
-  int32_t has_lines; /* 1: if the whole text is an array, each item of this array is on a line of
-                        its own (0) */
+  int32_t indent;    /* spaces of indentation per level, 0..64; then each item is on a separate
+                        line. -1: the JSON text has no line breaks (-1) */
+  int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
+                        (0) */
   int32_t max_depth; /* largest number of times that a recursive schema may contain itself, 0..64.
-                        If a part of a schema allows any value, max_depth is also the largest
-                        nesting depth of arrays and objects in this value. In a grammar, max_depth
-                        is the largest nesting depth of recursive references. -1 (default): the
-                        library uses 3, or a smaller number if the automaton would exceed the
-                        limits */
-  int32_t any_order; /* 1: if an object has at most 6 properties, the properties may be in any
+                        This is also the largest nesting depth of a value for which the schema
+                        allows anything, and of recursive references in a grammar. -1 (default): 3,
+                        or less if the automaton would exceed the limits */
+  int32_t any_order; /* 1: the properties of an object with at most 6 properties may be in any
                         order. 0 (default): properties are in the order of the schema */
-  int32_t more_properties; /* 1: objects may have properties that the schema allows but does not
-                              name. 0 (default): objects must not have such properties */
+  int32_t more_properties; /* 1: objects may have properties that the schema allows without naming
+                              them. 0 (default): objects have only the properties that the schema
+                              names */
 
   /* Limits. If compiling reaches a limit, the call fails with INVALID_ARGUMENT. */
   double seconds;        /* largest processor time for compiling, in seconds, 0 or more (30) */
@@ -525,275 +510,267 @@ typedef struct dlm_constraint {
   int64_t edges;         /* largest number of edges of the automaton, 0 or more (4194304) */
 
   /* The vocabulary. Only programs that have their own tokenizer set these fields. */
-  const char* const* tokens; /* [token_count], the bytes of each token. If a token never occurs in a
-                                text, the token's entry is NULL. If `tokens` itself is NULL, the
-                                bundle's vocabulary is used (NULL) */
+  const char* const* tokens; /* [token_count], the bytes of each token; NULL for a token that never
+                                occurs in a text. If `tokens` itself is NULL, the bundle's
+                                vocabulary is used (NULL) */
   const size_t* token_sizes; /* [token_count], the size of each token in bytes (NULL) */
   size_t token_count;        /* (0) */
-  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only if the program passes
-                         no bundle (0) */
-  const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only if the program
-                                     passes no bundle (NULL) */
+  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only without a bundle
+                         (0) */
+  const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
+                                     (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text. If first_token is NULL, the
-                                     library does not know the first token of any text (NULL) */
+  dlm_first_token_fn first_token; /* finds the first token of a text; NULL: the library never knows
+                                     the first token (NULL) */
   void* user;                     /* passed to first_token (NULL) */
 
-  const uint8_t* made_of; /* 32 bytes that identify the constraint's source. dlm_automaton_write
-                             stores these bytes. If made_of is NULL, all 32 bytes are 0 (NULL) */
+  const uint8_t* made_of; /* 32 bytes that identify the source of the constraint;
+                             dlm_automaton_write stores them. NULL: 32 zeros (NULL) */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
-/* Compiles a constraint for a bundle. bundle may be NULL if the fields tokens, vocab_size and
- * eos_token_ids of the constraint are set. Any thread may call this function. The first call for a
- * bundle also builds an index of the bundle's vocabulary. Building this index takes about as long
- * as reading the vocabulary. If the program passes its own tokens, the first call with these tokens
- * builds an index of the tokens. INVALID_ARGUMENT if the content is invalid or not supported; the
- * message gives the position in the content. UNSUPPORTED if the bundle contains no text file and
- * `tokens` is NULL.
+/* Compiles a constraint for a bundle. bundle may be NULL if the constraint has the fields tokens,
+ * vocab_size and eos_token_ids. Any thread may call this function. The first call for a bundle also
+ * builds an index of the bundle's vocabulary, which takes about as long as reading the vocabulary.
+ * If the program passes its own tokens, the first call with these tokens builds an index of them.
+ * INVALID_ARGUMENT if the content is invalid or not supported; the message gives the position in
+ * the content. UNSUPPORTED if the bundle contains no text file and `tokens` is NULL.
  *
  * For the kinds DLM_CONSTRAINT_COMPILED and DLM_CONSTRAINT_FILE, the function only reads and checks
- * the compiled data. The function uses only the fields kind, content and content_size, and bundle
- * may be NULL. BAD_BUNDLE if the data is damaged. UNSUPPORTED if this library cannot read the
- * version of the data. NOT_FOUND if the file does not exist. */
+ * the compiled data. It uses only the fields kind, content and content_size, and bundle may be
+ * NULL. BAD_BUNDLE if the data is damaged. UNSUPPORTED if this library cannot read the version of
+ * the data. NOT_FOUND if the file does not exist. */
 DLM_API dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* constraint,
                                          char* message, size_t message_capacity,
                                          dlm_automaton** automaton);
 
-/* Writes an automaton as the data of DLM_CONSTRAINT_COMPILED. *size is set to the full size of the
- * data in bytes. The function writes at most `capacity` bytes to `data`. */
+/* Writes an automaton in the form that DLM_CONSTRAINT_COMPILED reads. Sets *size to the full size
+ * of the data in bytes. Writes at most `capacity` bytes to `data`. */
 DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
                                        size_t message_capacity, void* data, size_t capacity,
                                        size_t* size);
 DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep the automaton
                                                                  alive */
 
-/* The properties of an automaton. This struct is valid as long as the automaton exists. */
+/* The properties of an automaton. Valid as long as the automaton exists. */
 typedef struct dlm_automaton_info {
   size_t struct_size;
   int32_t shortest; /* number of tokens in the shortest text, 0 or more */
   int32_t states;   /* number of states, 1 or more */
-  int32_t classes;  /* number of classes; a class is a set of tokens that behave in the same way
-                       in every state */
-  int32_t groups;   /* number of groups; a group is the set of all classes that lead from one state
-                       to one next state */
-  int32_t edges;    /* number of edges; an edge is a pair of states, together with the group that
-                       leads from the first state to the second state */
+  int32_t classes;  /* number of classes; all tokens of a class behave in the same way in every
+                       state */
+  int32_t groups;   /* number of groups; a group consists of all classes that lead from one state to
+                       the same next state */
+  int32_t edges;    /* number of edges; an edge connects two states, and its group says which tokens
+                       follow the edge */
   const char* warnings; /* one warning per line, for example about keywords of a schema that look
-                           misspelled. "" if there are no warnings, or if the program read the
-                           automaton instead of compiling the constraint */
+                           misspelled. "" if there are no warnings, or if the automaton was read and
+                           not compiled */
 } dlm_automaton_info;
 DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* automaton);
 
 /* ---- Requests -------------------------------------------------------------------------------- */
 
 /* The canvas after a step of a request. The pointers are valid until the next call on the session.
- * In a callback, the pointers are valid until the callback returns. */
+ * In a callback, they are valid until the callback returns. */
 typedef struct dlm_step {
   size_t struct_size;
   const int32_t* canvas; /* [length] */
-  const int32_t* guess;  /* [length], the token that the last pass proposes for each undecided
-                            position; -1 if a position is decided, or if the last pass did not score
-                            the position */
+  const int32_t* guess;  /* [length], the token that the last pass proposed for each undecided
+                            position; -1 for a decided position, and for a position that the last
+                            pass did not score */
   const float* score;    /* [length], the score of each proposal in `guess`; 0 if the guess is -1 */
   const uint8_t* undecided; /* [length], 1 if the position is undecided, otherwise 0. At an
                                undecided position, `canvas` contains the token that the next pass
-                               reads */
+                               uses there */
   int32_t length;
   int32_t block_start, block_end; /* the block that is being filled: positions
                                      block_start..block_end-1 */
   int32_t nfe;                    /* number of passes so far */
   int32_t committed;              /* number of positions that this step committed */
-  int32_t done;     /* 1 if the request has ended, so this step is the last step; dlm_result.finish
+  int32_t done;     /* 1 if the request has ended, so that this is its last step; dlm_result.finish
                        gives the reason */
-  const char* text; /* if dlm_request.text is DLM_TEXT_STEPS, the text that this step adds, then
-                       NUL. The text contains only complete characters that will not change. If
-                       dlm_request.text has a different value, `text` is "" */
+  const char* text; /* the text that this step adds, then NUL, if dlm_request.text is
+                       DLM_TEXT_STEPS; otherwise "". The text consists of complete characters, which
+                       will not change */
   size_t text_size; /* size of `text` in bytes, without the NUL */
 } dlm_step;
 
 /* The library calls this function after each pass of a request, on the thread that runs the pass.
- * If the request ends without a further pass, the library calls this function once more. If the
- * function returns a number other than 0, the request ends with DLM_CANCELLED. If a callback of a
- * session makes a call on this session, the call returns INVALID_ARGUMENT, except
- * dlm_session_cancel. A callback of a scheduler must not wait for a job, and must not run or
- * destroy the scheduler. */
+ * If the request then ends without a further pass, the function is called once more. If it returns
+ * a number other than 0, the request ends with DLM_CANCELLED. In a callback of a session, the only
+ * call on this session that succeeds is dlm_session_cancel; all other calls return
+ * INVALID_ARGUMENT. A callback of a scheduler must not wait for a job, and must not run or destroy
+ * the scheduler. */
 typedef int32_t (*dlm_step_fn)(void* user, const dlm_step* step);
 
 /* Decodes token ids, for programs that have their own tokenizer. The function writes at most
  * `capacity` bytes to string, and sets *size to the size of the whole text in bytes. If *size is
- * more than capacity, the library calls the function again with a larger capacity. If the function
- * returns a status other than DLM_OK, the request ends with this status. */
+ * larger than capacity, the library calls the function again with a larger capacity. If the
+ * function returns a status other than DLM_OK, the request ends with this status. */
 typedef dlm_status (*dlm_decode_fn)(void* user, const int32_t* tokens, size_t count, char* string,
                                     size_t capacity, size_t* size);
 
 #define DLM_DEFAULT_NEW_TOKENS (-1)
 
-/* Values of dlm_request.text, which select the texts that the library makes for a request. */
+/* Values of dlm_request.text, which say what text the library makes for a request. */
 enum {
   DLM_TEXT_NONE = 0,   /* the library makes no text, unless the request has stop strings */
   DLM_TEXT_RESULT = 1, /* the text of the result */
   DLM_TEXT_STEPS = 2   /* the text of the result, and the text that each step adds */
 };
 
-/* A request describes a canvas and how to fill its mask tokens. The default of a field is 0 or
- * NULL, unless the field's comment states a different default. The library copies all data to which
- * the request points. The program may destroy the constraint after the request has started. `user`
- * must remain valid until the request has ended. */
+/* A request describes a canvas and how to fill its mask tokens. Fields are 0 or NULL by default,
+ * unless their comments say otherwise. The library copies all data that the request points to. The
+ * program may destroy the constraint when the request has started. `user` must stay valid until the
+ * request has ended. */
 typedef struct dlm_request {
   size_t struct_size;
 
-  /* The tokens that the caller gives. Set at most one of `tokens`, `prompt` and `messages`. If
-   * `tokens` contains mask tokens, the request fills these mask tokens too. A prompt or a chat
-   * needs the bundle's text (dlm_bundle_text). */
+  /* The given tokens. Set at most one of `tokens`, `prompt` and `messages`. If `tokens` contains
+   * mask tokens, the request fills them too. A prompt or a chat needs the bundle's text
+   * (dlm_bundle_text). */
   const int32_t* tokens;
   size_t token_count;
   const char* prompt;
   size_t prompt_size; /* bytes */
   const dlm_message* messages;
   size_t message_count;
-  int32_t special_tokens; /* 1: in the prompt and in messages, the text of a special token is
-                             encoded as this special token. 0 (default): it is encoded as ordinary
-                             text */
+  int32_t special_tokens; /* 1: if the prompt or a message contains the text of a special token, it
+                             is encoded as this special token. 0 (default): it is encoded as
+                             ordinary text */
 
   /* The tokens that the request generates. */
   int32_t max_new_tokens;   /* number of mask tokens to add after the given tokens, 0 or more;
                                DLM_DEFAULT_NEW_TOKENS (default): the bundle's max_new_tokens */
   const dlm_policy* policy; /* NULL (default): the bundle's default preset, or the policy of
                                dlm_policy_init if dlm_bundle_from_callback created the bundle */
-  int32_t steps; /* planned number of passes for the whole generation. The library divides this
-                    number evenly among the blocks. 0 (default): the library uses the policy's
-                    steps_per_block */
+  int32_t steps; /* planned number of passes for the whole generation, which the library divides
+                    evenly among the blocks. 0 (default): the policy's steps_per_block applies */
   const dlm_automaton*
       constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to the
                      last undecided position are a text that the automaton accepts. End tokens
-                     follow the text if there is room. The text satisfies the constraint with every
-                     policy, and for every reason why the request may end */
-  int32_t constrained_tokens; /* the constrained text starts with this number of given tokens, which
-                                 are the last tokens before the first undecided position (0). The
-                                 tokenizer must split the text of these given tokens into the same
-                                 tokens */
+                     follow the text if there is room. This holds with every policy, and
+                     whatever ends the request */
+  int32_t constrained_tokens; /* number of given tokens with which the constrained text starts (0).
+                                 These are the last tokens before the first undecided position. The
+                                 tokenizer must split their text into the same tokens */
 
-  /* Limits that end the request before all positions are decided. */
+  /* Limits that may end the request before all positions are decided. */
   int32_t max_steps;  /* the largest number of passes, 0 or more; 0 (default): no limit */
-  double deadline_ms; /* milliseconds after the call that starts or submits the request, 0..1e12. If
-                         a pass is running at the deadline, the pass is completed. 0 (default): no
-                         deadline */
+  double deadline_ms; /* milliseconds, 0..1e12, counted from the call that starts or submits the
+                         request. A pass that is running at the deadline is completed. 0 (default):
+                         no deadline */
   const char* const* stop_strings; /* [stop_count], texts that are not empty. The result's text ends
-                                      before the first stop string that is complete */
+                                      before the stop string that is complete first */
   size_t stop_count;
 
-  /* What the request returns. */
+  /* The outputs of the request. */
   int32_t text;         /* DLM_TEXT_... (DLM_TEXT_NONE) */
-  int32_t text_start;   /* canvas position where the result's text starts. -1 (default): the text
-                           starts after the given tokens, or at position 0 if max_new_tokens is 0 */
+  int32_t text_start;   /* canvas position where the result's text starts. -1 (default): after the
+                           given tokens, or at position 0 if max_new_tokens is 0 */
   dlm_decode_fn decode; /* NULL (default): the library decodes with the bundle's text */
   dlm_step_fn on_step;  /* may be NULL (default) */
-  void* user;           /* the library passes `user` to decode and on_step */
+  void* user;           /* passed to decode and on_step */
 
   int32_t top_log_probs; /* number of alternative tokens to report for each position, 0..20; see
                             dlm_result.top_tokens. 0 (default): no alternatives */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 
-/* Counts and times of one request. If several requests share a pass, the counts of each of these
- * requests include the pass. The library divides the time of the pass among the requests, so the
- * times of all requests add up to the elapsed time. */
+/* Counts and times of one request. If several requests share a pass, each of them counts the pass.
+ * The library divides the time of the pass among these requests, so the times of all requests add
+ * up to the elapsed time. */
 typedef struct dlm_stats {
   size_t struct_size;
   int32_t nfe; /* number of passes of the request: prefill_passes + denoise_passes + store_passes */
-  int32_t prefill_passes; /* passes that fill or refresh a cache: passes over given tokens and, if
-                             the policy's cache is "prefix" or "dual", the first pass of each
-                             block */
+  int32_t prefill_passes; /* passes that store or recompute cached rows: passes over given tokens,
+                             and with cache "prefix" or "dual" the first pass of each block */
   int32_t denoise_passes; /* passes that decide tokens */
   int32_t store_passes;   /* for cache "block": passes that store finished blocks */
   double prefill_s;       /* seconds in the engine, for prefill_passes and store_passes */
   double passes_s;        /* seconds in the engine, for denoise_passes */
   double selection_s;     /* seconds for scoring, ranking and committing tokens */
   double cache_s;         /* seconds for moving keys and values between passes */
-  double total_s; /* seconds from start to end, without the time in the program's callbacks. total_s
-                     is more than the sum of the other times, because total_s includes the loop's
+  double total_s; /* seconds from start to end, without the time in the program's callbacks. This is
+                     more than the sum of the other times, because it includes the loop's
                      bookkeeping */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of the request used at
                             the same time; 0 without a cache */
-  int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values came
-                            from other requests of the same scheduler or session, or from a prompt
-                            cache */
+  int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values were
+                            reused from other requests of the same scheduler or session, or from a
+                            prompt cache */
 } dlm_stats;
 
 /* The reason why a request ended. */
 enum {
   DLM_FINISH_NONE = 0,      /* the request failed, see dlm_result.status */
   DLM_FINISH_STOP = 1,      /* an end token or a stop string ended the text */
-  DLM_FINISH_LENGTH = 2,    /* all positions are decided, and the text contains no end token */
+  DLM_FINISH_LENGTH = 2,    /* all positions are decided, without an end token */
   DLM_FINISH_STEPS = 3,     /* max_steps was reached */
   DLM_FINISH_DEADLINE = 4,  /* deadline_ms was reached */
-  DLM_FINISH_CANCELLED = 5, /* dlm_session_cancel, dlm_job_cancel or dlm_scheduler_destroy
-                               cancelled the request */
+  DLM_FINISH_CANCELLED = 5, /* cancelled by dlm_session_cancel, dlm_job_cancel or
+                               dlm_scheduler_destroy */
   DLM_FINISH_CONSTRAINT = 6 /* all positions are decided without an end token, and the text of the
                                constraint is complete */
 };
 
 /* The result of a request. If the request ended before all positions were decided, the library
- * fills the undecided positions. If the request has a constraint, the library first completes the
- * text of the constraint. Each remaining undecided position gets the token that the last pass
- * proposed for the position. If the last pass proposed no token for the position, the position gets
- * the first end token, or the mask token if the denoiser has no end token. The session or job owns
- * the result. */
+ * fills the undecided positions. If there is a constraint, the library first completes its text.
+ * Every other undecided position gets the token that the last pass proposed there. If there is no
+ * such token, the position gets the first end token, or the mask token if the denoiser has no end
+ * token. The session or job owns the result. */
 typedef struct dlm_result {
   size_t struct_size;
   dlm_status status;         /* DLM_OK, or an error status if the request failed. After an error,
                                 only message and stats are set */
-  const char* message;       /* the reason why the request failed; "" if the request did not fail */
+  const char* message;       /* why the request failed; "" if it did not fail */
   int32_t finish;            /* DLM_FINISH_... */
   int32_t prompt_tokens;     /* number of given tokens */
   int32_t completion_tokens; /* number of generated tokens before the first end token or stop
                                 string */
   const int32_t* tokens;     /* [length], the canvas */
-  const float* log_probs;    /* [length], ln p for each committed token. p is the token's
-                                probability in the pass that committed the token, computed by
-                                softmax over all tokens except the mask token. If no pass committed
-                                a position, the entry is NaN. All other entries are finite: if p
-                                rounds to 0, the entry is -744.44, the logarithm of the smallest
-                                positive double */
+  const float* log_probs;    /* [length], ln p for each committed token. p is the probability of the
+                                token in the pass that committed it, computed by softmax over all
+                                tokens except the mask token. If no pass committed a position, the
+                                entry is NaN. All other entries are finite: if p rounds to 0, the
+                                entry is -744.44, the logarithm of the smallest positive double */
   const uint8_t* undecided;  /* [length], 1 if the position was undecided when the request ended */
   size_t length;             /* length of the canvas in tokens */
   const char* text;          /* the text before the first end token or stop string, then NUL; "" for
                                 DLM_TEXT_NONE */
   size_t text_size;          /* size of `text` in bytes, without the NUL */
-  int32_t is_text_decided;   /* 1 if all tokens of the text and the tokens that end the text are
-                                decided, otherwise 0 */
+  int32_t is_text_decided;   /* 1 if all tokens of the text are decided, including the tokens that
+                                end it; otherwise 0 */
   double constraint_log_prob_loss; /* how much less likely the constraint made the text, in nats, 0
-                                      or more. This loss is a sum over the positions of the canvas.
-                                      Each position adds ln p of the denoiser's most likely token
-                                      minus ln p of the committed token. The library takes p from
-                                      the last pass that scored the position. The difference at a
-                                      position is at most 745. A position that no pass scored adds
-                                      0. Without a constraint, the loss is 0 */
+                                      or more. This is a sum over all positions. Each position adds
+                                      ln p of the denoiser's most likely token minus ln p of the
+                                      committed token, in the last pass that scored the position.
+                                      This difference is at most 745. A position that no pass scored
+                                      adds 0. Without a constraint, the sum is 0 */
   const dlm_stats* stats;
   /* The next two arrays list alternatives for each position: the most likely tokens in the pass
-   * that committed the position, most likely first. If the committed token was unlikely, the list
-   * does not contain the committed token. If an entry is unused, top_tokens contains -1 and
-   * top_log_probs contains NaN. All entries of a position are unused if no pass committed the
-   * position. The last entries are unused if the vocabulary has fewer than top_count tokens. */
+   * that committed the position, most likely first. The committed token may be missing if it was
+   * unlikely. An unused entry is -1 in top_tokens and NaN in top_log_probs. If no pass committed a
+   * position, all its entries are unused. The last entries are unused if the vocabulary has fewer
+   * than top_count tokens. */
   const int32_t* top_tokens;  /* [length, top_count] */
-  const float* top_log_probs; /* [length, top_count], ln p of each token in top_tokens, where p is
-                                 defined as for log_probs */
+  const float* top_log_probs; /* [length, top_count], ln p of each token in top_tokens; p is defined
+                                 at log_probs */
   size_t top_count;           /* dlm_request.top_log_probs */
   const double* option_probs; /* [option_count], for DLM_CONSTRAINT_DECISIONS: the probability of
                                  each option of the first question, then of each option of the
-                                 second question, and so on. The library computes the probabilities
-                                 from the first pass over each block. If the whole text is in one
-                                 block (block_length 0), the probability of an option is a quotient.
-                                 The dividend is the total probability of all allowed texts that
-                                 contain the option. The divisor is the total probability of all
-                                 allowed texts. The probability of a text is the product of its
-                                 tokens' probabilities at temperature 1. If the text is in several
-                                 blocks, the probability of a token in a later block depends on the
-                                 tokens that were committed in earlier blocks. If options cannot be
-                                 distinguished, the options share their probability equally.
-                                 option_probs is NULL if the constraint is of a different kind, or
-                                 if the library made no pass */
+                                 second question, and so on. The probabilities are computed from the
+                                 first pass over each block. Take the case that the whole text is in
+                                 one block (block_length 0). Then the probability of an option is
+                                 the total probability of all allowed texts that contain the option,
+                                 divided by the total probability of all allowed texts. The
+                                 probability of a text is the product of the probabilities of its
+                                 tokens at temperature 1. If the text is in several blocks, the
+                                 probabilities in a later block depend on the tokens that were
+                                 committed in earlier blocks. If options cannot be distinguished,
+                                 they share their probability equally. NULL if the constraint is of
+                                 another kind, or if the library made no pass */
   size_t option_count;
 } dlm_result;
 
@@ -808,13 +785,13 @@ DLM_API dlm_status dlm_session_create(dlm_bundle* bundle, char* message, size_t 
 DLM_API void dlm_session_destroy(dlm_session* session); /* must not be called from a callback of
                                                            the session */
 
-/* Returns the reason why the last call on the session failed, or "" if that call succeeded. The
- * reason is valid until the next call on the session. */
+/* Returns why the last call on the session failed, or "" if that call succeeded. The text is valid
+ * until the next call on the session. */
 DLM_API const char* dlm_session_last_error(const dlm_session* session);
 
 /* The library calls this function before every pass of a session or scheduler, on the thread that
- * runs the pass. In this function, a program can react to a signal within one pass. If the function
- * of a session returns a number other than 0, the running call ends with DLM_CANCELLED, and the
+ * runs the pass. A program can use it to react to a signal before the next pass. If the function of
+ * a session returns a number other than 0, the running call ends with DLM_CANCELLED, and the
  * session drops its requests. The function may call dlm_session_cancel. */
 typedef int32_t (*dlm_before_pass_fn)(void* user);
 
@@ -825,52 +802,49 @@ DLM_API dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass
 
 /* Sets the largest number of bytes of keys and values that the session keeps between its calls. A
  * later request reuses them if its prompt starts with the same tokens. A request that needs more
- * bytes than this number still runs, but the session then keeps nothing from before this request. 0
- * (default): the session keeps nothing. Only denoisers with block-causal attention reuse keys and
- * values, and only if the engine can share passes. If a request is running, the session drops the
- * request. Each call forgets the keys and values that the session has kept so far. */
+ * bytes still runs, but the session then drops the keys and values of earlier requests. 0
+ * (default): the session keeps nothing. Reuse needs a denoiser with block-causal attention, and an
+ * engine that can share passes. Each call of this function drops the kept keys and values, and also
+ * the running request, if there is one. */
 DLM_API dlm_status dlm_session_prefix_cache(dlm_session* session, uint64_t bytes);
 
 /* Computes the keys and values of tokens [count], and writes them to the file `path`, which is
- * called a prompt cache. Only whole pages are written: a page is the smallest number of the
- * denoiser's blocks with at least 16 tokens. If `saved` is not NULL, *saved is set to the number of
- * tokens whose keys and values were written. The file appears only when it is complete, and
- * replaces an existing file. If a request is running, the session drops the request.
- * INVALID_ARGUMENT if the tokens fill no page, or if the file cannot be written. UNSUPPORTED if the
- * denoiser has full attention, or if the engine cannot share passes. */
+ * called a prompt cache. Only whole pages are written. A page consists of the smallest number of
+ * the denoiser's blocks that has at least 16 tokens. If `saved` is not NULL, sets *saved to the
+ * number of tokens whose keys and values were written. The file appears only when it is complete,
+ * and replaces an existing file. If a request is running, the session drops it. INVALID_ARGUMENT if
+ * the tokens do not fill a page, or if the file cannot be written. UNSUPPORTED if the denoiser has
+ * full attention, or if the engine cannot share passes. */
 DLM_API dlm_status dlm_session_save_prompt_cache(dlm_session* session, const int32_t* tokens,
                                                  size_t count, const char* path, size_t* saved);
 
-/* Runs a request until the request ends, and returns dlm_result.status. *result is valid until the
- * session starts a new request. result may be NULL. If the request is invalid, *result is set to
- * NULL.
- */
+/* Runs a request until it ends, and returns dlm_result.status. *result is valid until the session
+ * starts a new request. result may be NULL. If the request is invalid, sets *result to NULL. */
 DLM_API dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request,
                                         const dlm_result** result);
 
-/* Runs several requests until they end, at most max_batch (1..4096) at a time. Each request has its
- * own options. If requests share a pass, the pass reads the denoiser's weights only once.
+/* Runs several requests until they end. At most max_batch (1..4096) of them run at the same time.
+ * Each request has its own options. If requests share a pass, the pass reads the denoiser's weights
+ * only once.
  *
  * On a CPU, all requests share passes. On a GPU or with a callback, requests share passes only if
- * their canvases have the same length. If these requests use a cache, their mask tokens must also
- * be in the same blocks, and store must not be "reuse". At the end of each block, all requests of a
- * shared pass wait for the slowest request of the pass. The result of each request is the same as
- * if the request ran alone, except for the engine's floating-point noise.
+ * their canvases have the same length. If they use a cache, their mask tokens must also be in the
+ * same blocks, and store must not be "reuse". At the end of each block, the requests that share
+ * passes wait for the slowest of them. The result of each request is the same as if it ran alone,
+ * except for the engine's floating-point noise.
  *
- * If a request is invalid, the call fails before any pass. If a request fails during a pass, only
- * this request ends. After all requests have ended, the call returns the status of the request with
- * the lowest index that failed, and the message contains this index. The first index is 0.
+ * If a request is invalid, the call fails before the first pass. If a request fails during a pass,
+ * only this request ends. When all requests have ended, the call returns the status of the failed
+ * request with the lowest index, and the message contains this index. The first index is 0.
  * dlm_session_result returns the results. UNSUPPORTED if max_batch is more than the engine allows.
- * "tensorrt" runs one request at a time.
- */
+ * "tensorrt" runs one request at a time. */
 DLM_API dlm_status dlm_session_generate_batch(dlm_session* session,
                                               const dlm_request* const* requests,
                                               size_t request_count, int32_t max_batch);
 
-/* These two functions run a request like dlm_session_generate, but one pass at a time. Call
- * dlm_session_start once. Then call dlm_session_step until step->done is 1. If a session starts a
- * new request, the session drops the running request. If dlm_session_step fails, the request has
- * ended. */
+/* Run a request like dlm_session_generate, but one pass at a time. Call dlm_session_start once, and
+ * then dlm_session_step until step->done is 1. If the session starts a new request, it drops the
+ * running request. If dlm_session_step fails, the request has ended. */
 DLM_API dlm_status dlm_session_start(dlm_session* session, const dlm_request* request);
 DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step);
 
@@ -881,47 +855,48 @@ DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step)
 DLM_API dlm_status dlm_session_result(dlm_session* session, size_t number,
                                       const dlm_result** result);
 
-/* Ends a running request within one pass. The result contains the canvas at the time when the
- * request ended, and `finish` is DLM_FINISH_CANCELLED. `number` is the index of the request as in
+/* Ends a running request after at most one more pass. Its result contains the canvas as it is then,
+ * and `finish` is DLM_FINISH_CANCELLED. `number` is the index of the request as in
  * dlm_session_result, or DLM_ALL_REQUESTS. Any thread and any callback may call this function. If
  * no running request has this index, the function does nothing. */
 #define DLM_ALL_REQUESTS SIZE_MAX
 DLM_API void dlm_session_cancel(dlm_session* session, size_t number);
 
 /* Runs one full pass over tokens [count], without filling mask tokens. Writes the raw logits
- * [row_count, V] of the given rows to `logits`. A row is a position, 0..count-1. Rows are not
- * shifted, even if dlm_denoiser.shift is 1. row_count is 1..count. `capacity` is the number of
- * floats that fit into `logits`. If a request is running, the session drops the request. */
+ * [row_count, V] of the given rows to `logits`. A row is the index of a position, 0..count-1, even
+ * if dlm_denoiser.shift is 1. row_count is 1..count. `capacity` is the number of floats that fit
+ * into `logits`. If a request is running, the session drops it. */
 DLM_API dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count,
                                       const int32_t* rows, size_t row_count, float* logits,
                                       size_t capacity);
 
-/* Measures the time of `repeats` passes over arbitrary tokens. Writes the time of each pass in
- * seconds to the array `seconds` [repeats]. Each pass runs `batch` requests (1..4096). For each
- * request, the pass computes `tokens` tokens, reads `cached` cached tokens, and scores `rows` rows
- * (1..tokens). If `cached` is above 0, a full pass fills the cache first. The call does not measure
- * this full pass. If `repeats` is 0, the call only checks the arguments. If a request is running,
- * the session drops the request. INVALID_ARGUMENT or UNSUPPORTED if the denoiser or the engine
- * cannot run a pass with these arguments. */
+/* Measures the time of `repeats` passes. The tokens of these passes do not matter. Writes the time
+ * of each pass in seconds to the array `seconds` [repeats]. Each pass runs `batch` requests
+ * (1..4096). For each request, the pass computes `tokens` tokens, reads `cached` cached tokens, and
+ * scores `rows` rows (1..tokens). If `cached` is above 0, a full pass fills the cache first. The
+ * time of this full pass is not measured. If `repeats` is 0, the call only checks the arguments. If
+ * a request is running, the session drops it. INVALID_ARGUMENT or UNSUPPORTED if the denoiser or
+ * the engine cannot run a pass with these arguments. */
 DLM_API dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                            int32_t cached, int32_t rows, double* seconds,
                                            size_t repeats);
 
 /* ---- Scheduler: requests from any thread, passes on one -------------------------------------- */
 
-/* A scheduler runs requests from many threads. On a CPU ("onnxruntime"), all running requests share
- * every pass. Between two passes, finished requests leave, and waiting requests start. On a GPU or
- * with a callback, the requests take turns, one pass each. The result of each request is the same
- * as if the request ran alone, except for the engine's floating-point noise. Requests start in the
- * order in which they were submitted. Each pass prefers the requests that have waited longest. */
+/* A scheduler runs requests that many threads submit. On a CPU ("onnxruntime"), all running
+ * requests share every pass. Between two passes, finished requests leave and waiting requests
+ * start. On a GPU or with a callback, the requests take turns, one pass each. The result of each
+ * request is the same as if it ran alone, except for the engine's floating-point noise. Requests
+ * start in the order in which they were submitted. Each pass prefers the requests that have waited
+ * longest. */
 typedef struct dlm_scheduler dlm_scheduler;
 typedef struct dlm_job dlm_job; /* a submitted request */
 
 /* A linear model that predicts the time of a pass. All times are in milliseconds, 0 or more. The
  * predicted time is pass_ms, plus token_ms for each token, plus row_ms for each scored row, plus
- * pair_ms for each pair that consists of a token and a position that the token sees. `dlm-export
- * bench --cost` measures pass_ms, token_ms, row_ms and pair_ms. There is no _init function for this
- * struct, so set struct_size yourself. */
+ * pair_ms for each attention pair. A pair is a token and a position that the token attends to.
+ * `dlm-export bench --cost` measures these four times. There is no _init function for this struct,
+ * so set struct_size yourself. */
 typedef struct dlm_pass_cost {
   size_t struct_size; /* sizeof(dlm_pass_cost) */
   double pass_ms, token_ms, row_ms, pair_ms;
@@ -931,39 +906,36 @@ typedef struct dlm_scheduler_options {
   size_t struct_size;
   int32_t max_running;  /* largest number of requests that run at the same time, 1..4096 (16) */
   int32_t max_waiting;  /* largest number of requests in the queue, 1..1048576 (1024). If the queue
-                           is full, submitting a request fails with BUSY */
-  int32_t max_tokens;   /* largest number of tokens in a pass that several requests share, 1 or more
-                           (512). If a request does not fit into a pass, the request waits for the
-                           next pass. If a single request's part of a pass has more than max_tokens
-                           tokens, the request runs alone */
+                           is full, a further request is rejected with BUSY */
+  int32_t max_tokens;   /* largest number of tokens in a shared pass, 1 or more (512). A request
+                           that does not fit into a pass waits for the next pass. If a single
+                           request has more than max_tokens tokens in a pass, it runs alone */
   uint64_t cache_bytes; /* largest number of bytes for the keys and values of all running requests
-                           together. A request starts when there is room for all keys and values of
-                           the request's canvas. 0 (default): 1 GiB, or more if the longest canvas
-                           needs more than 1 GiB */
-  double max_pass_ms;   /* largest predicted time of a pass over the current blocks of all running
-                           requests, in milliseconds, 0 or more. A request starts only if the
-                           predicted time is then at most max_pass_ms, or if no request is running.
-                           0 (default): no limit */
+                           together. A request starts only when there is room for its whole canvas.
+                           0 (default): 1 GiB, or more if the longest canvas needs more */
+  double max_pass_ms;   /* limit for the predicted time of a shared pass, in milliseconds, 0 or
+                           more. A request starts only if a pass over the current blocks of all
+                           running requests then stays within this limit, or if no other request is
+                           running. 0 (default): no limit */
   const dlm_pass_cost* cost; /* the model that predicts times for max_pass_ms and for
-                                dlm_scheduler_stats.expected_s. NULL (default): there is no model.
-                                If recent passes took longer than predicted, the library increases a
-                                prediction before comparing the prediction with max_pass_ms */
-  int32_t ended_fd; /* an eventfd, or the writing end of a non-blocking pipe; -1 (default): the
-                       scheduler writes nothing. Each time a request has ended, the scheduler writes
-                       the number 1 to ended_fd, as 8 bytes. So a program can wait for many jobs
-                       with one call of poll(). ended_fd must stay open until the scheduler is
-                       destroyed */
-  uint64_t prefix_cache_bytes; /* largest number of bytes, within cache_bytes, that keep the keys
-                                  and values of prompts and answers after their requests have ended.
-                                  A later request reuses them if its prompt starts with the same
-                                  tokens. UINT64_MAX (default): as much of cache_bytes as running
-                                  requests leave unused. 0: requests never reuse keys and values.
-                                  Only denoisers with block-causal attention reuse them, and only
-                                  if the engine can share passes */
+                                dlm_scheduler_stats.expected_s. NULL (default): no model. If recent
+                                passes took longer than predicted, the library increases its
+                                predictions for max_pass_ms accordingly */
+  int32_t ended_fd; /* an eventfd, or the writing end of a non-blocking pipe; -1 (default): none.
+                       Whenever a request has ended, the scheduler writes the number 1 to it, as 8
+                       bytes. So a program can wait for many jobs with one call of poll(). ended_fd
+                       must stay open until the scheduler is destroyed */
+  uint64_t prefix_cache_bytes; /* number of bytes within cache_bytes that may keep the keys and
+                                  values of prompts and answers after their requests have ended. A
+                                  later request reuses them if its prompt starts with the same
+                                  tokens. UINT64_MAX (default): all bytes of cache_bytes that
+                                  running requests do not use. 0: no reuse. Reuse needs a denoiser
+                                  with block-causal attention, and an engine that can share
+                                  passes */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 
-/* Creates a scheduler. options may be NULL. INVALID_ARGUMENT if max_pass_ms is set but cost is not.
+/* Creates a scheduler. options may be NULL. INVALID_ARGUMENT if max_pass_ms is set without cost.
  * UNSUPPORTED if max_pass_ms is set but the engine cannot share passes. */
 DLM_API dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options* options,
                                         char* message, size_t message_capacity,
@@ -973,24 +945,23 @@ DLM_API dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_
  * function must not be called while dlm_scheduler_run is active. */
 DLM_API void dlm_scheduler_destroy(dlm_scheduler* scheduler);
 
-/* Submits a request. Any thread may call this function. The caller must destroy the job. Until the
- * request has ended, the thread in dlm_scheduler_run calls the request's callbacks, even if the job
- * was destroyed. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid, or if the
- * keys and values of the request's canvas need more than cache_bytes. If dlm_scheduler_run has
- * failed, this call returns the status of dlm_scheduler_run until dlm_scheduler_run is called
- * again. */
+/* Submits a request. Any thread may call this function. The caller must destroy the job. The thread
+ * in dlm_scheduler_run calls the callbacks of the request until the request has ended, even if the
+ * job has been destroyed. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid, or
+ * if the keys and values of its canvas need more than cache_bytes. If dlm_scheduler_run has failed,
+ * this call returns the same status, until dlm_scheduler_run is called again. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* request,
                                         char* message, size_t message_capacity, dlm_job** job);
 
 /* Runs passes on the calling thread until dlm_scheduler_stop is called. If until_idle is 1, the
  * call also returns when no request remains. before_pass may be NULL. If before_pass returns a
- * number other than 0, the call returns DLM_CANCELLED. In this case, the requests remain, and the
- * next call continues to run the requests.
+ * number other than 0, the call returns DLM_CANCELLED. The requests then remain, and the next call
+ * continues them.
  *
- * If a request fails, only this request ends. If the call itself fails (out of memory, or an
- * exception from before_pass), every request that has not ended fails with the status and message
- * of the call, so that no thread waits forever. After that, dlm_scheduler_run can be called again.
- * INVALID_ARGUMENT if a different thread is in dlm_scheduler_run. */
+ * If a request fails, only this request ends. The call itself can also fail, because of missing
+ * memory or an exception from before_pass. Then every request that has not ended fails with the
+ * same status and message, so that no thread waits forever. After that, dlm_scheduler_run can be
+ * called again. INVALID_ARGUMENT if another thread is in dlm_scheduler_run. */
 DLM_API dlm_status dlm_scheduler_run(dlm_scheduler* scheduler, int32_t until_idle,
                                      dlm_before_pass_fn before_pass, void* user, char* message,
                                      size_t message_capacity);
@@ -1001,21 +972,20 @@ DLM_API void dlm_scheduler_stop(dlm_scheduler* scheduler);
 
 typedef struct dlm_scheduler_stats {
   size_t struct_size;
-  int32_t waiting, running; /* `waiting`: number of requests in the queue. `running`: number of
-                               requests that run */
-  int64_t submitted, finished, refused; /* counts of requests so far. `submitted`: all submitted
-                                           requests. `finished`: requests that have ended.
+  int32_t waiting, running; /* numbers of requests that wait in the queue, and that run */
+  int64_t submitted, finished, refused; /* counts since the scheduler was created. `submitted`:
+                                           submitted requests. `finished`: requests that have ended.
                                            `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;        /* the number of requests in each pass, summed over all passes */
+  int64_t shares;        /* sum over all passes of the number of requests in the pass */
   double busy_s;         /* seconds spent in passes and commits */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of all requests used at
                             the same time */
   double passes_s;       /* seconds spent in passes, without commits */
-  double expected_s;     /* seconds that the cost model predicts for the passes in passes_s; 0
-                            without a cost model, or if the engine cannot share passes */
+  double expected_s;     /* predicted seconds for the passes in passes_s; 0 without a cost model, or
+                            if the engine cannot share passes */
   int64_t prefix_hits;   /* number of requests that reused keys and values of other requests */
-  int64_t prefix_tokens; /* number of tokens that these requests did not compute */
+  int64_t prefix_tokens; /* number of tokens that these requests did not have to compute */
   uint64_t prefix_bytes; /* number of bytes of keys and values that new requests can reuse */
 } dlm_scheduler_stats;
 
@@ -1024,24 +994,22 @@ typedef struct dlm_scheduler_stats {
 DLM_API void dlm_scheduler_get_stats(const dlm_scheduler* scheduler, dlm_scheduler_stats* stats,
                                      size_t struct_size);
 
-/* Waits until the job's request has ended, or until timeout_ms milliseconds have passed. If
- * timeout_ms is below 0, there is no time limit. Returns 1 if the request has ended, otherwise
- * 0. */
+/* Waits until the job's request has ended, but at most for timeout_ms milliseconds. If timeout_ms
+ * is below 0, there is no time limit. Returns 1 if the request has ended, otherwise 0. */
 DLM_API int32_t dlm_job_wait(const dlm_job* job, double timeout_ms);
 
-/* If the job's request has ended, sets *result to the result of the request, and returns the status
- * of the request. The result is valid until the job is destroyed. If the request has not ended,
- * sets *result to NULL, and returns INVALID_ARGUMENT. */
+/* If the job's request has ended, sets *result to its result, and returns its status. The result is
+ * valid until the job is destroyed. If the request has not ended, sets *result to NULL, and returns
+ * INVALID_ARGUMENT. */
 DLM_API dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result);
 
-/* Ends the job's request within one pass. The result contains the canvas at the time when the
- * request ended, and `finish` is DLM_FINISH_CANCELLED. Any thread and any callback may call this
- * function. */
+/* Ends the job's request after at most one more pass. Its result contains the canvas as it is then,
+ * and `finish` is DLM_FINISH_CANCELLED. Any thread and any callback may call this function. */
 DLM_API void dlm_job_cancel(dlm_job* job);
 
-/* Destroys the job. If the job's request has not ended, the function cancels the request. But the
- * library may still call the request's callbacks during the current pass. To be sure that no more
- * callbacks run, call dlm_job_cancel and dlm_job_wait before dlm_job_destroy. A job may outlive its
+/* Destroys the job. If its request has not ended, the request is cancelled. But the library may
+ * still call the request's callbacks during the current pass. To be sure that no more callbacks
+ * run, call dlm_job_cancel and dlm_job_wait before dlm_job_destroy. A job may outlive its
  * scheduler. */
 DLM_API void dlm_job_destroy(dlm_job* job);
 

@@ -1,15 +1,14 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This header contains all code of
-// the classes. The code calls only the C ABI.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. The classes are defined completely
+// in this header, and call only the C ABI.
 //
-// - Each handle of the C ABI is a class. An object of such a class can be moved but not copied. A
-//   session, scheduler or text keeps its bundle open.
+// - Each handle of the C ABI is a class. Its objects can be moved but not copied. A session,
+//   scheduler or text keeps its bundle open.
 // - A call that fails throws dlm_runtime::Error, with the status and the message.
-// - Callbacks are std::function. If a callback throws an exception, the callback's request ends,
-//   and the C++ call that ran the callback throws the exception again. So no exception passes
-//   through C code.
-// - dlm_runtime.h documents each C function, and which threads may call it. Text is UTF-8.
-// - The namespace is not `dlm`, because the library itself uses the namespace `dlm`, and the
-//   library may be linked statically.
+// - Callbacks are std::function. If a callback throws an exception, its request ends, and the C++
+//   call that ran the callback throws the exception again. So no exception passes through C code.
+// - dlm_runtime.h documents each C function, and says which threads may call it. Text is UTF-8.
+// - The namespace is not `dlm`, because the library itself uses `dlm`, and programs may link the
+//   library statically.
 #ifndef DLM_RUNTIME_HPP
 #define DLM_RUNTIME_HPP
 
@@ -41,8 +40,8 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The next three structs are structs of the C ABI with constructors that set the defaults. These
-// three structs do not copy strings. Use literals or strings that the bundle owns.
+// The next three structs are structs of the C ABI, with constructors that set the defaults. They do
+// not copy strings. Use literals or strings that the bundle owns.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -53,8 +52,8 @@ struct SchedulerOptions : dlm_scheduler_options {
   SchedulerOptions() { dlm_scheduler_options_init(this, sizeof(dlm_scheduler_options)); }
 };
 
-// If a callback returns false, the callback's request ends, and the call that ran the callback
-// throws Error with the status DLM_CANCELLED.
+// If a callback returns false, its request ends, and the call that ran the callback throws Error
+// with the status DLM_CANCELLED.
 using StepFn = std::function<bool(const dlm_step& step)>;
 using TextFn = std::function<bool(std::string_view piece)>;
 using BeforePassFn = std::function<bool()>;
@@ -73,14 +72,14 @@ struct Request {
   std::vector<Message> chat;
   bool special_tokens = false;
   std::optional<Policy> policy;                          // empty: the bundle's default preset
-  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // default: the bundle's number
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // default: the bundle's max_new_tokens
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
   std::int32_t constrained_tokens = 0;
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // true: Result contains the text; a prompt, a chat or on_text also sets this
+  bool text = false;  // true: Result contains the text; also set by a prompt, a chat or on_text
   StepFn on_step;
   TextFn on_text;                  // called with the text that each step adds
   std::int32_t top_log_probs = 0;  // number of alternative tokens to report for each position
@@ -120,7 +119,7 @@ void check(Call call) {
   if (status != DLM_OK) throw Error(status, message);
 }
 
-// Does the same as `check`, for a C function that creates a handle. Returns the handle.
+// Like `check`, but for a C function that creates a handle. Returns the handle.
 template <class Handle, class Call>
 Handle* made(Call call) {
   Handle* out = nullptr;
@@ -128,8 +127,8 @@ Handle* made(Call call) {
   return out;
 }
 
-// Holds an exception that a callback threw, until the C call that ran the callback has returned.
-// The caller of the C function then calls rethrow().
+// Stores an exception that a callback threw until the C call that ran the callback has returned.
+// After that, the caller of the C function calls rethrow().
 class Thrown {
  public:
   template <class Function>
@@ -161,7 +160,7 @@ inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   return out;
 }
 
-// A dlm_request, together with the memory to which its pointers and callbacks refer. A Prepared
+// A dlm_request, together with the memory that its pointers and callbacks refer to. A Prepared
 // object must exist until the request has ended.
 class Prepared {
  public:
@@ -203,16 +202,17 @@ inline Result result_of(const dlm_result& from) {
 
 }  // namespace detail
 
-// A compiled constraint. The constraint restricts the texts that requests generate.
+// A compiled constraint, which restricts the texts that requests generate.
 class Automaton {
  public:
-  // Opens a file that `dlm-export compile` wrote, or reads the content of such a file.
+  // The first constructor opens a file that `dlm-export compile` wrote. The second constructor
+  // reads the content of such a file.
   explicit Automaton(const std::string& path)
       : Automaton(nullptr, DLM_CONSTRAINT_FILE, path.data(), path.size()) {}
   Automaton(const void* data, std::size_t bytes)
       : Automaton(nullptr, DLM_CONSTRAINT_COMPILED, static_cast<const char*>(data), bytes) {}
-  // Compiles a constraint for a bundle's vocabulary. `kind` is one of DLM_CONSTRAINT_..., and
-  // selects the form of `content`.
+  // Compiles a constraint for a bundle's vocabulary. `kind` is one of DLM_CONSTRAINT_..., and says
+  // what `content` contains.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
@@ -315,7 +315,7 @@ class Text {
   static std::vector<std::int32_t> ids(Call call) {
     std::vector<std::int32_t> out;
     std::size_t count = 0;
-    do {  // the first call returns only the number of ids, and the second call returns the ids
+    do {  // the first call gets the number of ids, and the second call gets the ids
       out.resize(count);
       detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
     } while (count > out.size());
@@ -344,7 +344,7 @@ class Bundle {
           return dlm_bundle_open(path.c_str(), &options, text, size, out);
         })) {}
   explicit Bundle(dlm_bundle* taken)
-      : handle_(taken, dlm_bundle_destroy) {}  // the Bundle object then owns the handle
+      : handle_(taken, dlm_bundle_destroy) {}  // this object then owns the handle
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
@@ -419,8 +419,8 @@ class Session {
     for (std::size_t number = 0; number < given.size(); ++number) results.push_back(result(number));
     return results;
   }
-  // start() begins a request. Each call of step() then runs one pass of the request. The step that
-  // step() returns is valid until the next call on the session.
+  // start() begins a request. Each call of step() then runs one pass, and returns a step. This step
+  // is valid until the next call on the session.
   void start(Request request) {
     started_ = std::make_unique<detail::Prepared>(std::move(request));
     check(dlm_session_start(get(), started_->get()), started_->thrown);
@@ -439,8 +439,8 @@ class Session {
     if (found->status != DLM_OK) throw Error(found->status, found->message);
     return detail::result_of(*found);
   }
-  // Sets the function that the session calls before every pass. An empty function removes the
-  // current function.
+  // Sets the function that the session calls before every pass. To remove it, pass an empty
+  // function.
   void before_pass(BeforePassFn function) {
     asked_->function = std::move(function);
     const dlm_before_pass_fn ask = [](void* user) {
@@ -450,13 +450,13 @@ class Session {
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
-  // Sets how many bytes of keys and values the session keeps between its calls.
+  // Sets how many bytes of keys and values the session may keep between its calls.
   void prefix_cache(std::uint64_t bytes) {
     detail::Thrown none;
     check(dlm_session_prefix_cache(get(), bytes), none);
   }
-  // Computes a prompt, and writes its keys and values to a file. Returns the number of tokens that
-  // the file contains.
+  // Computes the keys and values of a prompt, and writes them to a file. Returns the number of
+  // tokens that the file contains.
   std::size_t save_prompt_cache(const std::vector<std::int32_t>& tokens, const std::string& path) {
     std::size_t saved = 0;
     detail::Thrown none;
@@ -483,21 +483,21 @@ class Session {
   std::shared_ptr<dlm_bundle> bundle_;
   std::unique_ptr<Asked> asked_;
   std::unique_ptr<detail::Prepared> started_;
-  detail::Owned<dlm_session, dlm_session_destroy> handle_;  // destroyed first
+  detail::Owned<dlm_session, dlm_session_destroy> handle_;  // the member that is destroyed first
 };
 
 namespace detail {
 
-// A request of a scheduler, together with the objects that the request's callbacks use.
+// A request of a scheduler, together with the objects that its callbacks use.
 struct Handed {
   explicit Handed(Request request) : prepared(std::move(request)) {}
 
   Prepared prepared;
-  Owned<dlm_job, dlm_job_destroy> job;  // destroyed first
+  Owned<dlm_job, dlm_job_destroy> job;  // the member that is destroyed first
 };
 
-// Holds each request whose Job was destroyed before the request had ended. The request's objects
-// stay alive here, because the current pass may still use the objects.
+// Keeps a request alive if its Job was destroyed before the request had ended, because the current
+// pass may still use the request's objects.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -539,8 +539,8 @@ class Job {
     if (handed_ && !wait(0)) orphans_->take(std::move(handed_));
   }
 
-  // Waits until the request has ended, or until timeout_ms milliseconds have passed. If timeout_ms
-  // is below 0, there is no time limit. Returns true if the request has ended.
+  // Waits until the request has ended, but at most for timeout_ms milliseconds. If timeout_ms is
+  // below 0, there is no time limit. Returns true if the request has ended.
   bool wait(double timeout_ms = -1) const { return dlm_job_wait(get(), timeout_ms) != 0; }
   void cancel() noexcept { dlm_job_cancel(get()); }  // any thread may call this function
 
@@ -564,7 +564,7 @@ class Job {
   std::shared_ptr<detail::Orphans> orphans_;
 };
 
-// Accepts requests from any thread. One thread of the program runs all passes.
+// Accepts requests from any thread. One thread of the program runs all passes, in run().
 class Scheduler {
  public:
   explicit Scheduler(const Bundle& bundle, const SchedulerOptions& options = {})
@@ -574,8 +574,8 @@ class Scheduler {
           return dlm_scheduler_create(bundle_.get(), &options, text, size, out);
         })) {}
 
-  // Submits a request. The thread that runs the passes calls the callbacks of the request. If a
-  // callback throws an exception, the request ends, and Job::result throws the exception again.
+  // Submits a request. The thread in run() calls the callbacks of the request. If a callback throws
+  // an exception, the request ends, and Job::result throws the exception again.
   Job submit(Request request) {
     orphans_->sweep_locked();
     auto handed = std::make_unique<detail::Handed>(std::move(request));

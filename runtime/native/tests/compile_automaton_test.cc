@@ -1,5 +1,5 @@
-// Tests of byte automata. Random expressions are compared with all short texts. Other tests cover
-// minimality and limits.
+// Tests of byte automata. Random expressions are compared with a list of all their short texts.
+// Other tests check that automata are minimal and that limits work.
 //
 // Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -101,7 +101,7 @@ class Random {
   std::mt19937& random_;
 };
 
-// True if no two states accept the same texts, and each state accepts at least one.
+// Returns true if every state accepts at least one text, and no two states accept the same texts.
 bool is_minimal(const ByteAutomaton& automaton) {
   const size_t states = automaton.states();
   std::vector<int> parts(states);
@@ -215,14 +215,15 @@ void test_characters(std::mt19937& random) {
   }
 }
 
-// Equal parts are merged, however they are reached, and whether or not they are in cycles.
+// Parts that accept the same texts are merged, even if they are in cycles or are reached in
+// different ways.
 void test_merging() {
   Budget budget(Limits{});
   Expressions e(budget);
   Automata automata(e);
   const Node a = e.bytes("a"), b = e.bytes("b"), c = e.bytes("c");
   const Node loop = e.repeat(e.either(a, e.sequence(b, e.either(a, b))), 0, kUnbounded);
-  // The same loop twice, before the same end: once with one round unrolled, once as it is.
+  // The same loop twice with the same end. In one copy, the first round is unrolled.
   const Node unrolled =
       e.either(e.empty(), e.sequence(e.either(a, e.sequence(b, e.either(a, b))), loop));
   const size_t plain = automata.of(e.sequence(loop, c)).states();
@@ -258,11 +259,11 @@ void test_sizes_and_limits() {
     Expressions expressions(budget);
     return Automata(expressions).of(make(expressions)).states();
   };
-  // Directly nested repetitions are counted as one.
+  // If one repetition is directly inside another, the counts are multiplied.
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 1, 100), 1, 100); }) ==
         10001);
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 3, 4), 1, 2); }) == 9);
-  // Ten thousand words that share a tail of optional parts.
+  // Ten thousand words that end with the same optional parts.
   CHECK(states([](Expressions& e) {
           std::vector<Node> words;
           for (int i = 0; i < 10000; ++i) words.push_back(e.bytes(std::to_string(1000000 + i)));

@@ -39,7 +39,7 @@ Node compiled(Expressions& expressions, const std::string& content, Depth depth)
   return schema::tree_texts(expressions, content, options).node;
 }
 
-// A grammar, or a tree if it starts with a brace.
+// Checks a grammar. If the content starts with a brace, it is a tree.
 void check(const std::string& content, const std::vector<std::string>& valid,
            const std::vector<std::string>& invalid, Depth depth = std::nullopt) {
   Budget budget(limits(), "grammar");
@@ -56,7 +56,7 @@ void check(const std::string& content, const std::vector<std::string>& valid,
   }
 }
 
-// Expects an Error whose message contains `part`. If `part` is "", success is allowed too.
+// Expects an Error whose message contains `part`. If `part` is "", the call may also succeed.
 void refuse(const std::string& content, const std::string& part, Depth depth = std::nullopt) {
   Budget budget(limits(), "grammar");
   Expressions expressions(budget);
@@ -84,13 +84,13 @@ void grammars_accept_their_texts() {
   check("root ::= \"a\"{2} \"b\"{1,} \"c\"?", {"aab", "aabbc"}, {"ab", "aa"});
   check("root ::= x x\nx ::= | \"\\x41\\u00e9\\\"\\\\\\[\\]\\t\"", {"", "A\xC3\xA9\"\\[]\t"},
         {"A"});
-  // Recursion at the end of a rule has no limit.
+  // Recursion at the end of a rule is not limited.
   check("root ::= item (\",\" root)?\nitem ::= [0-9]+", {"1", repeated("12,", 50) + "3"},
         {"1,", ""}, 0);
   check("root ::= \"a\" even | \"b\" root | \"\"\neven ::= \"a\" root | \"b\" even",
         {"", "aa", "babba", "bb"}, {"a", "ab", "baaa"}, 0);
   check("root ::= ws \"x\" ws\nws ::= | \" \" ws", {"x", "   x  "}, {"", "  "}, 0);
-  // All other recursion is limited by the depth.
+  // `depth` limits all other recursion.
   const std::string sums =
       "root ::= term (\"+\" term)*\nterm ::= factor (\"*\" factor)*\n"
       "factor ::= [0-9] | \"(\" root \")\"";

@@ -225,7 +225,8 @@ void test_formats() {
   CHECK(is_format("idn-hostname") && !is_format("color") && !is_format(""));
 }
 
-Node read_numbers(Expressions& e, std::string_view source) {  // "low high multiple", -: missing
+Node read_numbers(Expressions& e, std::string_view source) {  // "low high multiple"; "-" means that
+                                                              // a number is missing
   NumberRange range;
   std::vector<string> parts(1);
   for (const char letter : source)
@@ -291,8 +292,7 @@ void test_unicode() {
     CHECK(intersection(*unicode_property(category), complement(*unicode_property("L"))).empty());
 }
 
-// Input that is deep, long, repetitive, or truncated gives an error or an automaton within the
-// limits.
+// Deep, long, repetitive or truncated input must give an error, or an automaton within the limits.
 void test_hostile_input() {
   Limits limits;
   limits.seconds = 0.5;

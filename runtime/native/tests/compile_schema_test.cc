@@ -45,7 +45,7 @@ void check(const std::string& schema, const std::vector<std::string>& valid,
   }
 }
 
-// Expects an Error whose message contains `part`. If `part` is "", success is allowed too.
+// Expects an Error whose message contains `part`. If `part` is "", the call may also succeed.
 void refuse(const std::string& schema, const std::string& part) {
   Budget budget(limits(), "schema");
   Expressions expressions(budget);

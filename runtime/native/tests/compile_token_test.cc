@@ -1,5 +1,5 @@
-// Tests of the token stage, which turns a byte automaton into one over tokens. For random
-// vocabularies, the result is compared with the texts of the tokens.
+// Tests of the token stage, which converts an automaton over bytes to an automaton over tokens. For
+// random vocabularies, the result is compared with the texts that the tokens spell.
 //
 // Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -33,8 +33,8 @@ struct Source {
   int below(size_t limit) { return static_cast<int>(random() % limit); }
 };
 
-// Makes an expression like those of constraints: words, strings with terminators, counted
-// repetitions, or lists.
+// Makes an expression of a kind that occurs in constraints: words, strings with terminators,
+// counted repetitions, or lists.
 Node make(Expressions& e, Source& source, int depth) {
   ByteSet inside;
   for (int byte = 0x20; byte < 0x7F; ++byte) inside.set(static_cast<size_t>(byte));
@@ -88,8 +88,8 @@ std::vector<std::string> make_vocabulary(Source& source) {
   return tokens;
 }
 
-// Walks both automata in parallel. Each token must lead to the same state as its bytes. `forced`
-// marks the states where only some tokens are kept.
+// Walks both automata in parallel. In the automaton over tokens, each token must lead to the state
+// that its bytes lead to. `forced` marks the states where only some of these tokens remain.
 void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
              const std::vector<std::string>& tokens, const std::vector<int32_t>& ends,
              bool is_all) {
@@ -158,7 +158,7 @@ bool has_text(const dlm::Automaton& made, const std::vector<std::string>& tokens
   return false;
 }
 
-// A text that the automaton accepts, from random bytes.
+// Returns a text that the automaton accepts. The bytes of the text are drawn at random.
 std::string draw(const ByteAutomaton& texts, Source& source) {
   std::string out;
   int32_t state = 0;
@@ -175,8 +175,8 @@ std::string draw(const ByteAutomaton& texts, Source& source) {
   }
 }
 
-// The automaton is minimal if no two classes behave the same in all groups, and no two groups are
-// equal.
+// Checks that the automaton is minimal: two classes never behave the same in all groups, and two
+// groups are never equal.
 void check_classes(const dlm::Automaton& made) {
   std::map<std::vector<int32_t>, int> groups;
   std::vector<std::vector<int32_t>> of_class(static_cast<size_t>(made.classes));
@@ -246,7 +246,8 @@ void test_random_automata(std::mt19937& random, int rounds) {
   CHECK(compared > rounds / 2);
 }
 
-// Words beside any other text. The states of the words share nearly all of their tokens.
+// Words as an alternative to any other text. The states of the words have nearly all tokens in
+// common.
 void test_words_beside_any_text() {
   std::vector<std::string> tokens{"", "", "", "", "\"", "\"a", "b\""};
   for (size_t first = 0, length = 1; length <= 5; ++length) {

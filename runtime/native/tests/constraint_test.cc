@@ -1,5 +1,5 @@
-// Tests of constraints. Valid and damaged automaton files are read. The most likely text and
-// samples are compared with a list of all texts.
+// Tests of constraints. They read valid and damaged automaton files. They also compare the most
+// likely text, and random samples, with a list of all texts.
 //
 // Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -72,7 +72,8 @@ dlm::Automaton read(const std::vector<uint8_t>& file) {
   return dlm::read_automaton(file.data(), file.size(), "it");
 }
 
-// A random automaton of few tokens: from every state, each class leads to one state or nowhere.
+// Makes a random automaton of few tokens. From every state, each class leads to one state or to
+// none.
 Made random_automaton(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);
@@ -136,7 +137,7 @@ void test_files(std::mt19937& random) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
     }
-    // A file with a valid hash may still have any content. It must be rejected, or be safe to use.
+    // Even a file with a valid hash may have any content. It must be rejected, or be safe to use.
     for (int32_t change = 0; change < 40; ++change) {
       std::vector<uint8_t> hostile = whole;
       const size_t number =
@@ -172,7 +173,8 @@ void test_files(std::mt19937& random) {
   }
 }
 
-// A class that leads from a state to two states is an error, whichever of the two groups is larger.
+// If a class leads from one state to two states, the file is rejected, whichever of the two groups
+// is larger.
 void test_ambiguous_files() {
   // Tokens a and b. State 0 goes to itself on {a, b} and to state 1, where a text may end, on {b}.
   Made made{2, 2, 2, {0, 1}, {0, 2, 3}, {0, 1, 1}, {0, 2, 3}, {0, 1, 1}, {0, 1, 1}, {1, 0}};
@@ -196,8 +198,8 @@ void test_ambiguous_files() {
   CHECK(!is_refused());
 }
 
-// An exact sum of doubles. It is stored as a list of partial sums that do not overlap (Shewchuk,
-// 1997; Python's math.fsum).
+// An exact sum of doubles, stored as a list of partial sums that do not overlap (Shewchuk, 1997;
+// Python's math.fsum).
 class Partials {
  public:
   void add(double x) {
@@ -244,7 +246,7 @@ struct Problem {
   int32_t room, start;
 };
 
-// Logits are integers, so that many texts are equally likely.
+// Makes a random problem. Its logits are small integers, so that many texts are equally likely.
 Problem random_problem(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);
@@ -314,7 +316,7 @@ void test_most_likely_text(std::mt19937& random) {
             (automaton.distances[static_cast<size_t>(state)] <= problem.room));
     std::vector<std::vector<int32_t>> seen(length);  // the classes at each place
     double best = -std::numeric_limits<double>::infinity();
-    std::vector<int32_t> winner;  // the first one with the best weight
+    std::vector<int32_t> winner;  // of all equally good ones, the first
     each_text(problem, ends, [&](const std::vector<int32_t>& text) {
       double sum = 0, weight = 0;
       for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
@@ -338,7 +340,7 @@ void test_most_likely_text(std::mt19937& random) {
   }
 }
 
-// The best token of a class longer than the stretches in which it is searched.
+// Tests the best token of a class that is longer than the pieces in which it is searched.
 void test_long_classes(std::mt19937& random) {
   constexpr int32_t vocab_size = 3000;
   Made made{vocab_size, 2, 2, {}, {0, 1, 2}, {0, 1}, {0, 1, 2}, {1, 1}, {0, 1}, {1, 0}};
@@ -364,8 +366,8 @@ void test_long_classes(std::mt19937& random) {
   }
 }
 
-// The weight of a place's token for sampling: its tempered logit, minus a large number if it is
-// cut.
+// Returns the weight of each token of a place for sampling: its tempered logit, minus a large
+// number if the token is cut.
 std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size,
                              const dlm::Sampling& sampling) {
   std::vector<double> weights;
@@ -401,7 +403,7 @@ void test_all_texts(std::mt19937& random) {
   for (int32_t round = 0; round < 2000; ++round) {
     Problem problem = random_problem(random);
     for (dlm::Place& place : problem.places) {
-      place.other = -1;  // places of edits, which are not sampled
+      place.other = -1;  // a place of an edit, which is not sampled
       if (place.logits == nullptr) place.best = -1;
     }
     const dlm::Automaton& automaton = problem.automaton;
@@ -470,11 +472,12 @@ void test_all_texts(std::mt19937& random) {
 
 // ---- Extreme logits and temperatures, compared with all texts in exact arithmetic ----
 
-// A text, and what the exact reference computes for it.
+// A text, and the numbers that the exact reference computes for it.
 struct Known {
   std::vector<int32_t> tokens;
   int32_t ruled_out = 0, cut = 0;
-  std::vector<double> logits;  // of the other tokens, and each row's best logit times -1
+  std::vector<double> logits;  // the logits of the other tokens, and the negated best logit of each
+                               // row
   double prob = 0;
 };
 
@@ -509,7 +512,8 @@ float extreme_logit(std::mt19937& random, int32_t palette) {
   }
 }
 
-// Finds the tokens that are cut at each place, one by one, by the definition of decode/sampling.h.
+// Finds the tokens that are cut at each place. Follows the definition in decode/sampling.h, one
+// token at a time.
 std::vector<std::vector<uint8_t>> cut_tokens(const Problem& problem,
                                              const dlm::Sampling& sampling) {
   std::vector<std::vector<uint8_t>> cut;
@@ -580,7 +584,7 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
   }
   CHECK(taken != nullptr);
   if (taken == nullptr || taken == best) return;
-  // Sums that are not large are computed in double, and may have rounding errors.
+  // Sums that are not large are computed in double, so they may have rounding errors.
   const double total = std::fabs(exact_difference(*best, Known()));
   CHECK(!is_exact && taken->ruled_out == best->ruled_out && total < 0x1p21 &&
         exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
@@ -672,7 +676,7 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
     const std::vector<uint8_t> ends = dlm::Ways(problem.automaton).reaching({}, problem.room);
     const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1,
                                  draw(0, 2) == 0 ? draw(1, 3) : 0};
-    if (has_nan) {  // engines reject such rows; they must not cause a crash
+    if (has_nan) {  // engines reject such rows, but the code must not crash
       dlm::Viterbi viterbi(problem.automaton);
       dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
       std::vector<int32_t> tokens;
@@ -743,8 +747,8 @@ dlm_status run_noise(void* user, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// Runs requests that are cancelled, run out of passes or time, or fail. Requests that end well must
-// have a complete text, and nothing may leak.
+// Runs requests that are cancelled, run out of passes or time, or fail. If a request ends well, its
+// text must be complete. There must be no leak.
 void test_requests(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);

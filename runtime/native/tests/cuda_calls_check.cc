@@ -1,7 +1,8 @@
 // Compares src/engines/cuda/cuda_api.h with CUDA's cuda.h at compile time: signatures, enum values,
 // and a struct's fields.
 //
-// Built only if the header is installed. Compiling it is the test; the program does nothing.
+// Built only if the header is installed. The test is that this file compiles. The program does
+// nothing.
 #include <cuda.h>
 
 #include <type_traits>

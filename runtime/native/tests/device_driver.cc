@@ -1,23 +1,24 @@
-// Runs an engine for a device on the mocks of CUDA and of TensorRT or ONNX Runtime. Makes the same
-// passes with a callback engine in host memory, and compares the results.
+// Runs an engine for a device on mock libraries of CUDA, and of TensorRT or ONNX Runtime. Runs the
+// same passes with a callback engine in host memory, and compares the results.
 // tests/test_native_tensorrt.py and tests/test_providers.py run this program, mostly with
 // sanitizers.
 //
-// In a callback engine, all layers have the same sizes, but the layers of a bundle may differ. So
-// each layer of the callback engine has one head, as wide as the bundle's widest layer. Each pass
-// works on a copy in the bundle's layout.
+// The layers of a bundle may have different sizes, but a callback engine has one size for all
+// layers. So each layer of the callback engine has one head, which is as wide as the widest layer
+// of the bundle. Each pass works on a copy of the rows in the bundle's layout.
 //
 //   device_driver BUNDLE [KEY=VALUE ...]
-//     layers            KV_HEADSxHEAD_SIZE of each layer, separated by commas
-//     cycle             round r adds r % cycle tokens
-//     alternate         1: every second round adds none
-//     batch             requests at once, all with the same tokens, in batches of max_batch
+//     layers            for each layer KV_HEADSxHEAD_SIZE, separated by commas
+//     cycle             round r generates r % cycle tokens more than round 0
+//     alternate         1: every second round generates as many tokens as round 0
+//     batch             number of requests per call, all with the same tokens
+//     max_batch         number of these requests that run at the same time
 //     cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits, engine,
 //     provider, device, allow_fallback
 //
-// The first line of the output is "open STATUS text". For every round and thread there is a line
-// "round STATUS text", where text is "same" if both engines gave the same canvas or logits. After
-// every round comes "counts NAME=NUMBER ...". The last line is "live N".
+// The first line of the output is "open STATUS text". Then each thread prints a line "round STATUS
+// text" per round. Its text is "same" if both engines gave the same canvas or logits. The line
+// "counts NAME=NUMBER ..." follows each round. The last line is "live N".
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -44,8 +45,8 @@ std::map<std::string, std::string> options = {
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
-// Converts a layer's rows between the callback engine's layout, [rows, width], and the bundle's,
-// [kv_heads, rows, row_bytes].
+// Converts the rows of a layer from the callback engine's layout [rows, width] to the bundle's
+// layout [kv_heads, rows, row_bytes], and back.
 std::vector<uint8_t> unpack(const mock::Layer& layer, const uint8_t* packed, int32_t rows,
                             int32_t width) {
   std::vector<uint8_t> out(static_cast<size_t>(layer.bytes(rows)));

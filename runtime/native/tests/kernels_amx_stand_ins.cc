@@ -1,6 +1,7 @@
-// The linear layers of kernels/x86/amx_kernels.cc, with AVX2 instead of AVX-512, so that more
-// processors can run the tests. This file is compiled twice: with AMX's instructions, and with
-// registers emulated in plain C++. With the latter, sanitizers see every memory access.
+// The linear layers of kernels/x86/amx_kernels.cc with AVX2 instead of AVX-512, so that more
+// processors can run the tests. This file is compiled twice: with AMX instructions, and with
+// registers that are emulated in plain C++. In the emulated version, sanitizers see every memory
+// access.
 #ifdef DLM_AMX_EMULATED
 #include "matrix_emulated.h"
 #else

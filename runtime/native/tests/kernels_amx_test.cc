@@ -1,5 +1,5 @@
-// Tests when AMX may be used. They cover each reason against it, and the check that kernels
-// multiply correctly.
+// Tests of the decision whether AMX may be used. They cover each reason for refusing AMX, and the
+// check that the kernels multiply correctly.
 #include <cerrno>
 
 #include "kernels/x86/amx.h"
@@ -20,7 +20,7 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
   const auto check = [&](dlm::AmxHost host, const std::string& refusal, int asks, int proofs) {
     tally.about = dlm::find_amx_refusal(host);
     CHECK(tally.about == refusal);
-    CHECK(asked == asks && proven == proofs);  // no later check runs
+    CHECK(asked == asks && proven == proofs);  // no check after the failed one was made
   };
   dlm::AmxHost host = make_host();
   check(host, "", 1, 1);
@@ -43,7 +43,7 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
 // ---- The multiplication test ----
 
 const dlm::Kernels* whole = nullptr;
-// the spoilt group size, and the spoilt result, counted from the end
+// which group size gets a wrong result, and which result is wrong, counted from the end
 int64_t spoilt_format = 0, spoilt_at = 0;
 
 void multiply_wrongly(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {

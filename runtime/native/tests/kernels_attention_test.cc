@@ -1,5 +1,5 @@
-// Tests of attention over a cache, which must be right to a tolerance, and of how cached rows are
-// stored.
+// Tests of attention with a cache, and of the formats of cached rows. The results of attention must
+// be right within a tolerance.
 #include <array>
 #include <numeric>
 
@@ -52,8 +52,8 @@ std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
   return all;
 }
 
-// Returns the values of rows [rows, D] after they were stored. With fp16, each number is rounded.
-// INT8 stores codes, with the smallest 8-bit scale that is at least amax / 127.
+// Returns the values of rows [rows, D] after they were stored in a cache. fp16 rounds each number.
+// INT8 stores codes. Their scale is the smallest 8-bit scale that is at least amax / 127.
 std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   std::vector<double> all(x.begin(), x.end());
   for (size_t from = 0; from < x.size() && cache != CacheType::fp32;
@@ -82,7 +82,7 @@ std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   return all;
 }
 
-// Makes rows of NaN and of multiples of 2 ^ -5 below 4. Every cache stores these values exactly.
+// Makes rows of NaN and of multiples of 2 ^ -5 below 4, which every cache stores exactly.
 Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
   const auto size = static_cast<size_t>(D), bytes = static_cast<size_t>(row_bytes(cache, D));
   const size_t element = cache == CacheType::fp32 ? 4 : cache == CacheType::fp16 ? 2 : 1;
@@ -113,14 +113,14 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
 constexpr float kEpsilon = 1e-5f;
 
 struct Attention {
-  int64_t B, T, S, H, G, D;  // G: heads of keys and values
+  int64_t B, T, S, H, G, D;  // G: number of key/value heads
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
   std::vector<dlm::Segment> segments;
-  std::vector<int64_t> first_segments;  // of `segments`, set by pass()
+  std::vector<int64_t> first_segments;  // belongs to `segments`; set by pass()
   Floats y, new_keys, new_values;
   Bytes stored_keys, stored_values, present_keys, present_values;
 
@@ -137,7 +137,7 @@ struct Attention {
       cos.push_back(std::cos(angle)), sin.push_back(std::sin(angle));
     }
     for (int64_t i = 0; i < B * T; ++i) positions.push_back(numbers.below(table_rows));
-    // An uneven softmax: a few keys have nearly all the weight.
+    // Makes the softmax uneven: a few keys get nearly all the weight.
     for (float& one : q) one *= 2;
   }
 
@@ -185,14 +185,14 @@ struct Attention {
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     kernels.attention(pass(), parallel);
   }
-  // Like run, but the past rows are any fp32 numbers.
+  // Like run, but the past rows may be any fp32 numbers.
   void run_exactly(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     dlm::CachedAttention a = pass();
     a.past_keys = past_keys.data(), a.past_values = past_values.data();
     kernels.attention(a, parallel);
   }
 
-  // x [B, T, heads, D], normalised and rotated, at [b, t, head].
+  // Returns the head of x [B, T, heads, D] at [b, t, head], normalised and rotated.
   std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
                              int64_t t, int64_t head) const {
     const float* const from = x.data() + ((b * T + t) * heads + head) * D;
@@ -223,7 +223,7 @@ struct Attention {
     return all;
   }
 
-  // True if the query of token t sees the key of token j.
+  // Returns true if the query of token t sees the key of token j.
   bool sees(int64_t b, int64_t t, int64_t j) const {
     const auto position = [&](int64_t token) {
       return positions[static_cast<size_t>(b * T + token)];
@@ -232,7 +232,7 @@ struct Attention {
     return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
-  // A segment as a separate pass.
+  // Returns the pass that runs only this segment.
   Attention alone(const dlm::Segment& part) const {
     Attention one = *this;
     one.segments.clear();
@@ -287,8 +287,8 @@ struct Attention {
   }
 };
 
-// Scores of D products have an error of about sqrt(D) * 2^-24 of their size, at most 100 here, and
-// so have weights; other errors are smaller.
+// Scores of D products have an error of about sqrt(D) * 2^-24 of their size, which is at most 100
+// here. The softmax weights have the same error. All other errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
@@ -354,9 +354,9 @@ void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
       }
 }
 
-// A prompt gives the same bits in one pass and in several passes, which read the rows of earlier
-// passes from any places of the cache. This holds if each pass has more queries per key head than
-// one vector has lanes.
+// A prompt gives the same bits in one pass and in several passes that read the rows of earlier
+// passes. The cached rows may be anywhere in the cache. This holds if each pass has more queries
+// per key/value head than a vector has lanes.
 void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(11);
   InOrder in_order;
@@ -375,7 +375,8 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
       if (N - end < kLeast) end = N;
       Attention part = whole.alone({0, 0, first, end - first});
       part.S = first;
-      // Row r of a head is at places[r] in the cache, in runs of one or more pages of 16 rows.
+      // Row r of a head is at places[r] in the cache. The rows are in runs of one or more pages of
+      // 16 rows.
       std::vector<int64_t> starts;
       for (int64_t page = 0; page * 16 < first; ++page) starts.push_back(page * 16);
       const bool is_mixed = numbers.below(2) == 0;
@@ -403,8 +404,9 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
   }
 }
 
-// Blocks of any length over positions in order from any start, and in any order with some missing;
-// part of each head is rotated. Rows are bit-identical whatever follows their blocks.
+// Tests blocks of any length. The positions are in order from any start, or in any order with some
+// missing. Only a part of each head is rotated. The results for a block must be bit-identical,
+// whatever follows the block.
 void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(15);
   InOrder in_order;
@@ -451,7 +453,7 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
   check(5, true, 50, 3, 100, 2, 6);  // a task has several tiles of queries
 }
 
-// A pass over keys that all queries see gives the same bits as without blocks.
+// If all queries see all keys, a pass with blocks gives the same bits as a pass without blocks.
 void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -465,8 +467,8 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
-// Rows of any size, up to the limits of scales and codes. Values that are not finite affect only
-// their row.
+// Tests rows of any magnitude, up to the limits of scales and codes. A value that is not finite
+// must affect only its own row.
 void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(14);
   InOrder in_order;
@@ -481,7 +483,7 @@ void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Ker
           attention.cache = cache;
           for (size_t i = 0; i < attention.v.size(); ++i) {
             const float part = std::clamp(attention.v[i] / 3, -1.0f, 1.0f);
-            // Every fourth number is a tie: a multiple of half the step between two codes.
+            // Every fourth number is exactly in the middle between two codes.
             attention.v[i] = size * (i % 4 == 0 ? std::nearbyint(part * 254) / 254 : part);
           }
           for (int64_t t = 0; t < 40; ++t)
@@ -501,7 +503,7 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
   for (const CacheType cache : kCaches)
     for (const int64_t T : {1, 3, 40}) {
       const int64_t B = 2, S = 70, H = 4, G = 2, D = 12;
-      const bool by_rows = cache == CacheType::int8;  // a row with NaN becomes all NaN
+      const bool by_rows = cache == CacheType::int8;  // one NaN makes the whole row NaN
       tally.about = std::string(kernels.name) + ", " + std::to_string(T) + " tokens";
       const auto check = [&](Attention& attention, auto is_bad) {
         attention.cache = cache;
@@ -531,7 +533,7 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
     }
 }
 
-// Several requests in one pass, with cached rows anywhere: bit-identical to separate passes.
+// Several requests in one pass, with cached rows anywhere, give the same bits as separate passes.
 void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -539,7 +541,7 @@ void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& ker
       {{0, 0, 0, 33}, {0, 0, 33, 1}, {0, 0, 34, 7}},
       {{60, 11, 0, 4}, {3, 40, 4, 32}, {0, 0, 36, 5}},
       {{0, 71, 0, 41}},
-      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},  // two may share rows
+      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},  // two segments may share rows
   };
   for (const CacheType cache : kCaches)
     for (const int64_t visible_block : {0, 5})
@@ -614,7 +616,7 @@ void test_segments_that_lie_are_seen(Tally& tally) {
   Attention attention(numbers, 1, 9, 20, 1, 1, 2);
   attention.segments = {{0, 20, 0, 4}, {5, 0, 4, 5}};
   CHECK(attention.pass().has_good_segments());
-  // Several segments of one request.
+  // A request may have several segments.
   attention.segments = {{0, 5, 0, 4}, {10, 3, 0, 4}, {5, 0, 4, 5}, {19, 1, 4, 5}};
   CHECK(attention.pass().has_good_segments());
   CHECK(attention.first_segments == std::vector<int64_t>({0, 2, 4}));

@@ -1,5 +1,5 @@
-// Tests of the candidates of a row. Their ids must be exact, and their probabilities must be right
-// to a tolerance.
+// Tests of candidates. Their ids must be exact, and their probabilities must be right within a
+// tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -51,7 +51,7 @@ void check_candidates(Tally& tally, const dlm::Kernels& kernels, Rows& rows) {
       CHECK(rows.tokens[2 * r + rank] == order[rank]);
       const double behind = masked[static_cast<size_t>(order[rank])] - largest,
                    prob = std::exp(behind) / total;
-      // Exponentials as in test_gated_linear, and a sum of V of them.
+      // The error of the exponentials as in test_gated_linear, and of a sum of V of them.
       CHECK(std::abs(rows.probs[2 * r + rank] - prob) <= (1e-6 - 1e-7 * behind) * prob + 1e-37);
     }
     CHECK(std::abs(rows.entropy[r] - (weighed / total - std::log(total))) <= 1e-5);
@@ -72,7 +72,7 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
       check_candidates(tally, kernels, other);
     }
     for (float& logit : rows.logits)
-      logit = static_cast<float>(numbers.below(3));  // many are equal
+      logit = static_cast<float>(numbers.below(3));  // many logits are equal
     check_candidates(tally, kernels, rows);
     std::fill(rows.logits.begin(), rows.logits.end(), 1.5f);
     check_candidates(tally, kernels, rows);

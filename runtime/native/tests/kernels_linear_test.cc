@@ -1,5 +1,4 @@
-// Tests of INT8 and INT4 linear layers. The results must be equal bit by bit, except for gated
-// layers.
+// Tests of INT8 and INT4 linear layers. Except for gated layers, the results must be bit-identical.
 #include <cstdlib>
 
 #include "kernels_test.h"
@@ -7,7 +6,7 @@
 namespace kernels_test {
 namespace {
 
-// The bits of a positive number that fp16 represents exactly.
+// Returns the fp16 bits of a positive number that fp16 represents exactly.
 uint16_t half_of(float x) {
   int exponent = 0;
   const float mantissa = std::frexp(x, &exponent);
@@ -43,7 +42,8 @@ struct Weight {
     return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data();
   }
 
-  // The padding of the last panel must not matter. So it is filled with numbers other than zero.
+  // The padding of the last panel must not affect results. So it is filled with numbers other than
+  // zero.
   Weight& pack() {
     halves.clear();
     for (const float scale : scales) halves.push_back(half_of(scale));
@@ -74,7 +74,8 @@ Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 
   return weight;
 }
 
-// Computes a layer with `kernels`. Returns one result per weight, or only one if `is_gated`.
+// Computes a layer with `kernels`. Returns one result per weight matrix, or a single result if
+// `is_gated`.
 std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel,
                                const Floats& x, int64_t rows, const std::vector<Weight>& weights,
                                bool is_gated) {
@@ -176,7 +177,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
     for (int64_t rows = 1; rows <= 40; ++rows) {
-      for (const int64_t K : {8, 32, 40, 136, 264}) {  // some have a short last group
+      for (const int64_t K : {8, 32, 40, 136, 264}) {  // some of these have a shorter last group
         std::vector<Weight> weights;
         for (int64_t i = 0; i < 1 + rows % 3; ++i)
           weights.push_back(make_weight(numbers, K, 1 + numbers.below(100), size));
@@ -198,7 +199,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// Makes rows with the largest codes, with the smallest, and with both.
+// Makes three kinds of rows: with the largest codes, with the smallest codes, and with both.
 Floats make_extreme_rows(int64_t rows, int64_t K) {
   Floats x;
   for (int64_t i = 0; i < rows * K; ++i)
@@ -206,7 +207,7 @@ Floats make_extreme_rows(int64_t rows, int64_t K) {
   return x;
 }
 
-// 16-bit sums of the largest codes come within 7% of overflow.
+// With the largest codes, 16-bit sums are within 7% of overflow.
 void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1032, N = 40;
   for (const int64_t size : kGroupSizes) {
@@ -222,7 +223,8 @@ void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// Pairs of products of the largest codes overflow 16 bits, so kernels must not add them in 16 bits.
+// With the largest codes, the sum of two products overflows 16 bits. So kernels must not add
+// products in 16 bits.
 void test_int8_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1028, N = 40;
   tally.about = kernels.name;
@@ -278,11 +280,12 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
                                            make_weight(numbers, K, columns, size)};
       Floats x = numbers.normals(rows * K);
       for (int64_t k = 0; k < K; ++k)
-        x[static_cast<size_t>(k)] *= 1000;  // far into both ends of the sigmoid
+        x[static_cast<size_t>(k)] *= 1000;  // far outside the linear range of the sigmoid, at both
+                                            // ends
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
       const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
-      // Exponentials are accurate to 2e-7, plus the rounding of their exponent; the rest rounds
-      // three times, by 6e-8 each. Exponentials saturate below 2 ^ -126 of the other factor.
+      // Exponentials are accurate to 2e-7, plus the rounding error of their exponent. There are
+      // three more rounding errors of 6e-8 each. An exponential below 2 ^ -126 saturates.
       for (size_t i = 0; i < y.size(); ++i) {
         const double expected =
             static_cast<double>(gate[i]) / (1 + std::exp(-static_cast<double>(gate[i]))) * up[i];

@@ -1,4 +1,4 @@
-// Tests of norms of residual sums, which must be right to a tolerance.
+// Tests of RMSNorm of the sum of two rows. Results must be right within a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -53,7 +53,8 @@ void test_sums_and_norms(Tally& tally, const dlm::Kernels& kernels) {
         bool are_sums = true;
         for (size_t i = 0; i < norm.x.size(); ++i) are_sums &= norm.sum[i] == norm.x[i] + norm.y[i];
         CHECK(are_sums);
-        CHECK(distance(norm.normed, norm.expected(), 1) < 1e-5);  // of numbers up to 200
+        CHECK(distance(norm.normed, norm.expected(), 1) < 1e-5);  // absolute error of numbers up to
+                                                                  // 200
       }
 }
 

@@ -1,11 +1,11 @@
-// Tests of NVFP4 linear layers, which must be right to a tolerance.
+// Tests of NVFP4 linear layers. Results must be right within a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
 namespace {
 
-// A weight with its codes and scales in the kernels' layout. The padding of the last panel must not
-// matter.
+// A weight matrix with its codes and scales in the kernels' layout. The padding of the last panel
+// must not affect results.
 struct Nvfp4 {
   int64_t inputs, columns;
   std::vector<uint8_t> panels, scales;
@@ -17,7 +17,7 @@ struct Nvfp4 {
     scales.resize(width * static_cast<size_t>(K / 16));
     for (uint8_t& two : panels) two = static_cast<uint8_t>(numbers.below(256));
     for (uint8_t& scale : scales)
-      scale = static_cast<uint8_t>(numbers.below(0x7f));  // all finite ones
+      scale = static_cast<uint8_t>(numbers.below(0x7f));  // any finite scale
   }
 
   double at(int64_t k, int64_t n) const {

@@ -1,6 +1,7 @@
 // Compares every kernel set that this processor supports with plain loops. INT8 and INT4 layers
-// must be equal bit by bit, and float sums must be right to a tolerance. Sets that the processor
-// does not support are tested as far as its other instructions can emulate them.
+// must give bit-identical results, and float sums must be right within a tolerance. If the
+// processor does not support a kernel set, the set is tested only if other instructions of the
+// processor can emulate it.
 //
 // Prints one line for each set, and "N passed, N failed". The exit status is 1 if a check failed.
 #include "kernels_test.h"
@@ -35,12 +36,12 @@ int main() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     std::vector<const dlm::Kernels*> amx = {&dlm::kAmxEmulated};
 #ifdef DLM_AMX
-    const kernels_test::AmxTrap trap;  // catches nothing if the processor has AMX
+    const kernels_test::AmxTrap trap;  // does nothing if the processor has AMX
     amx.push_back(&dlm::kAmxStandIn);
 #endif
     for (const dlm::Kernels* const kernels : amx) {
       std::printf("%s\n", kernels->name);
-      test_linear(tally, *kernels);  // these sets have only linear layers
+      test_linear(tally, *kernels);  // these kernel sets have only linear layers
     }
     test_amx(tally, dlm::kAmxEmulated);
   }

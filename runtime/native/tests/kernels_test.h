@@ -1,5 +1,5 @@
-// Code that the tests of kernels share. Each file tests one kind of kernel against plain loops.
-// kernels_test.cc runs all of them.
+// Code that the tests of kernels share. Each test file compares one kind of kernel with plain
+// loops. kernels_test.cc runs all of them.
 #pragma once
 
 #include <algorithm>
@@ -83,7 +83,7 @@ inline bool same_bits(const Floats& a, const Floats& b) {
          (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-// The largest difference divided by `scale`; infinite if only one of two values is finite.
+// Returns the largest difference divided by `scale`. Infinite if only one of two values is finite.
 inline double distance(const Floats& got, const std::vector<double>& expected, double scale) {
   double worst = got.size() == expected.size() ? 0 : std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::min(got.size(), expected.size()); ++i) {
@@ -94,7 +94,7 @@ inline double distance(const Floats& got, const std::vector<double>& expected, d
   return worst;
 }
 
-// Checks that run(parallel) returns the same std::vector<Floats> in any order of tasks.
+// Checks that run(parallel) returns the same std::vector<Floats> for any order of tasks.
 template <class Run>
 void check_order_of_tasks(Tally& tally, Run run) {
   InOrder in_order;

@@ -1,4 +1,4 @@
-// Tests of tied heads, for every type of the table. The results must be right to a tolerance.
+// Tests of tied heads with every type of table. Results must be right within a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -50,7 +50,8 @@ struct Table {
         put(static_cast<uint16_t>(bits >> 16)), values.push_back(kept);
       } else if (type == dlm::TableType::fp16) {
         const auto code =
-            static_cast<uint16_t>(numbers.below(0x7c00) | numbers.below(2) << 15);  // finite
+            static_cast<uint16_t>(numbers.below(0x7c00) | numbers.below(2) << 15);  // any finite
+                                                                                    // number
         put(code), values.push_back(value_of_fp16(code));
       } else {
         const auto code = static_cast<uint8_t>(numbers.below(0x7f) | numbers.below(2) << 7);
@@ -83,7 +84,7 @@ void check_head(Tally& tally, const dlm::Kernels& kernels, const Table& table, c
         sum += product, size += std::abs(product);
       }
       const double scale = table.scales.empty() ? 1 : table.scales[static_cast<size_t>(n)];
-      // fp32 sums of a few hundred products, in any order.
+      // The tolerance allows for fp32 sums of a few hundred products in any order.
       CHECK(std::abs(y[static_cast<size_t>(r * table.rows + n)] - sum * scale) <=
             1e-6 * size * std::abs(scale));
     }

@@ -1,6 +1,6 @@
-// Emulates the matrix registers of kernels/x86/matrix_amx.h in plain C++, as Intel describes the
-// instructions. The program ends where the processor would fault. It also ends if a kernel uses
-// register contents that it did not set.
+// Emulates the matrix registers of kernels/x86/matrix_amx.h in plain C++, following Intel's
+// description of the instructions. The program ends where the processor would fault. It also ends
+// if a kernel uses contents of a register that the kernel did not set.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Register {
   uint8_t bytes[16][64];
 };
 
-// A thread's registers, by number.
+// The registers of one thread.
 class File {
  public:
   static File& here() {
@@ -44,7 +44,7 @@ class File {
 
   void zero(int number) { std::memset(find(number).bytes, 0, sizeof(Register::bytes)); }
 
-  // A load fills the register outside its shape with zeros. A store only writes the shape.
+  // A load sets the register to zero outside of its shape. A store writes only the shape.
   void load(int number, const void* from, int64_t stride) {
     zero(number);
     Register& to = find(number);
@@ -68,7 +68,7 @@ class File {
                codes.row_bytes == 4 * weights.rows,
            "shapes that do not fit each other");
     for (int64_t row = 0; row < sums.rows; ++row) {
-      uint32_t totals[16];  // they wrap around, like the processor's
+      uint32_t totals[16];  // sums wrap around, as on the processor
       std::memcpy(totals, sums.bytes[row], sizeof totals);
       for (int64_t line = 0; line < weights.rows; ++line)
         for (int64_t column = 0; column < sums.row_bytes / 4; ++column) {

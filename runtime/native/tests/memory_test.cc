@@ -1,10 +1,10 @@
-// Makes the allocations of C ABI calls fail, one at a time. Every such call must end with a status,
-// and must not leak. After that, the object must accept the next call, which must give the usual
-// result.
+// Makes the allocations of C ABI calls fail, one at a time. Each call with a failed allocation must
+// return a status and must not leak. After that, the object must accept the next call, which must
+// give the usual result.
 //
 // memory_test STRIDE [BUNDLE]: makes every STRIDE-th allocation fail. Also opens BUNDLE, a folder
-// with a compiled text file. The program is compiled with the core's sources, so that a bundle of
-// files can get a fake engine. Prints "N allocations failed, N claims did".
+// with a compiled text file. The program is compiled with the library's sources, so that a bundle
+// of files can have a fake engine. Prints "N allocations failed, N claims did".
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -28,8 +28,9 @@
 
 namespace {
 
-// The number of allocations until one fails. If it is negative, none fails. Counted over all
-// threads, because opening a bundle hashes on a second thread.
+// The number of allocations that still succeed. After them, one allocation fails. A negative number
+// means that no allocation fails. All threads count, because opening a bundle hashes files on a
+// second thread.
 std::atomic<long> allocations_left{-1};
 std::atomic<bool> has_failed{false};
 
@@ -50,7 +51,7 @@ void* allocate(std::size_t bytes) {
   return found;
 }
 
-// No further allocations fail. Later allocations are made by the test itself.
+// From now on, no allocation fails. The test calls this before it allocates memory itself.
 void stop_failing() { allocations_left = -1; }
 
 int failures = 0, wrong = 0;
@@ -61,15 +62,15 @@ void check(bool holds, const char* name, long number, const char* what) {
   std::printf("%s, allocation %ld: %s\n", name, number, what);
 }
 
-// What came out of a call: its status, and all its outputs as text.
+// The result of a call: its status, and all its outputs as text.
 struct Came {
   dlm_status status;
   std::string result;
 };
 
-// Makes each allocation of `call` fail in turn. `prepare` creates the object of the call each time.
-// If memory runs out, a call must return OUT_OF_MEMORY or the usual result. A second call must give
-// the usual result. `wanted` is the status if there is enough memory.
+// Makes each allocation of `call` fail in turn. `prepare` creates a new object for each call. If an
+// allocation fails, the call must return OUT_OF_MEMORY or the usual result. A second call must give
+// the usual result. `wanted` is the status that the call has if no allocation fails.
 template <class Prepare, class Call>
 void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status wanted = DLM_OK) {
   Came whole;
@@ -112,7 +113,7 @@ dlm_status run(void*, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// The same, for requests that may share a pass.
+// Like the class above, but requests may share a pass.
 class Sharing final : public dlm::HostEngine {
  public:
   explicit Sharing(dlm::CacheShape cache) : HostEngine(std::move(cache)) {}
@@ -204,7 +205,8 @@ std::string shown(const int32_t* tokens, size_t count) {
   return text;
 }
 
-// The session's message for its last call. It may be empty if there was no memory.
+// Returns the status, and the session's message for its last call. The message may be empty if
+// there was no memory for it.
 Came of(dlm_session& session, dlm_status status) {
   stop_failing();
   return {status, dlm_session_last_error(&session)};
@@ -283,7 +285,7 @@ void sweep_sessions(long stride) {
     double seconds[2];
     return of(*session, dlm_session_time_passes(session.get(), 2, 4, 8, 2, seconds, 2));
   });
-  // Errors; their messages need memory too.
+  // Errors, whose messages need memory too.
   sweep(
       "a canvas that is too long", stride, anew(*alone),
       [&](auto& session) {
@@ -303,7 +305,7 @@ void sweep_sessions(long stride) {
       DLM_INVALID_ARGUMENT);
 }
 
-// An automaton of all texts: one state, one class, one group.
+// Returns an automaton that accepts all texts. It has one state, one class and one group.
 std::string any_text() {
   std::vector<int32_t> numbers = {kVocab, 1, 1, 1, 1, 1};
   numbers.resize(numbers.size() + 8);  // made_of
@@ -372,8 +374,8 @@ void sweep_constraints(long stride) {
   }
 }
 
-// The results of three requests in one scheduler. A request that runs out of memory must not affect
-// the others.
+// Returns the results of three requests of one scheduler. If one request runs out of memory, the
+// others must not be affected.
 Came schedule(dlm_scheduler& scheduler, const dlm_policy& policy) {
   Owned<dlm_job> jobs[3];
   Came came{DLM_OK, ""};
@@ -463,7 +465,7 @@ Came encoded(const dlm_text* text) {
   return {status, status == DLM_OK ? shown(ids, count) : ""};
 }
 
-// Opens a bundle of files without an engine and gives it a fake one.
+// Opens a bundle of files without an engine, and gives it a fake engine.
 void sweep_files(long stride, const std::string& folder) {
   dlm_open_options options;
   dlm_open_options_init(&options, sizeof options);
@@ -528,7 +530,7 @@ void sweep_files(long stride, const std::string& folder) {
       },
       DLM_INVALID_ARGUMENT);
 
-  // From text to text, over a fake denoiser with the text's vocabulary.
+  // A whole run from text to text, with a fake denoiser that has the vocabulary of the text file.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
   bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);

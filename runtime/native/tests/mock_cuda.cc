@@ -1,10 +1,10 @@
-// A mock of libcuda.so.1, for machines without CUDA. It is stricter than a real device. The host
-// cannot read device pointers. Every range of memory is checked. Work on a stream is done only when
-// a caller waits for the stream. Calls without a current context fail.
+// A mock of libcuda.so.1, for machines without CUDA. The mock is stricter than a real device. The
+// host cannot read device pointers. Every range of memory is checked. Work on a stream is done only
+// when a caller waits for the stream. Calls without a current context fail.
 //
 // Environment variables configure it. $MOCK_CUDA_SM is the compute capability of the devices
-// (default 120). $MOCK_CUDA_DEVICES is the number of devices (default 1), and $MOCK_CUDA_BYTES
-// their memory (default 1 GiB). $MOCK_CUDA_FAIL lists the calls that fail.
+// (default 120). $MOCK_CUDA_DEVICES is the number of devices (default 1). $MOCK_CUDA_BYTES is
+// the memory of each device (default 1 GiB). $MOCK_CUDA_FAIL lists the calls that fail.
 #include "mock_cuda.h"
 
 #include <cstdlib>
@@ -26,7 +26,7 @@ struct CUstream_st {
 
 namespace {
 
-// Set in device addresses, so that the processor faults when the host reads them.
+// This bit is set in device addresses, so that the processor faults if the host reads them.
 constexpr CUdeviceptr kDeviceBit = CUdeviceptr{1} << 62;
 constexpr size_t kGuardBytes = 64;
 constexpr unsigned char kGuard = 0xD7;
@@ -34,13 +34,13 @@ constexpr unsigned char kGuard = 0xD7;
 struct State {
   std::mutex mutex;
   std::map<std::string, int> counts;
-  std::map<uintptr_t, size_t> device, pinned;  // start and size of blocks
+  std::map<uintptr_t, size_t> device, pinned;  // from the start of each block to its size
   std::set<const void*> objects;
   int retained = 0;
 };
 
 State& state() {
-  static State* const all = new State;  // never destroyed, because libraries that use it are
+  static State* const all = new State;  // never destroyed, because the libraries that use it are
                                         // unloaded in any order
   return *all;
 }
@@ -96,7 +96,7 @@ void drain(CUstream stream) {
   stream->pending.clear();
 }
 
-// Allocates with guard bytes on both sides, which are checked when the block is freed.
+// Allocates a block with guard bytes on both sides. They are checked when the block is freed.
 void* allocate(std::map<uintptr_t, size_t> State::* blocks, size_t bytes) {
   auto* const raw = static_cast<unsigned char*>(std::malloc(bytes + 2 * kGuardBytes));
   std::memset(raw, kGuard, bytes + 2 * kGuardBytes);
@@ -172,7 +172,7 @@ void submit(CUstream stream, const std::function<void()>& work) {
 
 }  // namespace mock
 
-// Counts the call and makes it fail if requested; most calls need a current context.
+// Counts the call, and makes it fail if the test asks for it. Most calls need a current context.
 #define CALL_ANYWHERE(name, failure) \
   if (mock::note(#name)) return failure
 #define CALL(name, failure)                               \

@@ -1,8 +1,8 @@
-// A mock denoiser. Its outputs are hashes of everything that a pass sees: ids, positions, and every
-// byte of the cached rows. As in attention, the order of rows within a head does not matter, but it
-// must be the same for keys and values. The TensorRT mock runs this denoiser on mock device memory,
-// and the driver's callback engine runs it on host memory. Their canvases are equal only if every
-// byte is where it should be.
+// A mock denoiser. Its outputs are hashes of everything that a pass reads: ids, positions, and
+// every byte of the cached rows. As in attention, the rows of a head may be in any order, but the
+// order must be the same for keys and values. The mock of TensorRT runs this denoiser on mock
+// device memory, and the test driver's callback engine runs it on host memory. Both give the same
+// canvases only if every byte is in the right place.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Shape {
 struct Pass {
   int32_t tokens, cached, rows;
   const int64_t *ids, *positions, *score_rows;
-  std::vector<const uint8_t*> past;  // key and value of every layer, [kv_heads, S, row_bytes]
+  std::vector<const uint8_t*> past;  // keys and values of every layer, [kv_heads, S, row_bytes]
   std::vector<uint8_t*> present;  // [kv_heads, T, row_bytes] in the same order; empty if not needed
   int32_t* top_tokens;
   float *top_probs, *entropy, *logits;  // entropy and logits may be NULL

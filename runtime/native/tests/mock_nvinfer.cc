@@ -1,7 +1,7 @@
 // A mock of libnvinfer. It implements the classes of TensorRT 10.14's headers, and runs the
 // denoiser of mock_denoiser.h.
 //
-// Its "engine file" is text, in which types are the numbers of nvinfer1::DataType:
+// Its "engine file" is a text with these lines. Types are numbers of nvinfer1::DataType.
 //   mock-engine
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE               (once per layer)
@@ -13,7 +13,7 @@
 //
 // The mock is stricter than TensorRT. An enqueue checks every address against the mock's device
 // memory, and checks that tensors do not overlap. A context with new shapes cannot be captured. If
-// a graph is replayed after its context has changed or was destroyed, an error is counted.
+// a graph is replayed after its context has changed or was destroyed, the mock counts an error.
 #include <NvInferRuntime.h>
 
 #include <cstdio>
@@ -38,14 +38,14 @@ using nvinfer1::OptProfileSelector;
 using nvinfer1::TensorIOMode;
 
 constexpr int64_t kT = -1, kS = -2, kR = -3;
-constexpr size_t kWorkingBytes[] = {4096, 1000};  // of the profiles
+constexpr size_t kWorkingBytes[] = {4096, 1000};  // one per profile
 
 struct Tensor {
   bool is_input;
   DataType type;
   std::vector<int64_t> dims;
   bool is_on_host = false;
-  std::string role{};  // its name before it was renamed
+  std::string role{};  // the port's name before `rename`
 };
 
 size_t element_bytes(DataType type) {
@@ -61,7 +61,7 @@ struct Plan {
   std::vector<Range> profiles;
   bool is_nan = false, is_chatty = false;
 
-  // False if the text is not a plan.
+  // Returns false if the text is not an engine file.
   bool read(const std::string& text) {
     std::istringstream in(text);
     std::string word, name;
@@ -161,13 +161,13 @@ Dims to_dims(const std::vector<int64_t>& dims, int64_t tokens, int64_t cached, i
   return out;
 }
 
-// The parameters of a captured enqueue. They must be the same when the graph is replayed.
+// The parameters of a captured enqueue, which must be the same when the graph is replayed.
 struct Generation {
   int number = 0;
   bool is_alive = true;
 };
 
-// All virtual functions that need no implementation.
+// The virtual functions that the tests do not use.
 #define NOTHING(signature, value) \
   signature noexcept override { return value; }
 
@@ -494,7 +494,7 @@ class MockRuntime final : public nvinfer1::IRuntime, public nvinfer1::apiv::VRun
   nvinfer1::ILogger& logger_;
 };
 
-// The nth number of the version.
+// Returns the number at this place of the version.
 int32_t version(int place) {
   const char* const given = std::getenv("MOCK_TRT_VERSION");
   int32_t numbers[4] = {};

@@ -1,8 +1,8 @@
 // A mock of libonnxruntime with GPU providers. It implements the OrtApi slots that the engine
-// calls, and runs the denoiser of mock_denoiser.h. A GPU provider computes on the device memory of
+// calls, and runs the denoiser of mock_denoiser.h. A GPU provider computes in the device memory of
 // mock_cuda, which the host cannot read.
 //
-// Its "graph" is text, in which types are the numbers of ONNXTensorElementDataType:
+// Its "graph" is a text with these lines. Types are numbers of ONNXTensorElementDataType.
 //   mock-graph
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
@@ -11,12 +11,12 @@
 //
 // $MOCK_ORT_VERSION is the version (default 1.31.1). $MOCK_ORT_PROVIDERS lists the providers
 // (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that a provider cannot
-// load. $MOCK_ORT_FULL is the call that finds the device full ("Run:2"). $MOCK_CUDA_FAIL lists the
-// calls that fail.
+// load. $MOCK_ORT_FULL is the call that fails because the device is full ("Run:2"). $MOCK_CUDA_FAIL
+// lists the calls that fail.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
-// device, and everything else must be in host memory. Work that is still queued on our streams when
-// a pass starts is not visible to the pass.
+// device, and all other arrays must be in host memory. If work is still queued on our streams when
+// a pass starts, the pass does not see the results of this work.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -82,7 +82,7 @@ struct OrtSession {
   mock::Shape shape{};
   int cache_type = 0;
   bool is_nan = false, is_recorded = false;
-  std::string provider;  // runs the denoiser
+  std::string provider;  // the provider that runs the denoiser
   int device = 0;
   std::vector<std::pair<std::string, OrtTypeInfo>> inputs, outputs;
   std::vector<OrtEpAssignedSubgraph> placement;
@@ -104,7 +104,7 @@ OrtStatus* refuse(const std::string& message, int code = kFail) {
   return new OrtStatus{code, message};
 }
 
-// Counts the call. Returns an error status if it should fail or find the device full.
+// Counts the call. Returns an error status if the call must fail, or if the device must be full.
 OrtStatus* noted(const std::string& call) {
   static std::map<std::string, int> made;  // static, because tests let one of the driver's threads
                                            // fail at a time
@@ -218,8 +218,8 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   return nullptr;
 }
 
-// A value's bytes as the provider sees them. If they are not where they must be, returns nullptr
-// and counts an error.
+// Returns a value's bytes where the provider sees them. If the value is in the wrong memory, counts
+// an error and returns nullptr.
 void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
   const bool on_device = is_cache && session.provider != kCpu;
   const bool is_there = on_device

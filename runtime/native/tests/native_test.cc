@@ -36,7 +36,7 @@ struct Tally {
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
 // Checks that `code` throws Error(status) with the message `message`. If `message` starts with
-// "...", the error's message must only contain the rest of it.
+// "...", the message of the error must contain the text after the dots.
 #define CHECK_ERROR(code, status, message) \
   check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
@@ -168,7 +168,7 @@ void test_json_refuses(Tally& tally) {
       {std::string(kLimit + 1, ' '), "line 1: the text has 1048577 bytes; the limit is 1048576"},
   };
   for (const auto& [text, message] : cases) CHECK_ERROR(parse(text), DLM_BAD_BUNDLE, message);
-  // If a path is long, a message shows only its end.
+  // If a path is long, a message contains only its end.
   std::string nested = "1";
   for (int i = 0; i < 60; ++i) nested = "{\"a_rather_long_key_that_repeats\":" + nested + "}";
   const auto root = parse(nested);
@@ -177,14 +177,14 @@ void test_json_refuses(Tally& tally) {
   CHECK(value->path().size() < 300 && value->path().compare(0, 3, "...") == 0);
 }
 
-// Damaged text is accepted or throws Error. The sanitizers check that the reader does not crash.
+// The reader must accept damaged text or throw Error. Sanitizers detect crashes and wrong accesses.
 void test_json_survives_mutations(Tally& tally) {
   uint32_t state = 12345;
-  const auto random =
-      [&](size_t below) {  // a linear congruential generator, so that every run is the same
-        state = state * 1664525u + 1013904223u;
-        return static_cast<size_t>(state >> 8) % below;
-      };
+  const auto random = [&](size_t below) {  // a linear congruential generator, so that every run
+                                           // gives the same numbers
+    state = state * 1664525u + 1013904223u;
+    return static_cast<size_t>(state >> 8) % below;
+  };
   const char alphabet[] = "{}[]\",:\\u0d8ef-+.19Eet \n\x00\x80\xc3\xed\xf4\xff";
   int read = 0, refused = 0;
   for (int round = 0; round < 20000; ++round) {
@@ -252,8 +252,8 @@ void test_sha256(Tally& tally) {
       CHECK(hash.hex() == hex);
     }
   }
-  // Tests every length around the block size, in pieces of every size. Both implementations must
-  // agree with each other, and with a single update.
+  // Tests every length around the block size, with pieces of every size. Both implementations must
+  // agree with each other, and with the hash of the text as one piece.
   bool agree = true;
   std::string text;
   for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
@@ -307,19 +307,19 @@ void test_callback_engine(Tally& tally) {
 }
 
 // Checks the cached rows that passes read. A pass must see every row outside its own positions
-// exactly once, in any order, as the last pass wrote it. A row's content encodes its layer, its
-// head (counted over all requests of a batch), its position and the pass. Keys and values use
-// different codes. As in some denoisers, layers have different numbers and sizes of heads. Two
-// layers are the same.
+// exactly once, as the last pass wrote it. The rows may be in any order. The content of a row
+// encodes its layer, its head (counted over all requests of a batch), its position, and the pass
+// that wrote it. Keys and values use different codes. As in some denoisers, layers have different
+// numbers and sizes of heads. Two of the layers are the same.
 struct Rows {
   dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
   int passes = 0, wrong = 0;
-  std::map<int, int> written;  // by position: the last pass that wrote it
+  std::map<int, int> written;  // for each position, the last pass that wrote it
   const char* start = nullptr;
   bool is_growing = false;  // the rows may move to a larger buffer
 
-  // Checks the rows that the pass reads, writes the rows that it must write, and gives the last
-  // scored row the highest score.
+  // Checks the rows that the pass reads, and writes the rows that it must write. Gives the highest
+  // score to the last scored row.
   static dlm_status run(void* user, const dlm_pass* pass) {
     static_cast<Rows*>(user)->check(*pass);
     return DLM_OK;
@@ -361,7 +361,7 @@ struct Rows {
             bytes[1] = static_cast<char>(passes);
           }
           if (layer + kind + head > 0) continue;
-          // One copy: new rows follow the others.
+          // Keys and values were appended without a copy: the new rows follow the others.
           const char* const begins = present - heads * pass.cached * row_bytes;
           wrong += pass.cached > 0 && !is_growing && begins != start;
           start = begins;
@@ -408,7 +408,7 @@ void test_host_contexts(Tally& tally) {
     make(6, 9, length, CacheUse::read);
     context->keep_outside(5, behind);
     make(5, behind, length, CacheUse::refresh);
-    context->keep_outside(4, length);  // straight from one refreshing pass to the next
+    context->keep_outside(4, length);  // directly from one refreshing pass to the next
     make(4, length, length, CacheUse::refresh);
     context->keep_outside(behind, length);
     make(behind, length, length, CacheUse::read);
@@ -422,11 +422,11 @@ void test_host_contexts(Tally& tally) {
               "...opened with engine \"none\"");
 }
 
-// Runs passes over ranges that no policy uses. Each pass reads rows that the previous one left,
-// some or all of them.
+// Runs passes over ranges that no policy uses. Each pass reads some or all of the rows that the
+// previous pass left.
 void test_rows_through_random_ranges(Tally& tally) {
   uint32_t state = 1;
-  const auto random = [&](int low, int high) {  // both included
+  const auto random = [&](int low, int high) {  // low and high are included
     state = state * 1664525u + 1013904223u;
     return low + static_cast<int>((state >> 8) % static_cast<uint32_t>(high - low + 1));
   };
@@ -441,7 +441,7 @@ void test_rows_through_random_ranges(Tally& tally) {
     dlm_pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
     context->run(pass, dlm::CacheUse::write);
-    int first = length, last = 0;  // rows not kept; the next range must include them
+    int first = length, last = 0;  // the rows that were not kept; the next range must include them
     for (int i = 0; i < 8; ++i) {
       first = random(0, std::min(first, length - 1)),
       last = random(std::max(last, first + 1), length);
@@ -458,7 +458,7 @@ void test_rows_through_random_ranges(Tally& tally) {
   CHECK(wrong == 0);
 }
 
-// Runs this many requests in lockstep.
+// Runs the given number of requests in lockstep.
 template <class Make>
 std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoiser,
                                                     dlm::Engine& engine, int32_t count, Make make) {
@@ -471,8 +471,8 @@ std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoise
   return jobs;
 }
 
-// Tests every cache, block length and refresh, with a single canvas and with several. Checks the
-// rows that passes read. With a sanitizer, this also checks how rows are moved.
+// Tests every cache, block length and refresh, with a single canvas and with several canvases.
+// Checks the rows that passes read. With a sanitizer, this also checks how rows are moved.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})
@@ -498,9 +498,9 @@ void test_rows_through_whole_requests(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// The `block` cache grows with the stored rows, which are read in place. With `reuse`, every pass
-// over a block stores it again. With `open`, the pass that stores one block also decides positions
-// of the next.
+// The `block` cache grows with the stored rows, and passes read these rows where they are. With
+// `reuse`, every pass over a block stores the block again. With `open`, the pass that stores a
+// block also decides positions of the next block.
 void test_rows_that_are_appended(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* store : {"pass", "reuse", "open"})
@@ -521,12 +521,12 @@ void test_rows_that_are_appended(Tally& tally) {
             const auto jobs = run_together(denoiser, *engine, batch, [&] {
               return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
             });
-            // of any job, because all are alike
+            // of the first job, because all jobs are alike
             const dlm_stats& counts = *jobs[0]->result().stats;
-            // Requests that store the rows of their last pass never run together.
+            // Requests with `reuse` never run together.
             const int32_t turns = std::strcmp(store, "reuse") == 0 ? batch : 1;
-            // Each pass that opens a block decides one of its positions, because here every pass
-            // does.
+            // A pass that opens a block also decides one position of the block, because in this
+            // test every pass decides one.
             const bool opens = std::strcmp(store, "open") == 0;
             wrong += rows.wrong + (counts.denoise_passes +
                                        (opens ? counts.prefill_passes + counts.store_passes : 0) !=
@@ -539,8 +539,8 @@ void test_rows_that_are_appended(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// Fills a canvas and reports the order in which positions were decided. The denoiser predicts 10 +
-// position, and is most certain of the leftmost position.
+// Fills a canvas, and returns the order in which positions were decided. The denoiser predicts
+// token 10 + position, and is most certain of the leftmost position.
 std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
                           std::vector<uint8_t> undecided, Tally& tally) {
   const dlm::Denoiser denoiser{40, 9, 64, 2, 0, false, {{1, 2, 4}}, {12}};
@@ -564,8 +564,8 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes the least likely token. Commits one position per pass, the last one. Records the calls
-// of note().
+// Proposes the least likely token. Commits one position per pass, always the last one. Records the
+// calls of note().
 class Least final : public dlm::Proposer {
  public:
   Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
@@ -591,8 +591,8 @@ class Least final : public dlm::Proposer {
   std::map<int32_t, int32_t>& told_;
 };
 
-// Runs two requests with different rules and proposers in a batch. If one of them needs an output,
-// the pass has it.
+// Runs two requests with different rules and proposers in one batch. If one of them needs an
+// output, the pass must return it.
 void test_proposers_side_by_side(Tally& tally) {
   struct Seen {
     int with_logits = 0, with_entropy = 0, passes = 0;
@@ -665,11 +665,11 @@ void test_undecided_is_not_the_mask_token(Tally& tally) {
   dlm_policy policy = dlm::default_policy();
   policy.block_length = 2;
   policy.stop = "none";
-  // A given mask token (9) stays. A token at an undecided position is replaced.
+  // A given mask token (9) stays in the canvas. A token at an undecided position is replaced.
   CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) ==
          std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
-  // 12 is the end token. If it is committed at position 2, it fills every undecided position after
-  // its block, and no other.
+  // Token 12 is the end token. When it is committed at position 2, it fills the undecided positions
+  // after its block, and no other positions.
   CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
          std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
   policy.stop = "eos";
@@ -684,15 +684,17 @@ void test_tensorrt_plans(Tally& tally) {
   engine.sm = {89, 120};
   engine.prefill = {{1, 256, 512}, {0, 0, 0}, {1, 8, 64}};
   engine.block = {{1, 32, 32}, {0, 256, 512}, {1, 8, 32}};
-  // Full passes use prefill at any length, cached ones block.
+  // Passes without cached tokens use the profile `prefill` at any length. Passes with cached tokens
+  // use `block`.
   CHECK(choose_profile(engine, 512, 0) == 0 && choose_profile(engine, 8, 0) == 0 &&
         choose_profile(engine, 8, 1) == 1);
   CHECK(choose_profile(engine, 32, 512) == 1 && choose_profile(engine, 33, 1) == -1 &&
         choose_profile(engine, 513, 0) == -1);
   CHECK(choose_profile(engine, 1, 513) == -1);
-  engine.prefill.tokens.smallest = 64;  // then short ones use block
+  engine.prefill.tokens.smallest = 64;  // then short passes without cached tokens use block
   CHECK(choose_profile(engine, 32, 0) == 1 && choose_profile(engine, 33, 0) == -1);
-  engine.prefill.cached = {0, 256, 512};  // and a prefill with cached rows takes what block cannot
+  engine.prefill.cached = {0, 256, 512};  // and prefill takes the passes with cached tokens that
+                                          // block cannot run
   CHECK(choose_profile(engine, 100, 100) == 0 && choose_profile(engine, 32, 100) == 1);
 
   const dlm::Sizes rows{1, 8, 30};
@@ -705,8 +707,8 @@ void test_tensorrt_plans(Tally& tally) {
       is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
     }
   CHECK(is_right);
-  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);  // at least the profile's minimum
-  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);  // at least the needed rows
+  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);  // at least the smallest number of the profile
+  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);  // at least the number of rows that are needed
 
   const auto sizes = dlm::trt::largest(engine);
   CHECK(sizes.tokens == 512 && sizes.cached == 512 && sizes.rows == 64);

@@ -2,7 +2,7 @@
 // slots, signatures and enum values.
 //
 // Built only if the header is installed (Debian's libonnxruntime-dev puts it in <onnxruntime/>).
-// Compiling it is the test; the program does nothing.
+// The test is that this file compiles. The program does nothing.
 #include "engines/graph_contract.h"
 #include "engines/onnxruntime/ort_api.h"
 
@@ -136,7 +136,7 @@ CHECK_SLOT_OF(PlacedNodeGetDomain, EpAssignedNode_GetDomain);
 CHECK_SLOT_OF(PlacedNodeGetOperator, EpAssignedNode_GetOperatorType);
 #endif
 
-// OrtCustomOp grows only at its end, and a library reads only the part that its version has.
+// OrtCustomOp grows only at its end. A library reads only the part that exists in its version.
 static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));
 static_assert(
     std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);

@@ -1,6 +1,7 @@
-// Tests that a request gives the same result alone, in passes that requests share, and when
-// requests take turns. The predictions of a fake denoiser depend on every visible row, and on
-// nothing else. Random requests join, leave, are cancelled and fail, from several threads.
+// Tests that a request gives the same result when it runs alone, when it shares passes with other
+// requests, and when requests take turns. The predictions of a fake denoiser depend only on the
+// rows that a pass can see, and on all of them. Several threads submit random requests, some of
+// which are cancelled or fail.
 //
 // Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
 // failed".
@@ -90,7 +91,7 @@ class Faulty final : public dlm::Proposer {
   const Fault fault_;
 };
 
-// The options of a job. Unlike JobOptions, they can be copied and used again.
+// The options of a job. Unlike JobOptions, they can be copied.
 struct Limits {
   int32_t max_steps = 0;
   std::optional<dlm::Clock::time_point> deadline;
@@ -141,7 +142,7 @@ std::vector<int32_t> canvas_of(const dlm::Job& job) {
   return {job.result().tokens, job.result().tokens + job.result().length};
 }
 
-// The description of a request, from which the same request can be created again.
+// Describes a request, so that the same request can be created several times.
 struct Wish {
   dlm::Policy policy;
   std::vector<int32_t> canvas;
@@ -195,7 +196,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   return wish;
 }
 
-// The result of the request if it runs alone, as in a session.
+// Returns the result of the request if it runs alone, as in a session.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
   dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
   dlm::Runner runner(of, passes, {});
@@ -204,8 +205,9 @@ std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, co
   return job;
 }
 
-// True if canvases, finishes and statistics are equal, except for times and the number of passes
-// that fill the cache. A limit of the scheduler may split these passes.
+// Returns true if both jobs have equal canvases, finishes and statistics. Times may differ. The
+// number of passes that fill the cache may differ too, because a limit of the scheduler may split
+// these passes.
 bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
   const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
@@ -242,7 +244,7 @@ void test_random_requests(uint32_t seed, bool shares) {
   };
   for (int i = 0; i < 4; ++i) submit();
   scheduler.run(true, [&] {
-    if (jobs.size() < 16 && random() % 3 == 0) submit();  // joins while others run
+    if (jobs.size() < 16 && random() % 3 == 0) submit();  // some requests join while others run
     return true;
   });
   for (size_t i = 0; i < jobs.size(); ++i)
@@ -253,16 +255,17 @@ void test_random_requests(uint32_t seed, bool shares) {
   CHECK(stats.shares >= stats.passes && (shares || stats.shares == stats.passes));
 }
 
-// Returns true if two jobs decided the same tokens for the same reason.
+// Returns true if both jobs decided the same tokens and ended for the same reason.
 bool same_answer(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
   const dlm_result &one = job.result(), &other = alone->result();
   return one.status == DLM_OK && canvas_of(job) == canvas_of(*alone) &&
          one.finish == other.finish && one.stats->store_passes == other.stats->store_passes;
 }
 
-const uint64_t kRowBytes = 2 * (2 + 1) * 2 * 4;  // bytes of a token, see shape()
+const uint64_t kRowBytes = 2 * (2 + 1) * 2 * 4;  // bytes of one token's keys and values, see
+                                                 // shape()
 
-// Saves the prompt cache of a prompt, as far as the prompt fills pages, and loads it.
+// Saves and loads a prompt cache with the whole pages of a prompt.
 void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32_t> prompt,
                  dlm::PromptCaches& files) {
   const int32_t page = dlm::page_rows(of.visible_block);
@@ -276,8 +279,8 @@ void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32
   unlink(path.c_str());
 }
 
-// Requests whose prompts start alike reuse keys and values, and so do requests whose prompts start
-// like a prompt cache. Their answers do not change.
+// Requests whose prompts start with the same tokens reuse keys and values. So do requests whose
+// prompts start like a prompt cache. The answers must not change.
 void test_prefixes(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {4, 8, 16, 32}),
@@ -292,7 +295,8 @@ void test_prefixes(uint32_t seed) {
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
       most_idle);
-  // Few different prompts, so that many requests start alike. Some prompts continue an answer.
+  // There are few different prompts, so that many requests start alike. Some prompts continue an
+  // earlier answer.
   std::vector<std::vector<int32_t>> prompts;
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -408,7 +412,7 @@ void test_a_second_request_reuses_its_prompt(int32_t shift) {
     return *job->result().stats;
   };
   CHECK(run(64, 5).cached_tokens == 0);
-  // A shifted denoiser computes the last row of the prompt again, and so its last page.
+  // A shifted denoiser computes the last row of the prompt again, and therefore also the last page.
   const dlm_stats again = run(64, 5);
   CHECK(again.cached_tokens == (shift == 0 ? 64 : 48));
   CHECK(again.prefill_passes == (shift == 0 ? 0 : 1));
@@ -417,8 +421,8 @@ void test_a_second_request_reuses_its_prompt(int32_t shift) {
   CHECK(run(64, 6).cached_tokens == 0);  // the first token differs
 }
 
-// With full attention and reuse_prompt, a request uses the prompt of an earlier request. If both
-// requests are equal, so are their answers.
+// With full attention and reuse_prompt, a request uses keys and values of an earlier prompt. If
+// both requests are equal, their answers are equal too.
 void test_full_attention_reuses_prompts_if_asked(bool reuses, const char* cache) {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -467,12 +471,12 @@ void test_requests_at_once_share_their_prompt(int32_t shift) {
     CHECK(same_answer(*jobs[i], run_alone(of, other, wishes[i])));
     reused += jobs[i]->result().stats->cached_tokens;
   }
-  // Each page is computed by one of the eight requests. But a shifted denoiser computes the last
-  // page before the first block for each request.
+  // For each page, one of the eight requests computes the page. But with a shifted denoiser, every
+  // request computes the last page before the first block.
   CHECK(reused == 7 * (shift == 0 ? 64 : 48) && scheduler.told().prefix_tokens == reused);
 }
 
-// A long prompt is computed in parts, between the passes of another request.
+// A long prompt is computed in parts. Passes of another request run between the parts.
 void test_long_prompts_are_split(int32_t shift) {
   const dlm::Denoiser of = denoiser(4, shift);
   Summing engine(shape(), 4, true), other(shape(), 4, false);
@@ -492,7 +496,8 @@ void test_long_prompts_are_split(int32_t shift) {
     const auto alone = run_alone(of, other, lengthy);
     CHECK(same(*one, run_alone(of, other, brief)) && same(*two, alone));
     CHECK(alone->result().stats->prefill_passes == 1);
-    // 88 tokens in parts of at most 16. With the cost, parts get smaller as more rows are read.
+    // A prompt of 88 tokens is computed in parts of at most 16 tokens. With the cost model, parts
+    // get smaller as passes read more rows.
     const int32_t parts = two->result().stats->prefill_passes;
     CHECK(most_ms > 0 ? parts >= 4 : parts == 6);
     CHECK(most_ms == 0 || engine.costliest_shared() <= most_ms);
@@ -500,14 +505,15 @@ void test_long_prompts_are_split(int32_t shift) {
   }
 }
 
-// Pages against a model: which tokens each page contains.
+// Compares Pages with a simple model, which knows the tokens of each page.
 void test_pages(uint32_t seed) {
   std::mt19937 random(seed);
   constexpr int32_t kPages = 24;
   constexpr size_t kRows = 2;
   const auto most_idle = static_cast<int32_t>(random() % (kPages + 1));
   dlm::Pages pages(kPages, most_idle);
-  std::vector<std::vector<int32_t>> contents(kPages);  // the tokens up to the end of each page
+  std::vector<std::vector<int32_t>> contents(kPages);  // for each page, the tokens from the start
+                                                       // to the end of the page
   struct User {
     std::vector<int32_t> pages, tokens;
     size_t shared;
@@ -576,11 +582,12 @@ void test_passes_are_shared() {
   }
   scheduler.run(true, kNothing);
   CHECK(engine.most_requests() == 8);
-  CHECK(scheduler.told().passes == 8);  // eight passes, each with one token of all eight requests
+  CHECK(scheduler.told().passes == 8);  // eight passes, each with one token of each of the eight
+                                        // requests
 }
 
-// The expected cost of a shared pass stays within the time limit. Requests that do not fit wait for
-// another pass.
+// The expected cost of a shared pass stays within the time limit. A request that does not fit waits
+// for a later pass.
 void test_costs(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {0, 4}),
@@ -596,11 +603,11 @@ void test_costs(uint32_t seed) {
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   for (int i = 0; i < 12; ++i) {
     wishes.push_back(make_wish(random, visible_block, shift));
-    wishes.back().policy.cfg_scale = 0;  // so that a request is one segment
+    wishes.back().policy.cfg_scale = 0;  // without guidance, a request is a single segment
     jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
   }
   scheduler.run(true, kNothing);
-  // A pass that only stores rows still scores one row. No request counts that row.
+  // A pass that only stores rows still scores one row, which is not counted for any request.
   CHECK(engine.costliest_shared() <= most_ms + cost.row);
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
   const double expected = 1000 * scheduler.told().expected_s;
@@ -608,8 +615,8 @@ void test_costs(uint32_t seed) {
   CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
 }
 
-// A request starts only if passes then stay within the time limit. If no other request runs, it
-// always starts.
+// A request starts only if passes then stay within the time limit. If no other request is running,
+// it always starts.
 void test_admission_by_cost() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -631,10 +638,11 @@ void test_admission_by_cost() {
     return most;
   };
   CHECK(most_running(0) == 8);
-  CHECK(most_running(13) == 3);  // a block of four tokens each, and one millisecond
+  CHECK(most_running(13) == 3);  // each request has a block of four tokens, which costs one
+                                 // millisecond
   CHECK(most_running(12.9) == 2);
   CHECK(most_running(0.1) == 1);
-  // If passes take several times as long as predicted, they soon have fewer requests.
+  // If passes take several times as long as predicted, passes soon contain fewer requests.
   CHECK(most_running(130, 10) == 3);
   const int64_t before = passes;
   engine.take(std::chrono::milliseconds(4));
@@ -642,7 +650,7 @@ void test_admission_by_cost() {
   CHECK(passes > before);
 }
 
-// If a pass fails, the requests in it end with its message. No other requests end.
+// If a pass fails, the requests in this pass end with its message. Other requests do not end.
 void test_failures_stay_with_their_requests(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -670,8 +678,8 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
-// If a request fails, even while it ends, no other request fails. Every wait ends, and the other
-// results do not change.
+// If a request fails, even while it ends, no other request fails. Every wait ends, and the results
+// of the other requests do not change.
 void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -720,7 +728,7 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
 }
 
-// A scheduler is destroyed while a request runs. Ending this request throws an error.
+// A scheduler is destroyed while a request runs, and ending this request throws an error.
 void test_faults_as_a_scheduler_is_destroyed() {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, true);
@@ -735,8 +743,8 @@ void test_faults_as_a_scheduler_is_destroyed() {
         std::string(job->result().message) == "made to fail");
 }
 
-// If an error does not belong to a request, all running and waiting requests end with it. submit()
-// throws it until the next run.
+// An error that does not belong to a request ends all running and waiting requests. Until the next
+// run, submit() throws this error.
 void test_an_error_of_nobody_ends_all(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -804,7 +812,7 @@ void test_limits() {
       return error.status();
     }
   };
-  CHECK(status_of(wish(33, {})) == DLM_INVALID_ARGUMENT);  // more rows than exist
+  CHECK(status_of(wish(33, {})) == DLM_INVALID_ARGUMENT);  // needs more rows than exist
   const auto first = submit(wish(30, {})),
              second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   CHECK(status_of(wish(8, {})) == DLM_BUSY);
@@ -818,7 +826,7 @@ void test_limits() {
   const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   scheduler.run(true, kNothing);
   CHECK(finish_of(*late) == DLM_FINISH_DEADLINE && late->result().stats->nfe == 0);
-  // A step callback that stops, and one that counts every step.
+  // One step callback stops its request, and one counts all steps.
   int steps = 0;
   const auto count = [](void* user, const dlm_step* step) {
     return ++*static_cast<int*>(user) == 3 || step->nfe < 0 ? 1 : 0;
@@ -826,7 +834,7 @@ void test_limits() {
   const auto stopped = submit(wish(20, {0, {}, count, &steps}));
   scheduler.run(true, kNothing);
   CHECK(stopped->result().status == DLM_CANCELLED && steps == 3);
-  // If before_pass returns false, requests stay, and the next run continues them.
+  // If before_pass returns false, the requests remain, and the next run continues them.
   const auto kept = submit(wish(12, {}));
   int calls = 0;
   try {
@@ -838,7 +846,7 @@ void test_limits() {
   CHECK(!kept->wait(dlm::Clock::duration{}));
   scheduler.run(true, kNothing);
   CHECK(kept->result().status == DLM_OK && kept->wait(dlm::Clock::duration{}));
-  // A request that is dropped with its scheduler ends as cancelled.
+  // If a scheduler is destroyed, its requests end as cancelled.
   std::shared_ptr<dlm::Job> abandoned;
   {
     Scheduler short_lived(of, engine, {1, 2, 64}, 32);
@@ -847,8 +855,8 @@ void test_limits() {
   CHECK(abandoned->wait({}) && finish_of(*abandoned) == DLM_FINISH_CANCELLED);
 }
 
-// Many threads submit and cancel requests, and one thread runs them. Requests that were neither
-// cancelled nor stopped must give the same result as alone.
+// Many threads submit and cancel requests, and one thread runs them. A request that was neither
+// cancelled nor stopped must give the same result as when it runs alone.
 void test_threads(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -882,9 +890,9 @@ void test_threads(bool shares, int requests_a_thread) {
   CHECK(scheduler.told().finished == 4 * requests_a_thread);
 }
 
-// Four threads submit requests of every kind, some with faults in any call. Meanwhile the thread
-// that makes passes is stopped and restarted, and finally destroyed with requests in it. Every wait
-// ends, and the results of the other requests do not change.
+// Four threads submit requests of every kind, some with a fault in one of their calls. Meanwhile,
+// the thread that makes passes is stopped and restarted. Finally the scheduler is destroyed while
+// it still has requests. Every wait ends, and the results of the other requests do not change.
 void test_mixed_requests(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -958,7 +966,8 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
   CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
 }
 
-// An automaton that accepts the texts of at least 4 tokens, all of them from kBarred on.
+// Returns an automaton that accepts the texts of at least 4 tokens whose ids are all kBarred or
+// above.
 std::shared_ptr<const dlm::Automaton> barred_alone() {
   auto made = std::make_shared<dlm::Automaton>();
   constexpr int32_t kStates = 5;
@@ -978,10 +987,10 @@ std::shared_ptr<const dlm::Automaton> barred_alone() {
   return made;
 }
 
-// Of every fifty jobs, five are special: one throws in its last step, one fails as it ends, one is
+// Of every fifty jobs, five are special. One throws in its last step, one fails as it ends, one is
 // cancelled, one has a proposer that finds no token, and one has a constraint whose tokens the
-// denoiser rules out. These jobs fail or end, and do not affect the others. All others must give
-// the same result as alone.
+// denoiser rules out. These jobs fail or end, and must not affect the others. All other jobs must
+// give the same result as when they run alone.
 void test_ten_thousand_jobs(bool shares, int count) {
   enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
   const dlm::Denoiser of = denoiser(0, 0);
@@ -1025,7 +1034,7 @@ void test_ten_thousand_jobs(bool shares, int count) {
     }
   };
   submit();
-  scheduler.run(true, [&] {  // so that only few jobs wait at a time
+  scheduler.run(true, [&] {  // limits the number of jobs that wait at the same time
     while (static_cast<int>(jobs.size()) < count && scheduler.told().waiting < 32) submit();
     return true;
   });
@@ -1047,7 +1056,7 @@ void test_ten_thousand_jobs(bool shares, int count) {
   }
   CHECK(wrong == 0 && waiting == 0);
   const int each = count / 50;
-  // Some jobs that should fail at their end have only one pass, and do not end early.
+  // Some jobs have only one pass and do not end early, but should fail as they end.
   CHECK(failures[throws] == each && failures[is_cancelled] == each);
   CHECK(failures[finds_no_token] == each && failures[is_ruled_out] == each);
   CHECK(failures[fails_at_end] > each / 2);

@@ -1,5 +1,6 @@
 // An engine with a fake denoiser. Its predictions depend on every row that a pass sees, and on
-// nothing else. So a misplaced token, or a row of another request, changes the canvas.
+// nothing else. So if a token is misplaced, or a pass sees a row of another request, the canvas
+// changes.
 #pragma once
 
 #include <algorithm>
@@ -20,19 +21,19 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
-// With full attention, if a pass runs over a whole canvas that starts with kMarked, tokens from
-// kBarred on are not predicted.
+// With full attention, a pass over a whole canvas that starts with kMarked never predicts tokens
+// from kBarred on.
 constexpr int32_t kMarked = 3, kBarred = 11;
 
-uint64_t mix(uint64_t x) {  // SplitMix64
+uint64_t mix(uint64_t x) {  // the SplitMix64 generator
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
 
-// In every head and layer, a row holds a token and its position. A prediction depends on the sum
-// over all visible rows.
+// In every head and layer, a row contains a token and its position. A prediction depends on the sum
+// of all rows that the pass sees.
 class Summing final : public dlm::HostEngine {
  public:
   Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
@@ -44,10 +45,10 @@ class Summing final : public dlm::HostEngine {
   std::string description() const override { return "made up"; }
   void fail_after(int passes) { fails_after_ = passes; }
   int64_t most_requests() const { return most_requests_; }
-  // Starts to add up the predicted costs of passes, and to record the most expensive shared pass.
+  // From now on, adds up the predicted costs of passes, and records the most expensive shared pass.
   void count_by(const dlm::PassCost& cost) { cost_ = cost; }
   double cost() const { return spent_; }
-  void take(std::chrono::microseconds time) { time_ = time; }  // least time
+  void take(std::chrono::microseconds time) { time_ = time; }  // least time that each pass takes
   double costliest_shared() const { return costliest_shared_; }
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
@@ -73,7 +74,7 @@ class Summing final : public dlm::HostEngine {
   }
 
  private:
-  // The tokens of one request, and its cached rows: pairs of a first row and a number of rows.
+  // The tokens of one request, and its cached rows as pairs of a first row and a number of rows.
   struct Part {
     int64_t first, tokens, cached;
     std::vector<std::pair<int64_t, int64_t>> rows;
@@ -107,7 +108,8 @@ class Summing final : public dlm::HostEngine {
         }
   }
 
-  // Sums the cached rows of each head of each layer; all heads must agree.
+  // Returns the sum of the cached rows of one head of one layer. The sums of all heads and layers
+  // must be equal.
   uint64_t cached_sum(const dlm_pass& pass, int64_t b, const Part& part) const {
     uint64_t found = 0;
     if (part.cached == 0) return found;
@@ -149,7 +151,7 @@ class Summing final : public dlm::HostEngine {
     double logits[kVocabulary], total = 0;
     int32_t order[kVocabulary];
     for (int32_t v = 0; v < kVocabulary; ++v) {
-      // An end token is rare, so that requests run for a while.
+      // An end token is rarely predicted, so that requests run for a while.
       logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
                   (v == kEnd ? 4 : 0);
       order[v] = v;

@@ -1,9 +1,9 @@
-// Tests of compiled text files. Damaged files must be rejected or be safe to use. Some small
+// Tests of compiled text files. A damaged file must be rejected or be safe to use. Some small
 // functions are tested too.
 //
-// text_test FILE...: takes valid files, compiled by `dlm_export.text`. Compiled with the library's
-// sources, because the library hides these classes. Prints "N passed, N failed". The exit status is
-// 1 if a check failed.
+// text_test FILE...: the arguments are valid files that `dlm_export.text` compiled. Compiled with
+// the library's sources, because the library hides these classes. Prints "N passed, N failed". The
+// exit status is 1 if a check failed.
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -38,8 +38,8 @@ const char* const kTexts[] = {"",
                               "<|im_start|>user <s></s> <|eos|>",
                               "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
 
-// Uses everything in a file. For any content, memory accesses must stay in bounds, and texts must
-// consist of whole characters.
+// Uses everything in a file. Whatever the file contains, memory accesses must stay in bounds, and
+// texts must consist of whole characters.
 void use(const std::shared_ptr<const dlm::Text>& text) {
   std::vector<int32_t> ids;
   for (const char* const each : kTexts) {
@@ -71,7 +71,7 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
     }
 }
 
-// True if the file is accepted; otherwise there must be a message.
+// Returns true if the file is accepted. If it is rejected, there must be a message.
 bool is_read(const std::string& data) {
   try {
     const auto text = std::make_shared<const dlm::Text>(data.data(), data.size(), "it");

@@ -1,7 +1,7 @@
-// Uses one bundle from many threads, through the C ABI. There are sessions, and requests of a
-// scheduler. Other threads cancel requests. Some requests miss their deadline or fail, and
-// callbacks stop others. Handles are destroyed at any time that the header allows. Each request
-// must give a valid result.
+// Uses one bundle from many threads, through the C ABI. Some threads run sessions, some submit
+// requests to a scheduler, and some cancel requests. Some requests miss their deadline or fail, and
+// some are stopped by callbacks. Handles are destroyed at any time that the header allows. Each
+// request must give a valid result.
 //
 // threads_test [REQUESTS]: prints "N passed, N failed". Run it with ThreadSanitizer and
 // AddressSanitizer.
@@ -98,7 +98,7 @@ void generate(dlm_bundle* bundle, std::mt19937& random, int requests) {
   dlm_session_destroy(session);
 }
 
-// Submits jobs to a scheduler that another thread runs; some jobs end without a waiter.
+// Submits jobs to a scheduler that another thread runs. For some jobs, no thread waits.
 void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);
@@ -106,9 +106,9 @@ void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
     const dlm_status status = dlm_scheduler_submit(scheduler, &wish.request, nullptr, 0, &job);
     CHECK(status == DLM_OK || status == DLM_BUSY);
     if (job == nullptr) continue;
-    const bool is_left =
-        random() % 5 == 0 &&
-        wish.request.on_step == nullptr;  // the callback's counter does not outlive this function
+    const bool is_left = random() % 5 == 0 &&
+                         wish.request.on_step == nullptr;  // no callback, because the callback's
+                                                           // counter does not outlive this function
     if (random() % 3 == 0) dlm_job_cancel(job);
     dlm_scheduler_stats stats;
     dlm_scheduler_get_stats(scheduler, &stats, sizeof stats);

@@ -30,17 +30,17 @@ pub enum Content<'a> {
     Enum(&'a str),
     /// The text is any JSON object.
     JsonObject,
-    /// The text matches this tree of parts, which is JSON in the form that docs/guides/c-api.md
-    /// describes. Parts may be in sequence or alternatives.
+    /// The text matches this tree of parts. The tree is JSON, as described in docs/guides/c-api.md.
+    /// Parts may follow each other or be alternatives.
     Tree(&'a str),
-    /// The text matches this grammar, which is written in GBNF.
+    /// The text matches this grammar in GBNF.
     Grammar(&'a str),
-    /// The text answers these questions, which are JSON in the form that `dlm_runtime.h` describes.
+    /// The text answers these questions. They are JSON, as described in `dlm_runtime.h`.
     Decisions(&'a str),
 }
 
-/// A compiled constraint. An automaton is compiled for the vocabulary of one bundle. All clones of
-/// an `Automaton` refer to the same compiled constraint.
+/// A compiled constraint for the vocabulary of one bundle. All clones of an `Automaton` refer to
+/// the same compiled constraint.
 #[derive(Debug, Clone)]
 pub struct Automaton(Arc<RawAutomaton>);
 

@@ -1,10 +1,9 @@
 //! A safe wrapper of libdlm_runtime, which generates text from bundles of dlm-export.
 //!
-//! Open a [`Bundle`] once and share the bundle between threads. Each thread generates with its own
-//! [`Session`]. With a [`Canceller`], any thread can end a session's request. If a program runs
-//! many requests at the same time, the program submits the requests to a [`Scheduler`]. The
-//! scheduler runs the requests in shared passes. [`Options`] sets a request's length, [`Policy`]
-//! and constraint ([`Automaton`]).
+//! Open a [`Bundle`] once and share it between threads. Each thread generates with a [`Session`] of
+//! its own. With a [`Canceller`], any thread can end a session's request. To run many requests at
+//! the same time, submit them to a [`Scheduler`], which runs them in shared passes. [`Options`]
+//! sets the length, the [`Policy`] and the constraint ([`Automaton`]) of a request.
 //!
 //! ```no_run
 //! use dlm_runtime::{Bundle, Options, Session};
@@ -39,7 +38,7 @@ pub use automaton::{Automaton, Content};
 pub use policy::Policy;
 pub use scheduler::{Job, Scheduler};
 
-/// The reason why a call failed.
+/// Why a call failed.
 #[derive(Debug, Clone)]
 pub struct Error {
     /// The `dlm_status` of `dlm_runtime.h`, such as 2 for `DLM_NOT_FOUND`.
@@ -76,7 +75,7 @@ fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::invalid(format!("{text:?} holds a NUL")))
 }
 
-/// Calls a C function that writes its error message to a buffer.
+/// Calls a C function that writes an error message to a buffer.
 fn check(call: impl FnOnce(*mut c_char, usize) -> sys::dlm_status) -> Result<()> {
     let mut message = [0 as c_char; 1024];
     match call(message.as_mut_ptr(), message.len()) {
@@ -101,7 +100,7 @@ impl Drop for RawBundle {
 }
 
 /// An open bundle. A clone refers to the same bundle. The bundle is closed when all its clones,
-/// sessions, schedulers and policies are dropped.
+/// sessions, schedulers and policies have been dropped.
 #[derive(Debug, Clone)]
 pub struct Bundle(Arc<RawBundle>);
 
@@ -129,7 +128,7 @@ impl Bundle {
         unsafe { (*(*sys::dlm_bundle_describe((self.0).0)).denoiser).max_new_tokens }.unsigned_abs()
     }
 
-    /// Returns the preset of the bundle with this name, such as `"fast-dllm"`. If the name is
+    /// Returns the bundle's preset with this name, for example `"fast-dllm"`. If the name is
     /// unknown, the error lists all names.
     pub fn preset(&self, name: &str) -> Result<Policy> {
         Policy::of_bundle(self, Some(name), None)
@@ -143,19 +142,19 @@ impl Bundle {
 
     /// Returns one line of text that describes the bundle's engine.
     pub fn engine(&self) -> String {
-        // SAFETY: the bundle owns this string, and a NUL ends the string.
+        // SAFETY: the bundle owns this string, which ends with a NUL.
         unsafe { text_of((*sys::dlm_bundle_describe((self.0).0)).engine) }
     }
 }
 
-/// A session's handle. The handle is destroyed when the session and all its cancellers are dropped.
+/// A session's handle. It is destroyed when the session and all its cancellers have been dropped.
 struct RawSession {
     raw: *mut sys::dlm_session,
-    _bundle: Arc<RawBundle>, // outlives it
+    _bundle: Arc<RawBundle>, // the bundle outlives `raw`
 }
 
-// SAFETY: with a shared reference, only dlm_session_cancel can be called, which any thread may
-// call. All other calls take `&mut Session`, and a session may move between threads.
+// SAFETY: with a shared reference, only dlm_session_cancel can be called, and any thread may call
+// it. All other calls take `&mut Session`, and a session may move between threads.
 unsafe impl Send for RawSession {}
 unsafe impl Sync for RawSession {}
 
@@ -171,7 +170,7 @@ impl Drop for RawSession {
 pub struct Canceller(Arc<RawSession>);
 
 impl Canceller {
-    /// Ends the request within one pass. The result contains the text so far and
+    /// Ends the request after at most one more pass. The result contains the text so far and
     /// [`Finish::Cancelled`].
     pub fn cancel(&self) {
         // SAFETY: any thread may call this function, and the Arc keeps the session alive.
@@ -183,8 +182,7 @@ impl Canceller {
 /// preset.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// The largest number of tokens to generate. `None` means the bundle's default number,
-    /// [`Bundle::max_new_tokens`].
+    /// The largest number of tokens to generate. `None` means [`Bundle::max_new_tokens`].
     pub max_new_tokens: Option<u32>,
     /// The policy. `None` means the bundle's default preset.
     pub policy: Option<Policy>,
@@ -192,7 +190,7 @@ pub struct Options {
     pub constraint: Option<Automaton>,
     /// The stop strings. The text ends before the first stop string.
     pub stop_strings: Vec<String>,
-    /// The deadline in milliseconds. No pass starts after the deadline. 0 means no deadline. With a
+    /// The deadline in milliseconds, after which no pass starts. 0 means no deadline. With a
     /// scheduler, the time starts when the request is submitted.
     pub deadline_ms: f64,
     /// The largest number of passes. 0 means that there is no limit.
@@ -213,7 +211,8 @@ impl Options {
             request.assume_init()
         };
         if let Some(count) = self.max_new_tokens {
-            request.max_new_tokens = i32::try_from(count).unwrap_or(i32::MAX); // the library says what is too long
+            // The library rejects a number that is too large.
+            request.max_new_tokens = i32::try_from(count).unwrap_or(i32::MAX);
         }
         request.policy = self.policy.as_ref().map_or(null(), Policy::raw);
         request.constraint = self.constraint.as_ref().map_or(null(), Automaton::raw);
@@ -240,7 +239,7 @@ impl Stops {
     }
 }
 
-/// The reason why a request ended.
+/// Why a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Finish {
@@ -341,15 +340,14 @@ pub struct Session {
     _not_sync: PhantomData<Cell<()>>,
 }
 
-/// The caller's function. If the function panicked, a listener also contains the value of the
-/// panic.
+/// The caller's function. If it has panicked, a listener also contains the value of the panic.
 struct Listener<'a> {
     on_text: &'a mut dyn FnMut(&str) -> ControlFlow<()>,
     panicked: Option<Box<dyn Any + Send>>,
 }
 
-/// Calls the caller's function. A panic must not unwind through C, so this function stores the
-/// value of the panic and ends the request.
+/// Calls the caller's function. A panic must not unwind through C. So this function stores the
+/// value of a panic and ends the request.
 extern "C" fn on_step(user: *mut c_void, step: *const sys::dlm_step) -> i32 {
     // SAFETY: `user` is the Listener of the running call, and the step's text is `text_size` bytes
     // of UTF-8.
@@ -434,8 +432,7 @@ impl Session {
             resume_unwind(panic);
         }
         self.done(status)?;
-        // SAFETY: the session owns the result. The result is valid until the session's next
-        // request.
+        // SAFETY: the session owns the result, which is valid until the session's next request.
         Ok(unsafe { Generation::new(result) })
     }
 
@@ -443,12 +440,12 @@ impl Session {
         if status == sys::DLM_OK {
             return Ok(());
         }
-        // SAFETY: the session owns the text, and a NUL ends the text.
+        // SAFETY: the session owns the text, which ends with a NUL.
         Err(Error { status, sentence: unsafe { text_of(sys::dlm_session_last_error(self.raw.raw)) } })
     }
 }
 
-/// This function only compiles if threads can share and move the types as dlm_runtime.h allows.
+/// Compiles only if threads can share and move the types as dlm_runtime.h allows.
 #[allow(dead_code)]
 fn threads_are_as_the_header_says() {
     fn shared<T: Send + Sync>() {}

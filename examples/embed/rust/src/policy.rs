@@ -7,14 +7,14 @@ use crate::{c_string, check, sys, Bundle, Error, Result};
 
 /// A policy decides which tokens are committed after each pass. A policy starts as a preset
 /// ([`Bundle::preset`]) or an effort level ([`Bundle::effort`]) of a bundle, and the program can
-/// change its fields. `dlm_policy` in `dlm_runtime.h` documents the fields.
+/// change its fields. They are documented at `dlm_policy` in `dlm_runtime.h`.
 #[derive(Debug, Clone)]
 pub struct Policy {
     raw: sys::dlm_policy,
-    _bundle: Bundle, // owns the strings of `raw`
+    _bundle: Bundle, // owns the strings in `raw`
 }
 
-// SAFETY: the strings that `raw` points to are constant, and live as long as the bundle.
+// SAFETY: the strings that `raw` points to are constant, and exist as long as the bundle.
 unsafe impl Send for Policy {}
 unsafe impl Sync for Policy {}
 
@@ -61,7 +61,7 @@ impl Policy {
         Ok(())
     }
 
-    /// Changes a field whose value is a string, such as `("select", "sample")`.
+    /// Changes a field whose value is a string, for example `("select", "sample")`.
     pub fn set_choice(&mut self, name: &str, value: &str) -> Result<()> {
         let field = field_of(name)?;
         if field.kind != sys::DLM_FIELD_CHOICE {
@@ -69,8 +69,8 @@ impl Policy {
         }
         let mut known = Vec::new();
         let mut next = field.choices;
-        // SAFETY: `choices` is a static list of static strings that ends with NULL, and the field
-        // at this offset is such a string.
+        // SAFETY: `choices` is a static list of static strings that ends with NULL. The field at
+        // this offset is such a string.
         unsafe {
             while !(*next).is_null() {
                 let choice = CStr::from_ptr(*next).to_string_lossy();
@@ -87,10 +87,11 @@ impl Policy {
     }
 }
 
-/// Returns the library's description of a field. If this wrapper's struct lacks the field, the
-/// field counts as unknown.
+/// Returns the library's description of a field. A field that this wrapper's struct does not have
+/// counts as unknown.
 fn field_of(name: &str) -> Result<&'static sys::dlm_policy_field> {
-    // SAFETY: the library returns static descriptions, then NULL. A NUL ends each name.
+    // SAFETY: the library returns static descriptions, and NULL after the last one. Each name ends
+    // with a NUL.
     unsafe {
         for index in 0.. {
             let Some(field) = sys::dlm_policy_field_at(index).as_ref() else { break };

@@ -8,7 +8,7 @@ use crate::{check, sys, text_of, Bundle, Error, Generation, Messages, Options, R
 
 struct RawScheduler {
     raw: *mut sys::dlm_scheduler,
-    _bundle: Bundle, // outlives it
+    _bundle: Bundle, // the bundle outlives `raw`
 }
 
 // SAFETY: by dlm_runtime.h, threads may share a scheduler.
@@ -22,8 +22,7 @@ impl Drop for RawScheduler {
     }
 }
 
-/// Runs the requests of any number of threads in shared passes. The scheduler starts a thread that
-/// runs the passes.
+/// Runs the requests of any number of threads in shared passes, on a thread of its own.
 ///
 /// When the scheduler is dropped, unfinished requests end with
 /// [`Finish::Cancelled`](crate::Finish::Cancelled).
@@ -34,17 +33,17 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Creates a scheduler with the default limits of `dlm_scheduler_options`, and starts the
-    /// scheduler's thread.
+    /// Creates a scheduler with the default limits of `dlm_scheduler_options`, and starts its
+    /// thread.
     pub fn new(bundle: &Bundle) -> Result<Self> {
         let mut raw = null_mut();
-        // SAFETY: all valid for the call.
+        // SAFETY: all pointers are valid for the call.
         check(|message, capacity| unsafe { sys::dlm_scheduler_create((bundle.0).0, null(), message, capacity, &mut raw) })?;
         let raw = Arc::new(RawScheduler { raw, _bundle: bundle.clone() });
         let run = raw.clone();
         let passes = move || {
             // If dlm_scheduler_run fails, every job fails with the same error, and Job::wait
-            // returns this error. SAFETY: this is the only thread that runs the scheduler.
+            // returns it. SAFETY: this is the only thread that runs the scheduler.
             let _ =
                 check(|message, capacity| unsafe { sys::dlm_scheduler_run(run.raw, 0, None, null_mut(), message, capacity) });
         };
@@ -64,7 +63,7 @@ impl Scheduler {
         })
     }
 
-    /// Submits a request that generates the assistant's answer to a chat. A chat is a list of roles
+    /// Submits a request that generates the assistant's answer to a chat, which is a list of roles
     /// and contents.
     pub fn submit_chat(&self, chat: &[(&str, &str)], options: &Options) -> Result<Job> {
         let messages = Messages::new(chat)?;
@@ -87,10 +86,10 @@ impl Scheduler {
 
 impl Drop for Scheduler {
     fn drop(&mut self) {
-        // SAFETY: from any thread.
+        // SAFETY: any thread may call this function.
         unsafe { sys::dlm_scheduler_stop(self.raw.raw) }
         if let Some(passes) = self.passes.take() {
-            let _ = passes.join(); // it does not panic
+            let _ = passes.join(); // the thread does not panic
         }
     }
 }
@@ -99,12 +98,12 @@ impl Drop for Scheduler {
 /// finished, the request is cancelled.
 pub struct Job {
     raw: *mut sys::dlm_job,
-    _bundle: Bundle, // outlives it
+    _bundle: Bundle, // the bundle outlives `raw`
     _not_sync: PhantomData<Cell<()>>,
 }
 
 // SAFETY: by dlm_runtime.h, any thread may use a job, but only one thread at a time. `Job` is not
-// `Sync`, so no two threads can use a job at the same time.
+// `Sync`, so two threads cannot use a job at the same time.
 unsafe impl Send for Job {}
 
 impl Job {
@@ -114,15 +113,14 @@ impl Job {
         unsafe { sys::dlm_job_wait(self.raw, 0.0) != 0 }
     }
 
-    /// Ends the request within one pass. [`Job::wait`] then returns the text so far and
+    /// Ends the request after at most one more pass. Then [`Job::wait`] returns the text so far and
     /// [`Finish::Cancelled`](crate::Finish::Cancelled).
     pub fn cancel(&self) {
-        // SAFETY: from any thread.
+        // SAFETY: any thread may call this function.
         unsafe { sys::dlm_job_cancel(self.raw) }
     }
 
-    /// Waits until the request is finished. Returns the request's result, or an error if the
-    /// request failed.
+    /// Waits until the request is finished. Returns its result, or an error if it failed.
     pub fn wait(self) -> Result<Generation> {
         let mut result = null();
         // SAFETY: the request has ended, so the result exists. The result is valid until the job is

@@ -1,7 +1,7 @@
-//! Declares the part of dlm_runtime.h that the wrapper calls. This file is written by hand. If a
-//! struct starts with `struct_size`, later versions of the library may add fields at its end. The
+//! Declares the part of dlm_runtime.h that the wrapper calls. This file is written by hand. Later
+//! versions of the library may add fields at the end of structs that start with `struct_size`. The
 //! library reads `struct_size` in each struct that the wrapper passes. The structs that the library
-//! returns begin with the fields that this file declares.
+//! returns begin with the fields that are declared here.
 
 #![allow(non_camel_case_types)]
 

@@ -18,7 +18,7 @@ fn bundle() -> Bundle {
     Bundle::open(&given("DLM_BUNDLE"), 1).unwrap()
 }
 
-/// The text that a separate session generates for a prompt.
+/// Returns the text that a new session generates for a prompt.
 fn alone(bundle: &Bundle, prompt: &str, options: &Options) -> String {
     Session::new(bundle).unwrap().generate_text(prompt, options, |_| ControlFlow::Continue(())).unwrap().text
 }
@@ -44,7 +44,7 @@ fn threads_with_a_session_each_come_to_the_same() {
             })
         })
         .collect();
-    drop(bundle); // sessions keep it open
+    drop(bundle); // the sessions keep the bundle open
     for thread in threads {
         assert_eq!(thread.join().unwrap(), (wanted.text.clone(), wanted.text.clone()));
     }
@@ -80,7 +80,7 @@ fn another_thread_ends_a_request() {
     });
     assert_eq!(out.finish, Finish::Cancelled);
     drop(session);
-    canceller.cancel(); // it keeps what it cancels
+    canceller.cancel(); // the canceller keeps the session's handle alive
 }
 
 #[test]

@@ -1,17 +1,17 @@
 """Compares two denoisers sample by sample, so that judging can stop after any sample.
 
-The candidate is the denoiser to judge. The reference is the denoiser that the candidate is compared
-with. Part of the comparison needs the canvases of a decoding run. Either the reference or the
-candidate provides the canvases:
+The candidate is the denoiser to judge. The reference is the denoiser with which the candidate is
+compared. Part of the comparison uses the canvases of a decoding run, which is one generation with
+all its passes. Either the reference or the candidate generates this run:
 
-- If the reference provides the canvases, both denoisers generate text for every sample. Such a
+- If the reference generates the run, both denoisers generate text for every sample. Such a
   comparison is slow, because the reference makes all passes of its own runs.
-- If the candidate provides the canvases, only the candidate generates text. The reference predicts
+- If the candidate generates the run, only the candidate generates text. The reference predicts
   which tokens it would commit on each canvas of the candidate's run.
 
-If the candidate provides the canvases, the reference may be a ``Seer``. A ``Seer`` is read layer by
-layer, so it must receive the canvases of several samples at once. If the reference would commit the
-same tokens as the candidate at every pass, then the reference's own run would be equal to the
+In the second case, the reference may be a ``Seer``: a denoiser whose layers are loaded one at a
+time. A ``Seer`` must receive the canvases of several samples at once. If the reference would commit
+the same tokens as the candidate at every pass, then the reference's own run would be equal to the
 candidate's run.
 """
 
@@ -38,12 +38,12 @@ Side = Literal["reference", "candidate"]
 
 
 class Evidence:
-    """Compares a candidate with a reference. Each call of ``add`` judges the next samples of
-    ``pool``.
+    """Compares a candidate with a reference on the samples of ``pool``.
 
-    ``states_of`` names the denoiser that provides the canvases of decoding runs. ``free`` is the
-    reference as a denoiser that can generate text. If ``free`` is ``None``, the reference generates
-    no text, and only predicts tokens on the candidate's canvases.
+    Each call of ``add`` judges the next samples. ``states_of`` names the denoiser that generates
+    the decoding runs. ``free`` is the reference as a denoiser that can generate text. If ``free``
+    is ``None``, the reference generates no text, and only predicts tokens on the candidate's
+    canvases.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Evidence:
         """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
-        ``None`` if there is no tokenizer. ``noise_floor`` is the reference, computed in the
-        precision of its stored weights. ``noise_floor`` is judged like the candidate. ``free``
-        generates text for at most ``free_runs`` samples. If ``free_runs`` is ``None``, there is no
-        limit.
+        ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
+        but computes in the precision of the stored weights. It is judged like the candidate.
+        ``free`` generates text for at most ``free_runs`` samples, or for all samples if
+        ``free_runs`` is ``None``.
         """
         if not pool:
-            raise JudgeError("no samples to judge with: give held-out data")
+            raise JudgeError("no samples to judge on: give held-out data")
         if max_new_tokens < 1:
             raise JudgeError("judging needs at least one new token")
         self._others = [candidate, *([noise_floor] if noise_floor is not None else [])]
@@ -93,7 +93,8 @@ class Evidence:
         self._runs: tuple[list[Run | None], list[Run]] = ([], [])
         self._nfe: list[
             float
-        ] = []  # the reference's number of passes for each run, either counted or estimated
+            # For each run, the number of passes that the reference needs, either counted or estimated.
+        ] = []
         # For each run of the candidate, true if the reference would make an equal run.
         self._equal: list[bool] = []
         self.judged = self._freely = 0
@@ -128,8 +129,8 @@ class Evidence:
                 for number, sample in taken
             ]
         else:
-            # The number of runs is limited, because a loop that commits one token per pass needs
-            # many passes. All runs together may need at most as many passes as there are masked
+            # Limit the number of runs, because a loop that commits one token per pass needs many
+            # passes. All runs together may need at most as many passes as there are masked
             # canvases.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
@@ -161,7 +162,7 @@ class Evidence:
     def _add_run(self, walk: int, run: Met) -> None:
         """Compare both denoisers on the canvases of ``run``.
 
-        ``walk`` is the index of ``run`` among all runs whose passes the reference has computed.
+        ``walk`` is the index of ``run`` in the list of runs that ``Seer.see`` has received.
         """
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
         for state in run.deciding:
@@ -247,9 +248,9 @@ class Evidence:
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
         """Return True if judging more samples would hardly change which budgets are met.
 
-        The function computes a 95% interval for each figure that a budget limits. If no interval
-        contains its figure's limit, the function returns True. If there are no budgets, the
-        function returns False.
+        The function computes a 95% interval for each value that has a limit in ``budgets``. It
+        returns True if no interval contains the limit of its value. If there are no budgets, it
+        returns False.
         """
         if self.judged < DECIDING_SAMPLES:
             return False

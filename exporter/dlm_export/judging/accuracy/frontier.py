@@ -34,8 +34,9 @@ Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
 class FrontierState:
     """The state of a decoding loop before one of its passes.
 
-    ``canvas`` contains the token IDs, int64 ``[L]``. ``turn`` lists the positions that the pass may
-    commit. ``mask_ratio`` is the share of undecided positions among the generated positions.
+    ``canvas`` contains the token IDs, int64 ``[L]``. ``turn`` describes the pass, and lists the
+    positions that it may commit. ``mask_ratio`` is the share of undecided positions among the
+    positions after the prompt.
     """
 
     canvas: np.ndarray
@@ -63,11 +64,11 @@ def frontier_states(
 def predict_commitment(
     predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
 ) -> Commitment:
-    """Predict which tokens a denoiser would commit in ``state``. The prediction uses a full pass
-    without a cache.
+    """Predict which tokens a denoiser would commit in ``state``, with a full pass without a cache.
 
     To compare two denoisers, pass the same function ``scores`` for both denoisers. Otherwise, the
-    threshold would be applied to confidences that are computed in two different ways.
+    two denoisers would compute the confidences differently, but compare them with the same
+    threshold.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
     guess = logits.argmax(-1)
@@ -80,7 +81,7 @@ def predict_commitment(
 class Met:
     """A decoding run: the prompt, the canvas before each pass, and the finished canvas.
 
-    ``number`` is the index of the sample. ``room`` is the number of tokens to generate.
+    ``number`` is the index of the sample. ``room`` is the number of generated tokens.
     """
 
     number: int
@@ -101,14 +102,12 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """A list with one element per pass that can commit: the canvas, and the positions that the
-        pass may commit.
-        """
+        """For each pass that can commit tokens, the canvas and the positions that it may commit."""
         return [(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:
-        """The states of all passes that can commit. All other passes only fill a cache."""
+        """The states of all passes that can commit tokens. All other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
@@ -148,10 +147,10 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Generate text for one sample after another, with at most about ``passes`` passes in total.
+    """Generate text for one sample after another, with about ``passes`` passes in total at most.
 
-    Before a run that would probably exceed ``passes``, the function stops, unless it has made fewer
-    than ``least`` runs.
+    The function stops before a run that would probably exceed ``passes``. It always makes at least
+    ``least`` runs.
     """
     runs: list[Met] = []
     for number, sample in samples:
@@ -165,10 +164,10 @@ def meet_within(
 class Followed:
     """The result of comparing the first denoiser's run with the second denoiser's choices.
 
-    ``is_equal`` is true if the second denoiser would have committed the same tokens at every pass,
-    so that the second denoiser's own run would be equal. ``nfe`` is the number of passes that the
-    second denoiser would need for its own run. If ``is_equal`` is false, ``nfe`` is an estimate,
-    based on the number of positions that the second denoiser would commit in each pass.
+    ``is_equal`` is true if the second denoiser would commit the same tokens at every pass. Its own
+    run would then be equal to the first denoiser's run. ``nfe`` is the number of passes that the
+    second denoiser would need for its own run. If ``is_equal`` is false, ``nfe`` is estimated from
+    the number of positions that the second denoiser would commit in each pass.
     """
 
     is_equal: bool
@@ -178,8 +177,8 @@ class Followed:
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
     """Predict which tokens ``seer`` would commit at each pass of a different denoiser's run.
 
-    ``seer`` must already have computed the passes with its own cache. ``walk`` is the run's index
-    among the runs that were passed to ``seer.see``.
+    ``seer.see`` must have received the run before. ``walk`` is the index of the run in its argument
+    ``walks``.
     """
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(

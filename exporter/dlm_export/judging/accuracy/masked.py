@@ -17,9 +17,9 @@ from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logit
 class Masked:
     """The predictions of two denoisers at masked positions, with one row per position.
 
-    ``sample`` contains the index of each row's sample. ``ratio`` contains the index of each row's
-    mask ratio. ``weight`` contains a factor per row. If each row's loss is multiplied by the row's
-    factor, the sum of all losses is an upper bound of the text's negative log-likelihood.
+    For each row, ``sample`` contains the index of the sample, and ``ratio`` contains the index of
+    the mask ratio. ``weight`` contains the factor by which a row's loss must be multiplied. The sum
+    of the multiplied losses is an upper bound of the text's negative log-likelihood.
     """
 
     rows: metrics.Rows
@@ -73,13 +73,12 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 def masked_canvases(
     sample: Sample, number: int, side: Scorer, *, block_length: int, limit: int, seed: int
 ) -> Iterator[MaskedCanvas]:
-    """Mask a sample once with each mask ratio of ``MASK_RATIOS``, on canvases of at most ``limit``
-    tokens.
+    """Mask a sample once with each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
     As in training and in decoding, a completion is padded with end tokens to whole blocks.
     Positions after the completion's first end token are masked too, but the predictions at these
-    positions are not compared. If a mask ratio masks no compared position, the mask ratio is
-    skipped.
+    positions are not compared. A mask ratio is skipped if it would mask none of the compared
+    positions.
 
     The sample's index ``number`` and the seed determine the masks. Raises JudgeError if there is no
     position to compare.

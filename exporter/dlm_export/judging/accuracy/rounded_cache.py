@@ -1,12 +1,11 @@
 """Measures how much accuracy a bundle loses if its cache stores rounded keys and values.
 
-All other accuracy measurements use full passes, which read no cache, so the measurements exclude
-the loss from a rounded cache. This module first fills a cache with a full pass over a canvas. Then
-the module predicts the masked positions of the canvas block by block, with one pass per block. The
-kind of cache determines which keys and values the pass for a block reads from the cache. For
-``dual``, the pass reads the keys and values of all positions outside the block. For ``prefix``, and
-for ``block`` in block-causal networks, the pass reads the keys and values of all positions before
-the block.
+All other accuracy measurements use full passes without a cache, so they do not include the loss
+from a rounded cache. This module first fills a cache with a full pass over a canvas. It then
+predicts the masked positions block by block, with one pass per block. A pass takes keys and values
+from the cache. With the cache ``dual``, these are the keys and values of all positions outside the
+block. With ``prefix``, and with ``block`` in block-causal networks, these are the keys and values
+of all positions before the block.
 
 Torch predicts every canvas twice: once with a rounded cache, and once with an unrounded cache. The
 two predictions differ only because of the rounding. The parity check makes sure that the bundle
@@ -40,9 +39,7 @@ from dlm_runtime import Bundle, Policy
 
 
 class CachedPredictor(SweptPredictor):
-    """A torch denoiser that predicts a canvas with a cache. First, a full pass over the same canvas
-    fills the cache.
-    """
+    """A torch denoiser that fills a cache with a full pass, and then predicts with this cache."""
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
         """``policy`` determines the kind of cache and the block length."""
@@ -50,7 +47,7 @@ class CachedPredictor(SweptPredictor):
         self._policy = policy
         self._passes: dict[
             tuple[bytes, bytes], tuple[int, int]
-        ] = {}  # maps (canvas, rows) to the walk's index and its number of passes
+        ] = {}  # (canvas, rows) -> index of the walk (a list of passes), and its number of passes
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """Implements ``Seer.see``. ``walks`` must be empty."""
@@ -74,8 +71,8 @@ class CachedPredictor(SweptPredictor):
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
         """Plan the passes over a canvas.
 
-        The first pass fills the cache. After the first pass, one pass follows for each block that
-        contains at least one element of ``rows``.
+        The first pass fills the cache. Then there is one pass for each block that contains at least
+        one element of ``rows``.
         """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
@@ -103,12 +100,12 @@ def judge_cache(
     on_done: Callable[[], None],
     workplace: Workplace,
 ) -> dict[str, Any]:
-    """Measure how much accuracy is lost if the cache is stored as ``cache_dtype``. The result is
-    written to accuracy.json.
+    """Measure how much accuracy a bundle loses if its cache has the type ``cache_dtype``.
 
-    The result contains one entry for each kind of cache in ``caches_of``. In each entry, ``masked``
-    is the loss at randomly masked positions, like ``Judgement.overall``. ``frontier`` is the loss
-    at positions that a decoding run of ``bundle`` may commit, like ``Judgement.frontier``.
+    The caller writes the result to accuracy.json. The result contains one entry for each kind of
+    cache in ``caches_of``. In each entry, ``masked`` is the loss at randomly masked positions, like
+    ``Judgement.overall``. ``frontier`` is the loss at positions that a decoding run of ``bundle``
+    may commit, like ``Judgement.frontier``.
 
     ``on_done`` is called once per sample and kind of cache. Raises DlmError.
     """

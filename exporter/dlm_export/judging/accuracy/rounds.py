@@ -13,7 +13,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 MOST_JUDGED = 32  # maximum number of samples to judge, unless the user requests more samples
 LEAST_SECONDS = 4.0  # smallest time limit in seconds, even if the build's other stages are short
 PILOT_SAMPLES = 4  # number of samples to judge first, to measure how long a sample takes
-LARGE_PILOT = 1  # number of samples to judge first if a pass takes seconds
+LARGE_PILOT = 1  # number of samples to judge first if a single pass takes several seconds
 
 EffortName = Literal["default", "full", "none"]
 
@@ -22,14 +22,13 @@ EffortName = Literal["default", "full", "none"]
 class Effort:
     """How thoroughly a candidate is compared with its reference. ``name`` is one of:
 
-    - ``default``: only the candidate generates text. As many samples as fit into ``seconds`` are
-      judged, at most 32. If it is clear earlier which budgets are met, judging stops earlier.
+    - ``default``: only the candidate generates text. Judging stops after ``seconds`` or after 32
+      samples. It stops earlier if it is clear which budgets are met.
     - ``full``: both denoisers generate text for every sample, without a time limit.
     - ``none``: no sample is judged.
 
-    If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` is the number of
-    samples for which the reference generates text too. ``free_runs`` has an effect only with
-    ``default``.
+    If ``judged`` is set, exactly this number of samples is judged. With ``default``, ``free_runs``
+    is the number of samples for which the reference generates text too.
     """
 
     name: EffortName = "default"
@@ -70,8 +69,9 @@ def judge_in_rounds(
 
     With the default effort, the function first judges ``pilot`` samples, to measure how long a
     sample takes. Then the function judges as many samples as fit into the time limit. If there are
-    budgets, the samples are judged in rounds, where each round at most doubles the number of judged
-    samples. Judging stops when further samples would hardly change which budgets are met.
+    budgets, the function judges the samples in rounds. Each round at most doubles the number of
+    judged samples. After each round, the function stops if further samples would hardly change
+    which budgets are met.
 
     ``Judgement.effort`` records why judging stopped:
 

@@ -1,4 +1,4 @@
-"""Measures a bundle's accuracy against the bundle's source in torch, or against a second bundle.
+"""Compares a bundle's accuracy with that of its source in torch, or with that of a second bundle.
 
 Only the functions that need torch import torch, because the comparison of two bundles must work
 without torch.
@@ -61,15 +61,14 @@ def judge_source(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
-    """Compare the accuracy of a bundle with the accuracy of its source, which runs in fp32 in
-    torch.
+    """Compare the accuracy of a bundle with its source, which runs in torch in fp32.
 
     If the source is small, it is judged in bf16 too. The accuracy difference between bf16 and fp32
     is the noise floor.
 
     If the effort is "full", the whole source is loaded into memory, because the source generates
-    text. Otherwise, the source's layers are read one at a time, with the memory and device of
-    ``workplace``. If ``workplace`` is ``None``, the CPU and all of the memory are used.
+    text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
+    ``workplace``. If ``workplace`` is ``None``, the function uses the CPU and all available memory.
     """
     import torch
 
@@ -190,7 +189,7 @@ def _samples(
 ) -> list[Sample]:
     """Load the samples to judge on, and start the stage of ``progress``.
 
-    Calls ``warn`` if the data is unsuitable, for example if there are too few samples.
+    Calls ``warn`` if the data is not ideal, for example if there are few samples.
     """
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
     for doubt in data.doubts(option="--data"):

@@ -25,7 +25,7 @@ from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
-WORST_LAYERS = 3  # number of layers that an error message about a missed budget names
+WORST_LAYERS = 3  # number of layers that are named in an error message about a missed budget
 
 
 class AccuracyError(DlmError):
@@ -52,8 +52,7 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if a limit needs right answers, but ``samples`` contain no right
-        answers.
+        """Raise JudgeError if a limit needs right answers, but ``samples`` contain none.
 
         Call this method before judging.
         """
@@ -112,8 +111,8 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # If the reference's loss is zero and the candidate's loss is not zero, the increase
-                # is infinite, so ``value`` is None. An infinite increase exceeds every limit.
+                # ``value`` is None if the increase is infinite, because the reference's loss is
+                # zero and the candidate's loss is not. An infinite increase exceeds every limit.
                 passed = value is not None and (
                     value <= limit if name.startswith("max") else value >= limit
                 )
@@ -127,9 +126,7 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """Describe each missed limit. After the missed limits, describe the worst mask ratio and
-        the worst layers.
-        """
+        """Describe each missed limit, and then the worst mask ratio and the worst layers."""
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",
             "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",

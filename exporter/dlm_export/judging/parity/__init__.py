@@ -1,4 +1,4 @@
-"""Checks parity: does a bundle compute the same numbers as its checkpoint?
+"""Checks parity, which means that a bundle computes the same numbers as its checkpoint.
 
 - ``against_torch`` compares an unquantised bundle with dlm-export's own denoiser in torch.
 - ``by_layer`` compares each layer of a quantised bundle with torch.

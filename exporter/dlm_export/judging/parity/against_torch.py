@@ -1,7 +1,7 @@
 """Compares a bundle's logits and generated text with the results of our denoiser in torch.
 
-First, the torch denoiser computes all expected results. Then the torch denoiser is freed before the
-bundle is opened, so that memory never holds both the torch denoiser and the bundle.
+First, the torch denoiser computes all expected results. It is freed before the bundle is opened, so
+that memory never contains both the torch denoiser and the bundle.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare a bundle's logits and generated text with the results of the bundle's source in
-    torch.
+    """Compare a bundle's logits and generated text with the results of its source in torch.
 
     Args:
         folder: The bundle.
@@ -123,9 +122,9 @@ def by_layers(
     """Compare the layers of an unquantised bundle with experts, if its whole passes differ.
 
     If two experts suit a token equally well, the bundle and torch may choose different experts.
-    Whole passes then differ, although both choices are right. For this reason, the function
-    compares the layers one by one with ``check_layers``. For display, the result also contains the
-    figures of whole passes from ``parity``.
+    Whole passes then differ, although both choices are right. The function therefore compares the
+    layers one by one with ``check_layers``. The result also contains the comparison of whole passes
+    from ``parity``, for display only.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -167,10 +166,10 @@ def make_cases(
 
     The policies are the presets and some variants of the presets. For block-causal networks, each
     preset with a cache also runs without a cache. For all other networks, the preset fast-dllm also
-    runs without a cache, with a prefix cache, and with the commit rule "factor". If the bundle's
-    presets use no cache, because the network has a window, no run uses a cache. Also, for networks
-    that are not block-causal, the block length is reduced, so that each run has at least two
-    blocks.
+    runs without a cache, with a prefix cache, and with the commit rule "factor". If the network has
+    an attention window, the bundle's presets use no cache, and no run uses a cache. For networks
+    that are not block-causal, the function reduces the block length, so that each run has at least
+    two blocks.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
@@ -207,8 +206,7 @@ def expect(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Expected:
-    """Compute the expected results in torch: the logits on random canvases, and the text of each
-    case.
+    """Compute the expected results in torch: logits on random canvases, and the text of each case.
 
     ``on_done`` is called once per mask ratio, and once per case.
     """

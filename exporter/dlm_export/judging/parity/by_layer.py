@@ -1,12 +1,12 @@
 """Compares each layer of a graph with the same layer in torch, for the same input.
 
 In a quantised network, whole passes of two correct implementations may differ a lot because of
-rounding. A value near the boundary between two codes may get either code, and all later layers
-amplify the difference.
+rounding. A value near the boundary between two quantisation codes may get either code, and all
+later layers amplify the difference.
 
 For this reason, this module compares the layers one by one. The graph runs part by part, and
-returns the input and output of every quantised layer. Torch computes the same layers. Each layer is
-compared in four steps:
+returns the input and output of every quantised layer. Torch computes the same layers. The
+comparison of a layer has four steps:
 
 1. The layer's input in torch is compared with the layer's input in the graph. This comparison
    checks the operators between the previous layer and this layer.
@@ -14,8 +14,8 @@ compared in four steps:
 3. Torch's output is compared with the graph's output. This comparison checks the layer itself.
 4. Torch continues with the graph's output, instead of torch's own output.
 
-The steps check the whole graph, and differences do not add up. Memory holds one part of the graph
-at a time.
+The comparisons of all layers together check the whole graph, and differences of several layers do
+not add up. Memory contains one part of the graph at a time.
 
 Torch also computes whole passes without using any value of the graph. The difference between
 torch's and the graph's final logits is reported, but no tolerance applies to the difference.
@@ -61,8 +61,8 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 # An input near the boundary between two codes may get either code. An input counts as near if its
-# relative distance to the boundary is smaller than this value. The value is a few times the
-# relative rounding error of fp32.
+# relative distance to the boundary is smaller than this value, which is a few times the relative
+# rounding error of fp32.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
@@ -75,7 +75,7 @@ def units(network: NetworkSpec) -> int:
 def largest_bytes(network: NetworkSpec) -> int:
     """Return the number of bytes of memory that ``check_layers`` needs.
 
-    Memory holds the largest part of the network twice in fp32, because quantising a part makes a
+    Memory contains the largest part of the network twice in fp32, because quantising a part makes a
     copy.
     """
     sizes: dict[str, int] = defaultdict(int)
@@ -144,7 +144,7 @@ def check_layers(
 
 
 class _Beside:
-    """Computes the same canvases as the graph, but in torch, and compares every layer.
+    """Computes in torch what the graph computes, and compares every layer.
 
     Torch makes two passes at the same time. In the pass ``equal``, the graph's values replace
     torch's values before and after each layer. In the pass ``alone``, torch uses only its own
@@ -203,7 +203,8 @@ class _Beside:
             if not isinstance(module, RoutedMLPs):
                 continue
             module.is_dense = f"{path}.gate" in self.taps
-            if not module.is_dense:  # in the graph, a single operator computes all experts
+            # Skip experts, because a single operator of the graph computes all experts.
+            if not module.is_dense:
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[f"{path.removesuffix('.experts')}.router"]
             assert isinstance(router, Router)
@@ -246,8 +247,7 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Check that the experts that the graph chooses are as good as the experts that torch would
-        choose.
+        """Check that the graph chooses experts as good as the experts that torch would choose.
 
         The function compares the experts' scores, not their indices, because either choice is
         correct if two experts suit a token equally well.
@@ -351,10 +351,9 @@ def read_rounded(
     dtype: torch.dtype | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Read a tensor like ``Layered.read``. If the embedding table is quantised, round the tensor
-    accordingly.
+    """Read a tensor like ``Layered.read``, but round a quantised embedding table.
 
-    The rounded values are the values that the graph computes from the quantised table.
+    The rounded values are equal to the values that the graph computes from the quantised table.
     """
     if name != EMBEDDING:
         return read(name, dtype, rows)
@@ -437,7 +436,7 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # The maximum difference of a sum if its terms are added in a different order.
+        # A sum can differ by this much if its terms are added in a different order.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -465,10 +464,10 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     For all other inputs, the distance is 0. If no input may get either of two codes, the function
     returns ``None``.
 
-    To find the inputs, the function quantises all inputs twice: once after making all inputs a
-    little larger, and once after making all inputs a little smaller. The function makes both
-    changes first without changing the largest input of each row, so that the row's range stays the
-    same, and then again with all inputs changed.
+    To find these inputs, the function makes all inputs a little larger and quantises them, and then
+    makes all inputs a little smaller and quantises them. An input whose two codes differ may get
+    either code. The function does this twice. The first time, it leaves the largest input of each
+    row unchanged, so that the row's range stays the same. The second time, it changes all inputs.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -486,7 +485,7 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # If the range differs slightly, all values differ slightly. A slight difference does not mean
-    # that an input got a different code.
+    # A slightly different range changes all values slightly. Ignore such differences, because they
+    # do not mean that an input got a different code.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PROMPT_LENGTH = 12  # number of tokens in a random prompt
 TAIL_LENGTH = 48  # number of random tokens after a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
-# The number of rows of logits that are compared on each canvas. For a vocabulary of 126,464 tokens,
-# a row takes 0.5 MB.
+# The number of rows of logits to compare on each canvas. For a vocabulary of 126,464 tokens, a row
+# takes 0.5 MB.
 ROWS_PER_CANVAS = 16
 
 
@@ -75,8 +75,8 @@ def make_canvases(
 ) -> list[Canvas]:
     """Create the canvases of a parity check: one per prompt and mask ratio.
 
-    A canvas consists of a prompt and random token IDs. In each canvas, a share of the random IDs is
-    masked. ``MASK_RATIOS`` lists the shares.
+    A canvas consists of a prompt and random token IDs. The function masks a share of the random
+    IDs. The share is one of ``MASK_RATIOS``.
     """
     c, rng = network, np.random.default_rng(seed)
     canvases = []

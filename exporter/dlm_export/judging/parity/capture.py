@@ -1,10 +1,9 @@
-"""Records the logits of a checkpoint's released code, so that bundles can be compared with the
-logits.
+"""Runs a checkpoint's released code, and records its logits, so that bundles can be compared.
 
 The released code is a Python class in the checkpoint's folder, or a class with the same name in the
-package transformers. If there is no such class, a different class of transformers with the same
-layers can be used, which is called the trunk. dlm-export replaces the trunk's attention mask by
-dlm-export's own attention mask.
+package transformers. If there is no such class, dlm-export can use the trunk: a different class of
+transformers that has the same layers. dlm-export then replaces the trunk's attention mask with its
+own attention mask.
 
 This is the only module that imports transformers. The module neither imports onnx nor needs a
 bundle, because released code may need old versions of packages.
@@ -46,11 +45,11 @@ from dlm_runtime.text.tokenizer import Tokenizer
 # Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# The keys of auto_map that may name the class to run. Keys of classes that return logits come
+# The keys of auto_map that may name the class to run. The keys that name classes with logits come
 # first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# The keys of config.json that must not be passed to the trunk, because they name different classes,
-# or the type in which weights are stored.
+# The keys of config.json that must not be passed to the trunk, because they name other classes or
+# the type of the stored weights.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -64,17 +63,13 @@ CODE_LIMIT_BYTES = 4 << 20  # maximum size of a Python file in bytes
 
 
 class CaptureError(DlmError):
-    """Raised if the released code is missing, is outside the checkpoint's folder, or is not trusted
-    by the user.
-    """
+    """Raised if the released code is missing, outside the checkpoint's folder, or not trusted."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ReleasedCodeError(CaptureError):
-    """Raised if the released code fails or gives unusable results with the installed package
-    versions.
-    """
+    """Raised if the released code does not work with the installed versions of packages."""
 
     exit_code = ExitCode.COULD_NOT
 
@@ -122,7 +117,7 @@ def capture(
         path: The checkpoint's folder.
         options: The options that select the class and the prompts.
         overrides: Values for keys that are missing in config.json.
-        progress: The progress to report the three stages to.
+        progress: Receives the three stages of the capture.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -143,7 +138,7 @@ def capture(
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # If the released code prints text, send the text to stderr, because stdout is for results.
+    # Redirect text that the released code prints to stderr, because stdout is for results.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -178,7 +173,7 @@ def capture(
 
 
 def _sight(network: NetworkSpec) -> str:
-    """Describe in words which positions the attention mask makes visible."""
+    """Describe in words which positions each position attends to."""
     block = network.visible_block
     return (
         "every position visible"
@@ -188,9 +183,7 @@ def _sight(network: NetworkSpec) -> str:
 
 
 def _printable(name: str) -> str:
-    """Replace the unprintable characters in a file name, because golden files must not contain
-    unprintable characters.
-    """
+    """Replace unprintable characters in a file name, because golden files must not contain them."""
     kept = "".join(letter if letter.isprintable() else "?" for letter in name)
     return kept[: golden.TEXT_LIMIT] or "?"
 
@@ -257,8 +250,7 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Find the class that auto_map names for ``architecture``, and find all files that the class
-    needs.
+    """Find the class that auto_map names for ``architecture``, and all files that the class needs.
 
     Returns ``None`` if auto_map names no class.
     """
@@ -284,10 +276,7 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of a module, and all files in the folder that the module imports directly or
-    indirectly.
-
-    """
+    """Return the file of a module, and the files in the folder that it imports, also indirectly."""
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
         path = folder / name
@@ -334,13 +323,12 @@ def _transformers() -> Any:
 
 
 class _Released:
-    """An instance of the chosen class, into which the checkpoint's weights have been loaded. The
-    instance computes in fp32.
-    """
+    """An instance of the chosen class with the checkpoint's weights, which computes in fp32."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
-        """Load the class and the weights. Raises ReleasedCodeError if loading fails for any
-        reason.
+        """Load the class and the weights.
+
+        Raises ReleasedCodeError if loading fails for any reason.
         """
         self.checkpoint, self.choice = checkpoint, choice
         self.vocab_size, self.visible_block = network.vocab_size, network.visible_block
@@ -373,7 +361,7 @@ class _Released:
                     "eager"  # every version of transformers applies the mask unchanged
                 )
             self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
-        except Exception as err:  # because third-party code may raise any exception
+        except Exception as err:  # third-party code may raise any exception
             raise self._failure("does not load", err) from err
         self._check_weights(loading)
         self.model.eval()
@@ -421,8 +409,8 @@ class _Released:
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # The class adds the following mask to its attention scores. Without the mask, the class
-            # would hide all later positions.
+            # The class adds this mask to its attention scores. Without this mask, a position would
+            # attend only to earlier positions.
             blocks = torch.arange(length) // (self.visible_block or length)
             is_hidden = blocks > blocks.unsqueeze(1)
             arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(
@@ -469,9 +457,7 @@ class _Released:
             )
 
     def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
-        """Return True if changing the token at position ``place`` changes the logits of
-        position 0.
-        """
+        """Return True if a different token at position ``place`` changes the logits of position 0."""
         changed = tokens.copy()
         changed[place] = (changed[place] + 1) % self.vocab_size
         return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

@@ -40,7 +40,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
-LIMIT_BYTES = 32 << 30  # maximum size in bytes of a file; 1 GB holds 4,000 rows for 65,536 tokens
+# Maximum size of a golden file in bytes. With 65,536 tokens, 4,000 rows take 1 GB.
+LIMIT_BYTES = 32 << 30
 PROVENANCE_LIMIT_BYTES = 1 << 20
 TEXT_LIMIT = 300  # maximum number of characters of a text in the provenance
 RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
@@ -71,7 +72,7 @@ class Provenance:
       own code, the transformers class with the same name, and a transformers class with the same
       layers.
     - ``module``: the Python module of the class that ran.
-    - ``attention``: describes which positions each position can see.
+    - ``attention``: describes which positions each position attends to.
     - ``code``: SHA-256 of each Python file of the checkpoint that ran.
     - ``weights``: SHA-256 of each weight file of the checkpoint.
     - ``checkpoint``: name of the checkpoint's folder.
@@ -135,8 +136,7 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Prepare to write a golden file to ``path``. The docstring of ``outputs.claimed`` explains the
-    details.
+    """Prepare to write a golden file to ``path``, like ``outputs.claimed``.
 
     Raises GoldenError if the file's name does not end with ``SUFFIX``.
     """
@@ -222,8 +222,9 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _provenance(text: bytes) -> Provenance:
-    """Read the provenance. Raises ValueError if the provenance is invalid, and GoldenError if its
-    version is unknown.
+    """Read the provenance from JSON.
+
+    Raises ValueError if the provenance is invalid, and GoldenError if its version is unknown.
     """
     if len(text) > PROVENANCE_LIMIT_BYTES:
         raise ValueError(f"provenance has {len(text)} bytes")

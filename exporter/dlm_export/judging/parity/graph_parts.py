@@ -1,7 +1,7 @@
 """Runs a bundle's graph part by part, so that memory holds only the weights of one part.
 
-The parts run in ONNX Runtime, with the kernels of the native runtime. The results are equal to the
-results of the whole graph, because the outputs of each part become inputs of later parts.
+The parts run in ONNX Runtime, with the kernels of the native runtime. The outputs of each part
+become inputs of later parts, so the results are equal to the results of the whole graph.
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run the parts of a graph in order. Each part runs for all ``passes`` before the next part
-    runs.
+    """Run the parts of a graph in order, each part for all ``passes``.
 
-    For each part, yields the part and a list with one mapping per pass. A mapping contains the
-    part's outputs whose names ``wanted`` lists. ``folder`` contains the graph's weight file.
+    For each part, yields the part and a list with one mapping per pass. A mapping contains those
+    outputs of the part that ``wanted`` names. ``folder`` contains the graph's weight file.
     ``is_simulated`` is the value of ``is_simulated`` in the manifest. Raises PartError.
     """
     held = [dict(given) for given in passes]
@@ -110,9 +109,9 @@ def open_graph(
 ) -> onnxruntime.InferenceSession:
     """Open a graph, or a part of a graph, with the settings of the native runtime.
 
-    ``folder`` contains the weight file. ``folder`` may be ``None`` if the graph has no weights.
-    ``is_packed`` lets ONNX Runtime copy unquantised matrices to its own layout. The copy costs time
-    and memory once, but makes each pass faster.
+    ``folder`` contains the weight file. ``folder`` may be ``None`` if the graph has no weights. If
+    ``is_packed`` is true, ONNX Runtime copies unquantised matrices to its own layout. The copy
+    takes time and memory once, but makes each pass faster.
     """
     import onnxruntime
 

@@ -1,10 +1,9 @@
 """Defines the tolerances and the results of parity checks.
 
 Parity is checked in two ways. At the end of every build, ``against_torch`` compares the bundle with
-dlm-export's own torch denoiser. ``against_torch`` cannot find mistakes in reading the checkpoint,
-because the bundle and the torch denoiser would contain the same mistake. ``against_golden`` can
-find mistakes in reading the checkpoint, because it compares a bundle with logits of the released
-code.
+dlm-export's own torch denoiser. If dlm-export reads a checkpoint wrongly, the bundle and the torch
+denoiser contain the same mistake, and ``against_torch`` cannot find it. ``against_golden`` can find
+it, because it compares a bundle with logits of the released code.
 
 This module does not import torch, so that devices without torch can compare a bundle with a golden
 file.
@@ -23,7 +22,7 @@ from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
-ROUTER = "fp32"  # the format that results show for routers, which always compute in fp32
+ROUTER = "fp32"  # the format that results show for a router; routers always compute in fp32
 LOGITS = "logits"  # the name of the result for the final logits, instead of a layer's name
 
 
@@ -54,8 +53,9 @@ TOLERANCES = {
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# If the cache is rounded, a key or value halfway between two codes may get either code. As a
-# result, the bundle may choose a different token than torch if two logits are nearly equal.
+# In a rounded cache, a key or value halfway between two codes may get either code. If two logits
+# are nearly equal, the bundle may therefore choose a different token than torch. This is the
+# smallest allowed share of identical canvases with a rounded cache.
 ROUNDED_CACHE_AGREEMENT = 0.8
 # Tolerances for a single layer, and for the operators between two layers. The key is the precision
 # of all unquantised parts.
@@ -80,9 +80,10 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
 class GraphRow:
     """The comparison of logits at one mask ratio.
 
-    ``argmax_equal`` is the number of rows for which both denoisers predict the same token. In a
-    remaining row, rounding may be the reason for the different tokens, if the row's best two logits
-    are closer than twice the worst difference. ``argmax_ties`` is the number of such rows.
+    ``argmax_equal`` is the number of rows for which both denoisers predict the same token.
+    ``argmax_ties`` is the number of rows where the predictions differ, but rounding can be the
+    reason: the difference between the row's two best logits is less than twice the worst difference
+    between the denoisers.
     """
 
     mask_ratio: float
@@ -108,10 +109,9 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The comparison of one quantised layer. The bundle and torch compute the layer from the same
-    input.
+    """The comparison of one quantised layer, computed by the bundle and by torch from equal inputs.
 
-    Each figure is the worst difference between the bundle and torch, divided by the range of the
+    Each number is the worst difference between the bundle and torch, divided by the range of the
     values.
 
     - ``input_relative`` compares the layer's inputs, to check the operators between the previous
@@ -136,13 +136,12 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of a parity check. ``reference`` describes the denoiser that the bundle was
-    compared with.
+    """The result of a parity check.
 
-    If single layers were compared, each element of ``layers`` must meet the tolerance. The
-    comparison of whole passes, ``graph``, is then only for information, because a single different
-    code affects all later layers. If no layers were compared, ``graph`` and ``loop`` must meet the
-    tolerance.
+    ``reference`` describes the denoiser with which the bundle was compared. If single layers were
+    compared, each element of ``layers`` must meet the tolerance. In this case, ``graph`` (the
+    comparison of whole passes) need not meet a tolerance, because a single different code affects
+    all later layers. If no layers were compared, ``graph`` and ``loop`` must meet the tolerance.
     """
 
     precision: str
@@ -211,9 +210,7 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describe the first two missed tolerances, and mention how many further tolerances were
-        missed.
-        """
+        """Describe the first two missed tolerances, and state how many others were missed."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
@@ -228,8 +225,7 @@ def compare_logits(
     expected: Sequence[np.ndarray],
     on_done: Callable[[], None],
 ) -> list[GraphRow]:
-    """Compare a bundle's logits with the expected logits, which are an fp32 array ``[R, V]`` per
-    canvas.
+    """Compare a bundle's logits with the expected logits, one array fp32 ``[R, V]`` per canvas.
 
     Returns one result per mask ratio. ``on_done`` is called after each mask ratio.
     """

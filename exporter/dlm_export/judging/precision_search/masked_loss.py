@@ -12,15 +12,14 @@ from dlm_runtime.policy import Policy
 
 
 class MaskedLoss:
-    """Compares candidates with a reference. The comparison uses the cross-entropy at masked
-    positions.
-    """
+    """Compares the cross-entropy of candidates and of a reference at masked positions."""
 
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """Mask the samples. If the reference is a ``Seer``, compute the reference's predictions
-        immediately.
+        """Mask the samples.
+
+        If the reference is a ``Seer``, compute the reference's predictions immediately.
         """
         limit = reference.max_canvas_length
         self._canvases = [

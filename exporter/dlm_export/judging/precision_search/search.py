@@ -1,12 +1,13 @@
-"""Implements ``--precision auto``: finds the smallest or fastest formats whose loss is within a
-budget.
+"""Implements ``--precision auto``: finds the cheapest formats whose loss is within a budget.
+
+The search has three steps:
 
 1. ``sensitivity`` measures how much accuracy each layer loses in each format.
-2. ``trade_off`` puts all format changes of single layers in an order. Before the first change, all
-   layers are in full precision. After the last change, all layers are in their cheapest formats.
-   The cost of a format is its size in bytes or its measured time.
-3. A bisection finds how many of the changes the budget allows, counted from the first change. The
-   bisection measures the actual loss of each combination of formats that it tries, always with the
+2. ``trade_off`` makes an ordered list of changes, each of which gives one layer a cheaper format.
+   Before the first change, all layers are in full precision. After the last change, all layers are
+   in their cheapest formats. The cost of a format is its size in bytes or its measured time.
+3. A bisection finds how many changes from the start of the list the budget allows. For each number
+   that it tries, the bisection makes these changes and measures the actual loss, always with the
    same random masks.
 
 Torch simulates all formats, so the target device is not needed.
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
 
 DEFAULT_BUDGET = 0.01  # largest allowed relative increase of cross-entropy at masked positions
-# The build uses this solver too, so the search measures the weights that the build will write.
+# The build uses the same solver, so the search measures the weights that the build will write.
 SOLVER = "gptq"
 PROBES = 8  # maximum number of loss measurements in the bisection; enough for 2**7 changes
 
@@ -60,8 +61,8 @@ class AutoOptions:
     """Options of the search.
 
     ``formats`` lists the formats that a layer may get instead of full precision. If ``formats`` is
-    ``None``, a layer may get each format that the target recommends. If ``tune`` is true, the
-    search minimises the measured time instead of the size.
+    ``None``, these are the formats that the target recommends. If ``tune`` is true, the search
+    minimises the measured time instead of the size.
     """
 
     formats: tuple[str, ...] | None = None
@@ -74,9 +75,10 @@ class CurvePoint:
 
     - ``weight_bytes``: total size of all layers in bytes.
     - ``seconds``: total time that all layers take in one pass. ``None`` if no times were measured.
-    - ``predicted_kl``: sum of all layers' losses, each measured with only that layer quantised.
-    - ``ce_increase``: measured relative increase of cross-entropy. ``None`` if the bisection
-      skipped this combination.
+    - ``predicted_kl``: sum of the losses of all layers. Each loss was measured while all other
+      layers were unquantised.
+    - ``ce_increase``: measured relative increase of cross-entropy. ``None`` if the bisection did
+      not try this combination.
     - ``formats``: maps each format to the number of layers in this format.
     """
 
@@ -93,9 +95,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of the search: the chosen recipe, and all combinations of formats that the search
-    considered.
-    """
+    """The chosen recipe, and all combinations of formats that the search considered."""
 
     recipe: Recipe
     curve: list[CurvePoint]
@@ -180,8 +180,9 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready`` maps each format to a quantisation of all layers in this format. ``formats``
-        maps each layer to its chosen format.
+        """``ready`` maps each format to a quantisation of all layers in this format.
+
+        ``formats`` maps each layer to its chosen format.
         """
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device

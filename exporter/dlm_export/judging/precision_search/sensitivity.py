@@ -1,19 +1,19 @@
 """Measures how much the predictions change if a single layer is quantised.
 
-The loss of a layer is the mean KL divergence between the predictions with and without quantisation.
-Two losses are measured: one over all masked positions, and one over the frontier, which consists of
-the positions that are about to commit. All experts of a block count as one layer, because they have
-the same format.
+The loss of a layer is the mean KL divergence between the predictions with and without quantisation
+of this layer. Two losses are measured: one over all masked positions, and one over the frontier.
+The frontier consists of the positions that the next pass would commit. All experts of a block count
+as one layer, because they have the same format.
 
 There are two methods: the exact method and the estimate. The exact method quantises each layer in
-turn and runs the whole denoiser. The estimate computes the losses of all layers together. The
-estimate needs one forward and one backward pass, and memory for one block at a time.
+turn and runs the whole denoiser. The estimate computes the losses of all layers with one forward
+and one backward pass, and needs memory for one block at a time.
 
-The estimate is a second-order approximation: the loss of a layer is half the mean of ``(g .
-e)**2``. ``e`` is the change of the layer's output that quantisation causes for the unquantised
-input. ``g`` is a random gradient at the layer's output. The random gradients are sampled at the
-predictions, with the Fisher information as their covariance. Then the gradients are backpropagated
-from the predictions to the layer (as in K-FAC, arXiv:1503.05671).
+The estimate is a second-order approximation: the loss of a layer is half the mean of
+``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is
+not. ``g`` is a random gradient at the layer's output. The module samples random gradients at the
+logits, with the Fisher information as their covariance. It then backpropagates them to each layer
+(as in K-FAC, arXiv:1503.05671).
 
 A tied head uses the embedding table. Quantising the table changes both the head's output and the
 table rows that are looked up at the start of a pass. The head's loss is the sum of the losses from
@@ -47,8 +47,10 @@ SWEPT_STATES = 16
 LARGE_SWEPT = 2  # number of calibration states for large denoisers, whose passes take seconds
 FRONTIER = 0.9  # a position is at the frontier if a token has at least this probability
 DRAWS = 4
-"""The number of random gradients for frontier positions, and also the number for all other masked
-positions. BENCHMARKS.md shows how much the estimate would improve with more gradients.
+"""Number of random gradients for frontier positions.
+
+There are as many again for all other masked positions. BENCHMARKS.md shows how much the estimate
+would improve with more gradients.
 """
 Losses = dict[str, tuple[float, float]]
 """Maps each layer or mixture of experts to ``(kl, frontier_kl)``, in nats per position."""
@@ -56,7 +58,7 @@ _Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """Choose at most ``most`` evenly spaced states. All chosen states contain masked positions."""
+    """Choose at most ``most`` evenly spaced states from the states with masked positions."""
     masked = [state for state in states if state.mask_ratio > 0]
     picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
@@ -79,11 +81,10 @@ def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
 
 
 def is_frontier(expected: Tensor) -> Tensor:
-    """Return which of R positions are about to commit, as bool ``[R]``.
+    """Return which of R positions belong to the frontier, as bool ``[R]``.
 
-    A position is about to commit if a token has at least the probability ``FRONTIER`` at this
-    position. The position whose most probable token has the highest probability is always about to
-    commit.
+    A position belongs to the frontier if its best token has at least the probability ``FRONTIER``.
+    The position whose best token has the highest probability always belongs to the frontier.
     """
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
@@ -110,11 +111,11 @@ def estimate(
     """Estimate the losses of all quantised layers, for each choice in ``choices``.
 
     ``layered`` must be in fp32. If smoothing or AWQ was used, the weights in ``layered`` must
-    already be multiplied by the scales. ``on_done`` is called twice per transformer block.
+    already include the scales. ``on_done`` is called twice per transformer block.
 
-    Memory holds one block, a quantised copy of the block for each choice in ``choices``, and the
-    hidden states before every block. Hidden states that exceed ``memory_bytes`` are stored in a
-    file in ``folder``. Raises MemoryLimitError.
+    Memory contains one block, a quantised copy of the block for each choice in ``choices``, and the
+    hidden states before every block. Hidden states that do not fit into ``memory_bytes`` are stored
+    in a file in ``folder``. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -136,7 +137,8 @@ def estimate(
         on_done()
     tables = _at_the_table(carried, gradients, choices)
     for losses, looked_up in zip(found, tables, strict=True):
-        if looked_up is not None:  # add the loss from looking up rows of the quantised table
+        # Add the loss that arises because the lookup returns rows of the quantised table.
+        if looked_up is not None:
             at_frontier, elsewhere = (float(looked_up[part].sum()) / 2 for part in _PARTS)
             kl, frontier_kl = losses[HEAD]
             losses[HEAD] = (
@@ -146,8 +148,8 @@ def estimate(
     return found
 
 
-# The first half of the gradients is for frontier positions. The second half is for all other masked
-# positions.
+# Indices of the gradients: the first ``DRAWS`` are for frontier positions, and the rest are for all
+# other masked positions.
 _PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
@@ -159,9 +161,9 @@ def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterato
     ``b_j b_j^T`` over all tokens j, where ``b_j = sqrt(p_j) (e_j - p)``.
 
     Each token j is randomly assigned to one gradient, and ``b_j`` is added to that gradient with a
-    random sign. As a result, only the products of two distinct tokens in the same gradient are
-    random. The usual method samples labels from p. That method would need hundreds of gradients if
-    probabilities in p are close to 0 or 1.
+    random sign. Only the products ``b_i b_j^T`` of two distinct tokens in the same gradient are
+    then random. The usual method samples labels from p. It would need hundreds of gradients if
+    probabilities in p are near 0 or 1.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -263,8 +265,8 @@ def _through(
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
             # This assignment overwrites the incoming gradient, so it must come last. If a layer's
-            # output is added to the block's result, the layer's gradient is the same array as the
-            # incoming gradient.
+            # output is added to the block's result, the array of the incoming gradient is also the
+            # layer's gradient, which the code above still needs.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -272,7 +274,7 @@ def _through(
 def _at_the_table(
     carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[Tensor | None]:
-    """Compute the loss from looking up rows of a quantised embedding table.
+    """Compute the loss that arises because a pass looks up rows of a quantised embedding table.
 
     For each choice in ``choices``, the function returns the sum of ``(g . e)**2`` over all
     canvases, with one element per random gradient g. For a choice that does not quantise a tied
@@ -307,9 +309,7 @@ def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """Create copies on the CPU of the layers and mixtures that ``done`` quantises, and quantise the
-    copies.
-    """
+    """Copy the layers and mixtures that ``done`` quantises to the CPU, and quantise the copies."""
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -394,8 +394,7 @@ def losses(
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        # A third of the memory is for hidden states, a third for the inputs of all blocks, and a
-        # third for gradients.
+        # Hidden states, the inputs of all blocks, and gradients get a third of the memory each.
         shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
@@ -415,9 +414,7 @@ def losses(
 def as_rows(
     found: Losses, network: NetworkSpec, formats: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Format losses for accuracy.json. The layers are listed in the order in which a pass computes
-    them.
-    """
+    """Format losses for accuracy.json, in the order in which a pass computes the layers."""
     return [
         {
             "layer": unit,

@@ -22,7 +22,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    # The largest relative difference between the losses of the same reference on two machines.
+    # If two losses of the reference differ by more than this share, they belong to different
+    # denoisers. Smaller differences occur between machines.
     1e-3
 )
 
@@ -56,9 +57,7 @@ class Entry:
 
     @property
     def is_reference(self) -> bool:
-        """True if the bundle is in fp32. A bundle in fp32 is the reference for the accuracy of all
-        builds.
-        """
+        """True if the bundle is in fp32, and is therefore the reference for the other bundles."""
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,7 +176,8 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
                 "same --calib, --judge, --judged, --calib-preset and --seed."
             )
     if ours["data"]["samples"] != theirs["data"]["samples"]:
-        # The reference's losses differ, because the losses were measured on different samples.
+        # Do not compare the losses of the reference, because they were measured on different
+        # samples.
         return
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
@@ -248,8 +248,8 @@ def _trade(
 ) -> drawing.Figure | None:
     """Plot the increase of each bundle's loss against the bundle's size or time per pass.
 
-    ``at`` contains the size or time of each bundle. If the increase is known for fewer than two
-    bundles, the function returns ``None``.
+    ``at`` contains the size or time of each bundle. Returns ``None`` if the increase is known for
+    fewer than two bundles.
     """
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):

@@ -1,9 +1,9 @@
 """Draws figures with matplotlib, as SVG that can be embedded in an HTML page.
 
-A figure uses the colours and the font of the page. matplotlib draws with placeholder colours, which
-this module replaces with variables of the style sheet, so that figures follow light and dark mode.
-Text in a figure is stored as text, not as outlines. Every figure is ``WIDTH`` units wide. For
-screen readers, an aria-label contains the numbers that the figure shows.
+A figure uses the colours and the font of the page. matplotlib draws with placeholder colours. This
+module replaces them with variables of the style sheet, so that a figure has the colours of light or
+dark mode, like the page. Text in a figure is stored as text, not as outlines. Every figure is
+``WIDTH`` units wide. For screen readers, an aria-label contains the numbers that the figure shows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COLOURS = {
 }
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # because a dollar sign in a layer's name must not start a formula
+    "text.parse_math": False,  # a dollar sign in a layer's name must not start a formula
     "font.size": 10.5,
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -106,11 +106,11 @@ def draw(
         body,
         flags=re.DOTALL,
     )
-    # Remove IDs such as figure_1 and axes_1, because all figures contain the same IDs, and no
-    # element refers to the IDs.
+    # Remove IDs such as figure_1 and axes_1, which would occur several times on the page. No
+    # element refers to them.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    # Versions of matplotlib before 3.10 write the property ``font``, which includes the font's
-    # name.
+    # Keep only the size of the font. Versions of matplotlib before 3.10 write the property
+    # ``font``, which also names the font.
     body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
     body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
@@ -120,8 +120,9 @@ def draw(
 
 
 def with_nan(values: Iterable[float | None]) -> np.ndarray:
-    """Convert values to an fp64 array. Missing and infinite values become NaN, which matplotlib
-    skips.
+    """Convert values to an fp64 array.
+
+    Missing and infinite values become NaN, which matplotlib skips.
     """
     return np.array([finite(value, math.nan) for value in values], dtype=float)
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# If a variant needs more than this many times as many passes as the level ``high``, the figure of
-# effort levels gets a logarithmic axis.
+# The figure of effort levels gets a logarithmic axis if a variant needs more than ``LONG_AXIS``
+# times as many passes as the level ``high``.
 LONG_AXIS = 4
 
 
@@ -67,8 +67,8 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
         top.set_title("Masked cross-entropy, nats a position")
         top.plot(ratios, ours, "o-", color=CANDIDATE)
-        # The two curves are often equal. The rings of the reference are larger and on top, so that
-        # both curves are visible.
+        # The two curves are often equal. Draw the reference as larger rings on top of the
+        # candidate, so that both curves are visible.
         top.plot(
             ratios,
             theirs,
@@ -105,8 +105,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot how much the range of each layer's inputs depends on the mask ratio.
 
     There is one row per layer. Each row contains ten cells, one for each tenth of the mask ratios
-    from 0 to 1. The value of a cell is the layer's largest input at the cell's mask ratios. The
-    value is divided by the smallest value in the row. A larger quotient gives a darker colour.
+    from 0 to 1. The value of a cell is the layer's largest input at the cell's mask ratios, divided
+    by the smallest such input in the row. A larger value gets a darker colour.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
@@ -159,8 +159,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot the loss of each layer if only that layer is quantised.
 
-    The loss is the KL divergence. The figure shows two losses per layer: one for positions about to
-    commit, and one for all masked positions.
+    The loss is the KL divergence. The figure shows two losses per layer: one for the positions that
+    the next pass would commit, and one for all masked positions.
     """
     frontier = with_nan(row["frontier_kl"] for row in layers)
     everywhere = with_nan(row["kl"] for row in layers)
@@ -201,9 +201,7 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Plot two histograms of the passes per prompt, one for the reference and one for the
-    candidate.
-    """
+    """Plot histograms of the passes per prompt of the reference and of the candidate."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
     # Some counts of passes are estimates, which may not be integers.
@@ -279,8 +277,8 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
             )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
-        # Also label both ends of the curve. If a label would overlap the chosen threshold's label,
-        # leave the label out.
+        # Also label both ends of the curve, except if the label would overlap the label of the
+        # chosen threshold.
         for point in (
             named,
             *(
@@ -309,9 +307,7 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
-    """Plot the quality of all variants against their numbers of passes, and mark the effort
-    levels.
-    """
+    """Plot the quality of all variants against their passes, and mark the effort levels."""
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:

@@ -1,8 +1,9 @@
-"""Writes report.html, which is a page that shows how much accuracy a quantised bundle loses.
+"""Writes report.html, a page that shows how much accuracy a quantised bundle loses.
 
 The module fills the template ``report.html.jinja`` with values from the manifest and accuracy.json,
-and with the figures of ``figures.py``. The page loads no further files and runs no scripts. The
-page follows light or dark mode. The same results always give a page with the same bytes.
+and with the figures of ``figures.py``. The page loads no other files and runs no scripts. Its
+colours depend on the browser's light or dark mode. The same results always give a page with the
+same bytes.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the values that the template needs. If there are no results for a section, the
-    section's value is ``None``.
+    """Return the values that the template needs.
+
+    If there are no results for a section of the page, the section's value is ``None``.
     """
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
@@ -159,7 +161,7 @@ def _context(
     }
 
 
-EXPERTS_NAMED = 12  # maximum number of experts that are listed by index, per mixture
+EXPERTS_NAMED = 12  # maximum number of experts per mixture that the page lists by index
 
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,9 +249,9 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.
     - ``rows``: a list with the ``cells`` and the ``summary`` of each role. A cell is a pair: the
-      index of a block, and the index of the layer's format in ``formats``. If the layer is not
-      quantised, the second index is ``None``. A role outside the blocks has a single cell.
-      ``summary`` contains the number of layers in each format.
+      index of a block, and the index of the layer's format in ``formats``, or ``None`` if the layer
+      is not quantised. A role outside the blocks has a single cell. ``summary`` contains the number
+      of layers in each format.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -280,8 +282,9 @@ def clipped(text: str | None) -> str | None:
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
     """Split the text ``ours`` into pieces, and compare the pieces with the text ``theirs``.
 
-    Returns a list of pairs. A pair consists of a flag and a piece. The flag is True if ``theirs``
-    does not contain the piece. If ``ours`` is ``None``, the function returns ``None``.
+    Returns a list of pairs of a flag and a piece of ``ours``. The flag is True if ``theirs`` does
+    not contain the piece at the corresponding place. If ``ours`` is ``None``, the function returns
+    ``None``.
     """
     if ours is None:
         return None

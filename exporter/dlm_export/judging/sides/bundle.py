@@ -1,7 +1,7 @@
 """Lets a bundle in the native runtime be one of the two denoisers of a comparison.
 
-Each pass computes a single canvas, as on a device. If a pass computed several canvases, the range
-for quantising an activation would depend on all canvases of the pass.
+Each pass computes a single canvas, as on a device. Otherwise, the quantisation range of an
+activation would depend on all canvases of the pass.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class BundlePredictor:
     """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """``bundle`` must have been opened from a folder, because this class needs the bundle's
-        manifest.
-        """
+        """``bundle`` must be opened from a folder, because this class needs the manifest."""
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])

@@ -1,8 +1,8 @@
 """Lets a torch denoiser that does not fit into memory be one of the two denoisers of a comparison.
 
-The denoiser's layers are read one at a time, and each layer processes all canvases. For this
-reason, all canvases must be known in advance. Memory holds one layer, the hidden states of all
-canvases, and the head in its stored type.
+The denoiser's layers are loaded one at a time, and each layer processes all canvases before the
+next layer is loaded. All canvases must therefore be known in advance. Memory contains one layer,
+the hidden states of all canvases, and the head in its stored type.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A ``Seer`` in torch. The method ``see`` runs all canvases through the first layer, then
-    through the second layer, and so on.
+    """A ``Seer`` in torch.
+
+    The method ``see`` runs all canvases through the first layer, then through the second layer, and
+    so on.
     """
 
     def __init__(
@@ -39,8 +41,7 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes`` and ``folder`` determine where hidden states are stored (see
-        ``Carried``).
+        """``memory_bytes`` and ``folder`` say where to store hidden states (see ``Carried``).
 
         ``cache_dtype`` is the type of the cache (see ``Walked``).
         """
@@ -105,7 +106,7 @@ class SweptPredictor:
 def shown_source(
     source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
 ) -> SweptPredictor:
-    """Prepare the denoiser of ``source`` so that torch can read it layer by layer."""
+    """Prepare the denoiser of ``source`` so that torch can load it layer by layer."""
     place = workplace or Workplace()
     layered = families.layered(source.parameters, source.network, dtype, place.device)
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)

@@ -74,14 +74,14 @@ class Predictor(Scorer, Generator, Protocol):
 
 @runtime_checkable
 class Seer(Scorer, Protocol):
-    """A denoiser that cannot generate text, and must know the canvases to predict in advance."""
+    """A denoiser that cannot generate text, and must receive all canvases in advance."""
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """Compute the predictions for all canvases that will be requested later.
 
         Each element of ``views`` is a canvas and the positions to predict. Each element of
-        ``walks`` is a list of passes, which form a run of a different denoiser. Each call discards
-        the results of earlier calls.
+        ``walks`` lists the passes of a decoding run that a different denoiser has made. Each call
+        discards the results of earlier calls.
         """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
@@ -94,9 +94,7 @@ class Seer(Scorer, Protocol):
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
-    """Raise JudgeError if two denoisers have different vocabularies or read a canvas
-    differently.
-    """
+    """Raise JudgeError if two denoisers differ in their vocabulary or decoding rules."""
     for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift", "visible_block"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
         if theirs != ours:
@@ -118,8 +116,8 @@ def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
     """Return the rows of a denoiser's output that predict P ``positions``, as int ``[P]``.
 
-    If ``shift`` is 1, no row predicts position 0. For position 0, row 0 is used, as in the decoding
-    loop.
+    If ``shift`` is 1, there is no row that predicts position 0. The function then returns row 0 for
+    this position, as the decoding loop does.
     """
     rows: np.ndarray = np.maximum(positions - shift, 0)
     return rows

@@ -29,8 +29,9 @@ class TorchPredictor:
 
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """Implements ``Scorer.logits``. As in a graph, the head computes only the logits of
-        ``rows``.
+        """Implements ``Scorer.logits``.
+
+        As in a graph, the head computes only the logits of ``rows``.
         """
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))

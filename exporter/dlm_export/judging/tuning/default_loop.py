@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
 LEAST_SAVING = 0.1
-"""A faster loop replaces the preset's own loop only if the faster loop saves at least this share of
-the passes. The limit exists because a few dozen samples cannot show a small loss of quality, and a
-smaller saving might not be worth a small loss.
+"""A faster loop replaces the preset's own loop only if it saves at least this share of the passes.
+
+A few dozen samples cannot show a small loss of quality, and a smaller saving might not be worth
+such a loss.
 """
 
 

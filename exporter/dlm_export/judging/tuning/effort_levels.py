@@ -2,8 +2,8 @@
 
 A variant changes the preset's commit threshold or its number of passes per block. Some presets use
 a separate pass to store a finished block in the cache. A variant of such a preset may instead store
-the finished block in the first pass of the next block (``store=open``). With ``store=open``, the
-text stays the same and there are fewer passes, although some passes compute two blocks.
+the finished block in the first pass of the next block (``store=open``). ``store=open`` does not
+change the text. It reduces the number of passes, but some passes compute two blocks.
 
 Every variant generates text for the same samples. The levels are chosen as follows:
 
@@ -11,9 +11,9 @@ Every variant generates text for the same samples. The levels are chosen as foll
 - ``medium`` needs the fewest passes of all variants whose loss of quality is at most
   ``LOSSES["medium"]``.
 - ``low`` needs the fewest passes of all variants whose loss of quality is at most
-  ``LOSSES["low"]``. If this variant needs more than half as many passes as ``high``, then ``low``
-  is instead the best variant that needs at most half as many passes as ``high``, if there is such a
-  variant.
+  ``LOSSES["low"]``. If this variant needs more than half of the passes of ``high``, the rule is
+  different: ``low`` is the best variant that needs at most half of the passes of ``high``, if there
+  is such a variant.
 - ``instant`` needs the fewest passes of all variants.
 """
 
@@ -39,10 +39,12 @@ LEVELS = ("instant", "low", "medium", "high")
 LOSSES = {"medium": 0.02, "low": 0.1}
 """The maximum loss of quality for each level, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
-FEW_STEPS = (1, 2)  # fixed numbers of passes per block, one per variant
+FEW_STEPS = (1, 2)  # there is one variant for each of these fixed numbers of passes per block
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""The changes that make a preset commit one token per pass. If the samples contain no right
-answers, the texts of all variants are compared with the text of the preset after these changes.
+"""The changes that make a preset commit one token per pass.
+
+If the samples contain no right answers, the texts of all variants are compared with the text of the
+preset after these changes.
 """
 
 
@@ -86,10 +88,9 @@ class Levels:
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest that contains the levels, and a default loop chosen from
-        ``curve``.
+        """Return a copy of the manifest with these levels, and a default loop from ``curve``.
 
-        The levels and the fitted default loop that the manifest already contains are replaced.
+        These replace any levels and fitted default loop that the manifest already contains.
         """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
@@ -191,8 +192,8 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
     """Choose the variant of each level. The docstring of this module explains the rules.
 
-    ``own`` is the preset without changes. If several variants share the best quality, ``high`` is a
-    variant that needs at least as many passes as ``own``, if there is such a variant.
+    ``own`` is the preset without changes. If several variants have the best quality, ``high`` is
+    preferably a variant that needs at least as many passes as ``own``.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))

@@ -75,9 +75,9 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                # First write a manifest that does not list the report, because the report and the
-                # manifest cannot be replaced in one step. If the process is killed before the final
-                # manifest is written, the bundle can still be opened.
+                # The report and the manifest cannot be replaced in one step. Therefore first write
+                # a manifest that does not list the report. If the process is killed before the
+                # final manifest is written, the bundle can still be opened.
                 write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)
     return levels

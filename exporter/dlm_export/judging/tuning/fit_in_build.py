@@ -49,9 +49,7 @@ def fit_effort(
     threshold: Refit,
     on_done: Callable[[], None],
 ) -> Levels:
-    """Fit the effort levels of the preset that ``threshold`` names. The preset uses the fitted
-    threshold.
-    """
+    """Fit the effort levels of the preset that ``threshold`` names, with the fitted threshold."""
     assert threshold.preset is not None
     fitted = {"threshold": threshold.refitted.threshold}
     policy = source.presets[threshold.preset].greedy().with_fields(fitted)

@@ -2,8 +2,8 @@
 
 Quantisation shifts confidences, so a different threshold may be better for the bundle than for the
 source. The source (the reference) generates text with the preset's threshold. The bundle (the
-candidate) generates text with several thresholds. The threshold changes only if paired bootstrap
-intervals over samples show that a different threshold is better.
+candidate) generates text with several thresholds. The bundle gets a different threshold only if
+paired bootstrap intervals over samples show that it is better.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# If the candidate's quality is lower than the reference's quality by at most this value, the two
-# qualities count as equal, because a few dozen samples cannot show such a small loss.
+# A loss of quality up to this value counts as no loss, because a few dozen samples cannot show such
+# a small loss.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -34,9 +34,7 @@ Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
 @dataclass(frozen=True)
 class Point:
-    """The results that one threshold gives: the quality from 0 to 1, and the mean number of passes
-    per prompt.
-    """
+    """The results of one threshold: the quality from 0 to 1, and the mean passes per prompt."""
 
     threshold: float
     quality: float
@@ -45,8 +43,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The result of fitting the threshold: the chosen threshold, and the measurements that led to
-    it.
+    """The chosen threshold, and the measurements for choosing it.
 
     - ``original``: the candidate's results with the preset's threshold.
     - ``reference``: the reference's results with the preset's threshold.
@@ -136,25 +133,23 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Choose the candidate's commit threshold: the policy's threshold, or a better value in
-    ``grid``.
+    """Choose the candidate's commit threshold: that of the policy, or a better one in ``grid``.
 
     If every sample has an answer and ``decode`` returns text, quality is the share of right
     answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
-    with one token per pass. In the second case, fewer samples are used, because the loop with one
-    token per pass is slow. That loop makes at most as many passes as judging makes for masked
-    positions.
+    with one token per pass. In the second case, the function uses fewer samples, because the loop
+    with one token per pass is slow. That loop makes at most as many passes as judging makes for
+    masked positions.
 
     There are two reasons to change the threshold:
 
     - The candidate's quality is significantly worse than the reference's quality. In this case, the
-      function finds the lowest threshold for which the quality is not significantly worse. If the
-      found threshold is significantly better than the policy's threshold, the found threshold is
-      chosen.
+      function finds the lowest threshold for which the quality is not significantly worse. It
+      chooses this threshold if it is significantly better than the policy's threshold.
     - The candidate needs significantly more passes than the reference. In this case, the function
-      finds the lowest threshold that loses no quality and needs at least as many passes as the
-      reference. Lower thresholds are not chosen, because the few samples might not show the lower
-      thresholds' loss of quality.
+      chooses the lowest threshold that loses no quality and needs at least as many passes as the
+      reference. It does not choose a threshold that needs fewer passes, because the few samples
+      might not show the loss of quality.
 
     ``on_done`` is called once per generated text (see ``refit_steps``). Raises JudgeError if there
     are no samples. Raises RequestError if the policy has no threshold.

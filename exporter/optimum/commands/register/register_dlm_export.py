@@ -1,5 +1,6 @@
-"""Registers ``optimum-cli export dlm``. optimum imports every file of this namespace package, which
-has no ``__init__.py``.
+"""Registers ``optimum-cli export dlm``.
+
+optimum imports every file of this namespace package, which has no ``__init__.py``.
 """
 
 from optimum.commands.export.base import ExportCommand

@@ -14,8 +14,7 @@ using dlm::require;
 
 namespace {
 
-// Returns a size that is stored for each layer, if this size is equal in all layers. Otherwise
-// returns 0.
+// Returns the member `size` of all layers if it is the same in all layers. Otherwise returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -45,8 +44,8 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
-// The engines that a caller can choose. A caller can also choose "auto", which selects the engine
-// that the manifest names.
+// The engines that a caller can choose by name. A caller can also choose "auto", the engine that
+// the manifest names.
 constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
@@ -90,7 +89,7 @@ int available_cores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Limits the number of threads to the number of cores. More threads would only wait for each other,
+// Returns `wanted`, limited to the number of cores. More threads would only wait for each other,
 // and starting thousands of threads would take minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
@@ -192,15 +191,14 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
-    // If possible, a second thread hashes the files while the engine maps the files into memory.
+    // If possible, another thread hashes the files while the engine maps them into memory.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
       opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
     } catch (...) {
-      hashed.get();  // if a file is damaged, throws this error, not the engine's error that the
-                     // damage caused
+      hashed.get();  // throws if a file is damaged, because that explains the engine's error
       throw;
     }
     hashed.get();
@@ -233,7 +231,7 @@ dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const
   return dlm::guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(policy, "policy");
-    dlm::take(*policy, *policy, "dlm_policy");  // checks that the caller initialised the struct
+    dlm::take(*policy, *policy, "dlm_policy");  // checks struct_size
     const dlm::Manifest& manifest = bundle->manifest;
     const dlm_policy& found =
         effort != nullptr

@@ -91,7 +91,7 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
 
 // Returns the hash of a vocabulary that the program passes. If the program passes a callback, only
 // the callback's address is hashed. The library calls the callback only during the C call that
-// receives the callback.
+// received it.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
@@ -107,8 +107,8 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
 }
 
 // Indexing a vocabulary takes longer than compiling a small constraint. So the bundle stores the
-// index of the program's last vocabulary, and uses this index again if the next vocabulary has the
-// same hash.
+// index of the last vocabulary that the program passed. If the next vocabulary has the same hash,
+// this index is used again.
 VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
   if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);

@@ -37,17 +37,17 @@ struct dlm_bundle {
   dlm_denoiser denoiser{};
   dlm_bundle_info info{};
   std::mutex text_mutex;
-  dlm_text text;  // loaded by the first call that needs the bundle's text
+  dlm_text text;  // empty until a call needs the bundle's text
   std::mutex vocabulary_mutex;
-  // The bundle's vocabulary, made by the first call that compiles a constraint.
+  // The bundle's vocabulary. Made by the first call that compiles a constraint.
   std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
-  // The last vocabulary that the program passed.
+  // The vocabulary that the program passed last.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
-  std::array<uint8_t, 32> given_hash{};  // hash of the source of the program's last vocabulary
+  std::array<uint8_t, 32> given_hash{};  // identifies given_vocabulary
   dlm::PromptCaches prompt_caches;
 };
 
-// The handle of a compiled constraint. A running request keeps its automaton alive, even if the
+// The handle of a compiled constraint. A running request keeps the automaton alive even if the
 // program destroys the handle.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
@@ -64,8 +64,8 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   make_one_line(message, std::strlen(message));
 }
 
-// Runs `body`. If `body` throws an exception, returns the exception's status, and calls `report`
-// with the exception's message. Does not catch the exception ThreadExit.
+// Runs `body`. If `body` throws an exception, calls `report` with the exception's message, and
+// returns the exception's status. Does not catch ThreadExit.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {
@@ -96,8 +96,8 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// Runs a call that creates an object. Sets *out to the object that `body` returns. Sets *out to
-// NULL if the call fails.
+// Runs a call that creates an object, and sets *out to the object that `body` returns. If the call
+// fails, sets *out to NULL.
 template <typename Out, typename Body>
 dlm_status make(Out** out, const char* name, char* message, size_t capacity, Body body) {
   if (out != nullptr) *out = nullptr;
@@ -113,13 +113,13 @@ Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 // Returns the bundle's tokenizer. The first call reads the bundle's text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
-// Encodes a chat. If `special_tokens` is true, the text of a special token in a message is encoded
-// as this special token.
+// Encodes a chat. If `special_tokens` is true and a message contains the text of a special token,
+// this text is encoded as the special token.
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 
-// Checks a caller's text and returns a view of this text. `name` is the argument's name for error
-// messages.
+// Checks a text that the caller passed, and returns a view of it. `name` is the name of the
+// argument in error messages.
 std::string_view view_of(const char* string, size_t size, const char* name);
 
 // Makes a canvas: first the caller's tokens, then `new_tokens` mask tokens.
@@ -131,8 +131,7 @@ inline Clock::duration from_ms(double ms) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
 }
 
-// A request that was made from a dlm_request and checked. The request is ready to submit. The
-// constructor throws Error if a check fails.
+// A checked dlm_request that is ready to submit. The constructor throws Error if a check fails.
 struct Wanted {
   Request request;
   JobOptions options;

@@ -44,8 +44,7 @@ void check_options(const dlm_request& request) {
          "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
 }
 
-// Encodes the request's prompt or chat. The result is empty if the request has neither a prompt nor
-// a chat.
+// Encodes the prompt or the chat of the request. If the request has neither, the result is empty.
 std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
   const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
              has_prompt = request.prompt != nullptr || request.prompt_size > 0,

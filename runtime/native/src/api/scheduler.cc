@@ -47,8 +47,8 @@ void check_time(const char* name, double value) {
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is not a time: set milliseconds", name, value);
 }
 
-// Returns the cost model for passes that several requests share. If the engine cannot run such
-// passes, returns an unknown cost model.
+// Returns the cost model for shared passes. If the engine cannot run shared passes, returns an
+// unknown cost model.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;
@@ -74,13 +74,13 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   return {};
 }
 
-// Returns the number of cache rows (of keys and values) to allocate for all running requests
-// together. The result is a multiple of the page size.
+// Returns the number of cache rows to allocate for all running requests together. The number is a
+// multiple of the page size.
 int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
   const uint64_t row = dlm::row_bytes(denoiser.cache);
   const int32_t page = dlm::page_rows(denoiser.visible_block);
   const auto longest = static_cast<uint64_t>(dlm::in_pages(denoiser.max_canvas_length, page));
-  // The largest number of rows that max_running requests can use. The factor 2 is needed because a
+  // The largest number of rows that max_running requests can use. The factor is 2, because a
   // request with guidance has two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);

@@ -17,8 +17,8 @@ using dlm::make_canvas, dlm::require, dlm::Runner;
 
 namespace {
 
-// Runs requests in shared passes. Requests reuse keys and values of earlier requests, if the prefix
-// cache has room for them.
+// Runs requests in shared passes. If the prefix cache has room, requests reuse keys and values of
+// earlier requests.
 struct SharedRunner {
   SharedRunner(const dlm::Denoiser& denoiser, std::unique_ptr<dlm::PassMaker> made)
       : passes(std::move(made)), runner(denoiser, *passes, {}) {}
@@ -34,20 +34,20 @@ struct dlm_session {
       : bundle(opened),
         passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
         runner(opened.manifest.denoiser, passes, {}) {
-    // The constructor opens the context, so that creating the session reports an error about device
-    // memory.
+    // Open the context now, so that an error about device memory is reported when the session is
+    // created.
     passes.spare_context();
   }
 
   dlm_bundle& bundle;
-  // The session runs requests in `passes`, or in `shared`, which then is not NULL.
+  // The session runs requests in `passes`. If `shared` is not NULL, it may run them there instead.
   dlm::LockstepPasses passes;
   Runner runner;
   std::unique_ptr<SharedRunner> shared;
   uint64_t prefix_cache_bytes = 0;
-  dlm::Buffers buffers;  // the arrays of passes that do not belong to a request
+  dlm::Buffers buffers;  // the arrays for passes that do not belong to a request
   std::mutex jobs_mutex;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;  // jobs of the requests of the last call
+  std::vector<std::shared_ptr<dlm::Job>> jobs;  // the jobs of the last call
   // returns false if the session must stop
   std::function<bool()> before_pass = [] { return true; };
   std::string last_error;
@@ -63,9 +63,8 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  // Rejects a call while a previous call of the same session is still running, for example a call
-  // from a callback. The new call would destroy the request or the buffers that the running call
-  // uses.
+  // Rejects a call if an earlier call on the same session is still running. For example, a callback
+  // may make such a call. It would destroy the request or the buffers that the running call uses.
   const auto refuse = [] {
     dlm::fail(DLM_INVALID_ARGUMENT,
               "this session is already in a call: callbacks must not call it, and each thread "
@@ -75,7 +74,7 @@ dlm_status guarded(dlm_session* session, Body body) {
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
-  // A call from a callback may have been rejected, and may have set last_error.
+  // A call from a callback may have been rejected, and this rejection may have set last_error.
   if (status == DLM_OK) session->last_error.clear();
   session->is_running = false;
   return status;
@@ -90,7 +89,7 @@ Runner& runner_of(dlm_session& session) {
   return session.shared != nullptr ? session.shared->runner : session.runner;
 }
 
-// Drops all requests, and keeps the prefix cache.
+// Drops all requests, but keeps the prefix cache.
 void drop(dlm_session& session) {
   runner_of(session).drop_all();
   set_jobs(session, {});
@@ -113,8 +112,8 @@ void run(dlm_session& session, Runner::Until until) {
   }
 }
 
-// Makes session.shared ready for requests that need `rows` cache rows (of keys and values)
-// together. Does nothing if the engine cannot share passes.
+// Prepares session.shared for requests that together need `rows` cache rows. Does nothing if the
+// engine cannot share passes.
 void share_passes(dlm_session& session, int64_t rows) {
   if (session.shared != nullptr && session.shared->passes->rows() >= rows) return;
   session.shared.reset();
@@ -122,7 +121,7 @@ void share_passes(dlm_session& session, int64_t rows) {
   const int32_t page = dlm::page_rows(denoiser.visible_block);
   const uint64_t most = session.prefix_cache_bytes / dlm::row_bytes(denoiser.cache);
   const int64_t kept = std::min<uint64_t>(most, INT32_MAX) / page * page;
-  // Without a prefix cache, requests of one call can still share the pages of their prompts.
+  // Even without a prefix cache, the requests of one call can share the pages of their prompts.
   const int64_t all = std::max(rows, kept);
   if (auto passes = dlm::make_shared_passes(denoiser, *session.bundle.engine, all,
                                             kept > 0 ? kept : all, session.bundle.prompt_caches))
@@ -132,7 +131,7 @@ void share_passes(dlm_session& session, int64_t rows) {
 void start(dlm_session& session, const dlm_request* request) {
   drop(session);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  // A single request needs shared passes only if its prompt may be stored already.
+  // A single request needs shared passes only if the rows of its prompt may be stored already.
   const bool has_stored = session.prefix_cache_bytes > 0 || !session.bundle.prompt_caches.empty();
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
   if (has_stored && wanted.request.reusable() > 0)
@@ -150,8 +149,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Groups requests that can run in lockstep. Adds each request to the first batch that can take the
-// request. Returns the indices of the requests, batch by batch.
+// Groups requests that can run in lockstep. Adds each request to the first group that it fits.
+// Returns the indices of the requests, group by group.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
@@ -170,9 +169,8 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
   return order;
 }
 
-// Returns an upper limit for the number of cache rows (of keys and values) that `most` requests
-// need together, whichever requests run at the same time. Each canvas takes a multiple of
-// `page_rows` rows.
+// Returns an upper limit for the number of cache rows that `most` of the requests need together,
+// whichever of them run at the same time. Each canvas reserves a multiple of `page_rows` rows.
 int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t page_rows) {
   std::vector<int64_t> rows;
   for (const dlm::Wanted& wanted : requests)
@@ -182,7 +180,8 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Runs the requests in shared passes or in lockstep, at most max_batch of them at the same time.
+// Runs the requests in shared passes or in lockstep. At most max_batch requests run at the same
+// time.
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;

@@ -1,4 +1,4 @@
-// The C ABI of text: encodes and decodes text, and renders and encodes chats.
+// The text functions of the C ABI: they encode and decode text, and render and encode chats.
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -12,8 +12,8 @@ using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// Copies the result of `body` to the caller's buffer, up to `capacity` characters or ids. Sets
-// *count to the full number of characters or ids, even if the buffer is too small.
+// Copies the result of `body` to the caller's buffer, but at most `capacity` characters or ids.
+// Sets *count to the full number of characters or ids, even if they do not fit.
 template <class Element, class Body>
 dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,
                 size_t capacity, size_t* count, Body body) {

@@ -10,8 +10,8 @@
 namespace dlm {
 namespace {
 
-// Opens a library and returns its handle. If the library cannot be opened, returns NULL and the
-// reason from dlerror().
+// Opens a library and returns its handle. If the library cannot be opened, returns NULL and sets
+// *reason to the message of dlerror().
 void* try_library(const std::string& name, std::string* reason) {
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) *reason = one_line(dlerror());

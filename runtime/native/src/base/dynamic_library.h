@@ -8,18 +8,19 @@
 namespace dlm {
 
 struct LibrarySearch {
-  const char* what;      // name for messages: "ONNX Runtime"
-  const char* variable;  // if the caller gives no path, this environment variable contains the
-                         // path; no path
-  std::vector<std::string> names;  // file names to try, in order
+  const char* what;  // the library's name in messages, for example "ONNX Runtime"
+  // The name of the environment variable that contains the path of the library. The variable is
+  // used only if the caller gives no path.
+  const char* variable;
+  std::vector<std::string> names;  // file names to try, in this order
   const char* advice;              // what the user can do if the library is missing
 };
 
-// Opens a library and returns its handle. If `given` is a path, opens that path. Otherwise opens
-// the path in the environment variable. If the variable is empty, tries the file names in order
-// until one can be loaded. Sets *name to the path or file name that was opened. The library is
-// never closed, because third-party libraries may run threads of their own. Throws
-// Error(DLM_ENGINE_MISSING).
+// Opens a library and returns its handle. If `given` is not empty, opens the library at this path.
+// Otherwise, if the environment variable is not empty, opens the library at the variable's path.
+// Otherwise tries the file names in order until a library can be opened. Sets *name to the path or
+// file name of the opened library. The runtime never closes the library, because it may still run
+// threads. Throws Error(DLM_ENGINE_MISSING) if no library can be opened.
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
-// The type of all exceptions that this library throws. An exception contains a status for the C
-// ABI, and a message for people.
+// Defines Error, the type of all exceptions that this library throws. An Error contains a status
+// for the C ABI, and a message for people.
 #pragma once
 
 #include <cxxabi.h>
@@ -35,8 +35,8 @@ struct Failure {
   std::string message;
 };
 
-// Describes the exception that is being handled. If memory runs out while the message is copied,
-// the result is DLM_OUT_OF_MEMORY.
+// Returns the status and the message of the exception that is being handled. If memory runs out
+// while this function copies the message, returns DLM_OUT_OF_MEMORY.
 inline Failure thrown() noexcept {
   try {
     try {
@@ -55,7 +55,7 @@ inline Failure thrown() noexcept {
   return {DLM_OUT_OF_MEMORY, "out of memory"};
 }
 
-// Throws an Error with the status and a message formatted like printf.
+// Throws an Error with the given status. The message is formatted as by printf.
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(dlm_status status,
                                                                     const char* format, ...) {
   char message[1024];

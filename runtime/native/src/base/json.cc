@@ -133,8 +133,8 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Sorts the keys to find duplicate keys. So even a hostile object with n keys needs only about n
-  // log n comparisons.
+  // Throws an error if two members have the same key. Sorts the keys first, so even a hostile
+  // object with n keys needs only about n log n comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
     order.reserve(object.items_.size());
@@ -227,8 +227,8 @@ class Reader {
     out.text_ = text_.substr(0, end);
     const char* const first = out.text_.data();
     const char* const last = first + out.text_.size();
-    // from_chars is used instead of strtod, because the meaning of a bundle must not depend on the
-    // locale.
+    // The code uses from_chars, because the result of strtod depends on the locale. The meaning of
+    // a bundle must not depend on the locale.
     if (std::from_chars(first, last, out.number_).ec != std::errc())
       error("out of range for a double: " + quoted(out.text_));
     out.is_integer_ = is_integer && std::from_chars(first, last, out.integer_).ec == std::errc();

@@ -10,8 +10,8 @@
 // example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote at most 60
 // characters of the text, with escapes.
 //
-// A parsed value takes about 120 bytes of memory, and a value may be very short. So parsing n bytes
-// of text may take 100 n bytes of memory.
+// A parsed value takes about 120 bytes of memory, and a value may be very short. So the parsed
+// values of n bytes of text may take 100 * n bytes of memory.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@ namespace dlm::json {
 
 constexpr int kMaxDepth = 64;
 
-// Quotes `text` for a message: in double quotes, with non-ASCII and control characters escaped, and
-// cut to 60 characters.
+// Returns `text` in double quotes, for use in a message. Escapes non-ASCII and control characters,
+// and cuts the text to 60 characters.
 std::string quoted(std::string_view text);
 
 class Value {
@@ -42,7 +42,8 @@ class Value {
   Kind kind() const { return kind_; }
 
   // If this value is a member of an object, key() is the key of the member. Otherwise key() is "".
-  // line() is the number of the line where the value starts. The first line is 1.
+  // line() returns the number of the line on which the value starts. The first line has the number
+  // 1.
   const std::string& key() const { return key_; }
   int32_t line() const { return line_; }
 
@@ -56,18 +57,18 @@ class Value {
   // different type, the function throws an error.
   bool boolean() const;
   double number(double low, double high) const;  // throws an error unless low <= number <= high
-  // Throws an error unless low <= integer <= high. Also throws an error if the number contains a
-  // fraction or an exponent.
+  // Throws an error unless low <= integer <= high. Also throws an error if the number is written
+  // with a fraction or an exponent.
   int64_t integer(int64_t low, int64_t high) const;
   const std::string& string() const;
-  const std::string& written() const { return text_; }  // returns a number's text from the file
-  const std::vector<Value>& elements() const;           // of an array
-  // Returns the members of an object, in file order. key() of a member returns the key of the
-  // member.
+  // Returns the text of a number as written in the file.
+  const std::string& written() const { return text_; }
+  const std::vector<Value>& elements() const;  // returns the elements of an array
+  // Returns the members of an object, in file order. Each member's key() is the member's key.
   const std::vector<Value>& members() const;
 
-  // The next functions find the member of an object that has this key. If the key is missing,
-  // find() returns nullptr, and the other functions throw an error.
+  // Each of the next functions finds the member with the given key in an object. If the key is
+  // missing, find() returns nullptr, and the other functions throw an error.
   const Value* find(std::string_view key) const;
   const Value& at(std::string_view key) const;
   bool boolean(std::string_view key) const { return at(key).boolean(); }
@@ -78,10 +79,10 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
-  // Returns the value as canonical text. The text leaves out the top-level member `without`. The
-  // keys in the text are sorted, the text contains no white space, and integers are decimal. The
-  // text equals Python's json.dumps(value, sort_keys=True, separators=(",", ":")). Throws an error
-  // for fractions, and for strings that are not printable ASCII.
+  // Returns the value as canonical text, without the top-level member named `without`. In canonical
+  // text, keys are sorted, there is no white space, and integers are decimal. The text equals
+  // Python's json.dumps(value, sort_keys=True, separators=(",", ":")). Throws an error for
+  // fractions, and for strings that are not printable ASCII.
   std::string canonical(std::string_view without = {}) const;
 
   // Throws an error for the first member whose key is not in `known`. Unknown keys must not be
@@ -104,7 +105,7 @@ class Value {
   // no longer moves in memory. The root value owns the tree.
   const Value* parent_ = nullptr;
   std::string key_;
-  std::string text_;  // the text of a string, or of a number as written
+  std::string text_;  // the content of a string, or a number as written in the file
   std::vector<Value> items_;
 };
 

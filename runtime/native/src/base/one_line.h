@@ -11,7 +11,7 @@ namespace dlm {
 
 // Replaces control characters in a message. A message may quote text of a hostile file, and the
 // quoted text must not control the terminal that prints the message. Control characters below
-// U+0080 become spaces. Each of U+0080 to U+009F becomes two question marks.
+// U+0080 become spaces. Each control character from U+0080 to U+009F becomes two question marks.
 inline void make_one_line(char* text, size_t size) noexcept {
   for (size_t i = 0; i < size; ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);
@@ -22,8 +22,8 @@ inline void make_one_line(char* text, size_t size) noexcept {
   }
 }
 
-// Converts a message of a third-party library to one line of UTF-8 of at most 600 bytes. The
-// message may quote text of a hostile file.
+// Converts a message of a third-party library to one line of UTF-8. Cuts messages that are longer
+// than 600 bytes. The message may quote text of a hostile file.
 inline std::string one_line(std::string text) {
   if (text.size() > 600) text.replace(600, std::string::npos, "...");
   make_one_line(text.data(), text.size());

@@ -5,19 +5,20 @@
 
 namespace dlm {
 
-// Some of the cached rows of one request in a pass that several requests share, and the request's
-// new tokens. A segment is one row of the graph's input "segments". The cached rows are rows
+// A segment belongs to one request in a pass that several requests share. A segment describes a
+// range of the request's cached rows, and the request's new tokens. The cached rows are rows
 // `start` to `start + cached - 1` of the past keys and values. The new tokens are tokens `first` to
-// `first + tokens - 1` of the pass.
+// `first + tokens - 1` of the pass. The graph reads each segment as one row of its input
+// "segments".
 //
-// The segments of a request are contiguous, and have the same `first` and `tokens`. So a request
-// can have cached rows in several places.
+// If the cached rows of a request are in several ranges, the request has one segment for each
+// range. These segments follow each other, and have the same `first` and `tokens`.
 struct Segment {
   int64_t start, cached, first, tokens;
 };
 
-// Returns the index of the first segment of each request, and the number of segments as the last
-// element.
+// Returns the index of the first segment of each request. The last element of the returned list is
+// the total number of segments.
 inline std::vector<int64_t> first_segments(const Segment* segments, int64_t count) {
   std::vector<int64_t> found;
   for (int64_t i = 0; i < count; ++i)

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2), in portable code and with the SHA instructions
-// of x86-64 and ARMv8.
+// Computes SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2). The file contains a version in
+// portable code, and a version with the SHA instructions of x86-64 or ARMv8.
 #include "base/sha256.h"
 
 #include <fcntl.h>
@@ -101,9 +101,9 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
         now = _mm_shuffle_epi8(
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(blocks + 16 * group)), big_endian);
       } else {
-        // The variable wN, for example w12, is the group of four words that starts N words before
-        // the new group. At this line, `now` still contains the group that starts 16 words before
-        // the new group.
+        // w12, w8 and w4 are the groups of four words that start 12, 8 and 4 words before the new
+        // group. At this line, `now` still contains the group that starts 16 words before the new
+        // group.
         const __m128i &w12 = w[(group + 1) & 3], &w8 = w[(group + 2) & 3], &w4 = w[(group + 3) & 3];
         now = _mm_sha256msg2_epu32(
             _mm_add_epi32(_mm_sha256msg1_epu32(now, w12), _mm_alignr_epi8(w4, w8, 4)), w4);
@@ -180,8 +180,9 @@ void Sha256::update(const void* data, size_t bytes) {
 }
 
 std::array<uint8_t, 32> Sha256::digest() {
-  // Pads the message to a multiple of 64 bytes. The padding is a one bit, then zero bits, then the
-  // length in bits as a 64-bit number (section 5.1.1).
+  // Pads the message to a multiple of 64 bytes. The padding consists of a bit with the value 1,
+  // then bits with the value 0, then the length of the message in bits as a 64-bit number (section
+  // 5.1.1).
   uint8_t padding[72] = {0x80};
   const size_t zeros_end = (pending_bytes_ < 56 ? 56 : 120) - pending_bytes_;
   for (size_t i = 0; i < 8; ++i)

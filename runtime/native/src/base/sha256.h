@@ -1,8 +1,8 @@
 // Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest lists the hashes of the bundle's files.
 //
-// Files of weights can be several gigabytes large. So the code uses the processor's SHA
-// instructions (SHA-NI of x86-64 or SHA2 of ARMv8), which are detected at run time. If the
-// processor has no SHA instructions, the code uses portable C++, which gives the same results.
+// The files with a model's weights can have several gigabytes. So the code uses the processor's SHA
+// instructions (SHA-NI of x86-64 or SHA2 of ARMv8). It detects these instructions at run time. If
+// the processor has no SHA instructions, the code uses portable C++, which gives the same results.
 #pragma once
 
 #include <array>
@@ -18,12 +18,12 @@ class Sha256 {
   // portable code with the results of the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // These two functions return the hash of the data. The object cannot be used afterwards. hex()
-  // returns lower-case hex.
+  // digest() and hex() return the hash of the data. hex() returns lower-case hex. The object cannot
+  // be used after a call of digest() or hex().
   std::array<uint8_t, 32> digest();
   std::string hex();
 
-  // Returns true if this processor has SHA instructions that the code uses.
+  // Returns true if the code uses SHA instructions of this processor.
   static bool is_accelerated();
 
  private:
@@ -47,8 +47,8 @@ inline std::string sha256_hex(const std::string& text) {
 // devices are rejected because a pipe or device might never end.
 std::string sha256_file_hex(const std::string& path);
 
-// Returns the hash of an open file, from the current position in the file to the end. `path` is
-// used in messages.
+// Returns the hash of an open file, from the current position in the file to the end. Error
+// messages contain `path`.
 std::string sha256_file_hex(int descriptor, const std::string& path);
 
 }  // namespace dlm

@@ -23,16 +23,16 @@ void give(const Struct& value, size_t size, Struct* to) {
 }
 
 // Copies a caller's struct. If the caller's version of the struct lacks a field, the field gets its
-// default. Throws Error(DLM_INVALID_ARGUMENT) if the caller's struct is larger than the library's
-// version of the struct, or was not initialised.
+// default. Throws Error(DLM_INVALID_ARGUMENT) if the caller's struct was not initialised, or if the
+// caller's struct is larger than the library's version of the struct.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;
   if (size > sizeof(Struct) && size % alignof(Struct) == 0 && size < 16 * sizeof(Struct))
     fail(DLM_INVALID_ARGUMENT,
          "%s: struct_size is %zu, but this library (%s) supports %zu bytes: the program was "
-         "compiled with the dlm_runtime.h of a newer library. Install that one, or compile with "
-         "this one's header",
+         "compiled with the dlm_runtime.h of a newer library. Install the newer library, or "
+         "compile with the header of this library",
          name, size, dlm_version(), sizeof(Struct));
   if (size <= sizeof given.struct_size || size > sizeof(Struct) || size % alignof(Struct) != 0)
     fail(DLM_INVALID_ARGUMENT, "%s: struct_size is %zu, expected %zu: start from %s_init", name,

@@ -1,5 +1,5 @@
-// Reads UTF-8 text character by character. The comment of a function says if the text must be valid
-// UTF-8. All other functions accept any bytes.
+// Reads UTF-8 text character by character. Some functions require valid UTF-8, and the comments of
+// these functions say so. All other functions accept any bytes.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ inline size_t char_bytes(char lead) {
   return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
 }
 
-// Returns the character at offset `at`, and increases `at` to the next character. The text must be
-// valid UTF-8.
+// Returns the character at offset `at`, and increases `at` to the offset of the next character. The
+// text must be valid UTF-8.
 inline char32_t next_char(std::string_view text, size_t& at) {
   const auto byte = [&](size_t i) {
     return static_cast<char32_t>(static_cast<uint8_t>(text[at + i]));
@@ -57,15 +57,16 @@ inline bool is_scalar(int32_t point) {
   return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
 }
 
-// Describes the first character of some bytes. The character is whole, invalid or truncated.
+// The kind and the size of the first character of a byte string. The character is whole, invalid
+// (`broken`) or truncated (`cut`).
 struct Utf8Start {
   enum Kind : uint8_t { whole, broken, cut } kind;
   size_t bytes;
 };
 
 // Finds the first character of `bytes`, which must not be empty. If the character is invalid, the
-// result contains the size of the longest valid start of the character, as Unicode recommends. So
-// the caller replaces this whole start by a single U+FFFD. Overlong forms and surrogates are
+// result contains the size of the longest valid start of the character, as Unicode recommends. The
+// caller can then replace all of these bytes by a single U+FFFD. Overlong forms and surrogates are
 // invalid (Unicode 15, table 3-7).
 inline Utf8Start utf8_start(std::string_view bytes) {
   const auto lead = static_cast<uint8_t>(bytes[0]);

@@ -23,7 +23,7 @@ constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
-// Returns the size of a plain file in bytes. If the file is missing, throws an error with the
+// Returns the size of a regular file in bytes. If the file is missing, throws an error with the
 // status `missing`.
 int64_t file_bytes(const std::string& path, const char* advice = kAgain,
                    dlm_status missing = DLM_NOT_FOUND) {
@@ -45,9 +45,9 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
   return data;
 }
 
-// Throws an error if a file of the bundle, or a folder inside the bundle, is a symbolic link. Such
-// a link may point outside the bundle. The path to the bundle itself comes from the caller, so this
-// path may contain links.
+// Throws an error if a file of the bundle, or a folder inside the bundle, is a symbolic link,
+// because the link may point outside the bundle. The path of the bundle itself may contain links,
+// because it comes from the caller.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -98,14 +98,14 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 }
 
 constexpr const char* kEngines = "engines/";  // folder of engine files
-constexpr int64_t kLarge = 16 << 20;  // smallest size in bytes of a large file; hashing this many
-                                      // bytes takes about 10 ms
+constexpr int64_t kLarge = 16 << 20;  // size in bytes from which a file is large; hashing it takes
+                                      // about 10 ms
 
 // Checks the files that the manifest lists. Engine files are checked only if a TensorRT engine may
 // run. So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild
-// the engine. If no TensorRT engine may run, this function does not check the hashes of large
-// files, but returns the large files to the caller. `records` applies only to large files, because
-// hashing a small file is faster than finding the file's record.
+// the engine. If no TensorRT engine may run, the hashes of large files are not checked here.
+// Instead, the function returns these files. `records` applies only to large files, because hashing
+// a small file is faster than finding its record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -136,15 +136,15 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// Returns a file name that the manifest mentions outside of `files`. Throws an error if `files`
-// does not list the name, because a file that `files` does not list is not checked.
+// Returns a file name that the manifest uses outside of `files`. Throws an error if `files` does
+// not list the name, because only the files in that list are checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
 }
 
-// Returns a hash that changes if the graph or its weights change. ONNX stores the weights in files
-// whose names start with the name of the graph's file.
+// Returns a hash that changes whenever the graph or its weights change. ONNX stores the weights in
+// files whose names start with the name of the graph's file.
 std::string hash_graph(const json::Value& files, const std::string& name) {
   std::map<std::string, std::string> hashes;
   for (const json::Value& entry : files.members())
@@ -169,8 +169,8 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
   return static_cast<int32_t>(object.integer(key, low, high));
 }
 
-// Reads the cache sizes of the layers that have keys and values, in the order in which a pass lists
-// the layers.
+// Reads the cache sizes of all layers that have keys and values, in the order of the layers in a
+// pass.
 CacheShape read_cache(const json::Value& graph) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
@@ -188,8 +188,8 @@ CacheShape read_cache(const json::Value& graph) {
   return cache;
 }
 
-// Reads the names of the graph's inputs and outputs. The names are passed to ONNX Runtime and shown
-// in messages. So the names must be short, printable and unique.
+// Reads the names of the graph's inputs and outputs. The names must be short, printable and unique,
+// because they are passed to ONNX Runtime and shown in messages.
 PortNames read_ports(const json::Value& graph) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
@@ -266,8 +266,8 @@ Profile read_profile(const json::Value& profile) {
   return {sizes("tokens"), sizes("cached"), sizes("rows")};
 }
 
-// Returns true if the text is a version such as "10.14.1.48" or, without the build number,
-// "10.14.1".
+// Returns true if the text is a version, for example "10.14.1.48". The build number may be missing,
+// as in "10.14.1".
 bool is_version(const std::string& text) {
   const auto dots = std::count(text.begin(), text.end(), '.');
   return (dots == 2 || dots == 3) && text.size() <= 40 && text.front() != '.' &&
@@ -280,7 +280,7 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// Returns advice for running a GPU bundle on a GPU. Only the exporter checks "targets", so the list
+// Returns advice on running a GPU bundle on a GPU. Only the exporter checks "targets", so the list
 // may be empty here.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
@@ -383,8 +383,7 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   return found;
 }
 
-// Reads the name of the compiled text file. If the build did not write a text file, reads the
-// reason.
+// Reads the name of the compiled text file. If the build wrote no text file, reads the reason.
 void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
                      bool check_hashes, Manifest& manifest) {
   const json::Value* const entry = root.find("text");
@@ -489,8 +488,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
     return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
-    // If the error is about a file, the message already starts with the file's path. If the error
-    // is about the manifest's content, the path of the manifest must be added.
+    // If the error is about a file, the message already starts with the path of that file. If the
+    // error is about the content of the manifest, the path of the manifest must be added.
     if (message.compare(0, folder.size(), folder) == 0) throw;
     throw Error(error.status(), folder + "/" + kManifest + ": " + message);
   }

@@ -2,7 +2,7 @@
 // files.
 //
 // docs/reference/bundle.md and manifest.schema.json define the format. The folder is untrusted
-// until it has been checked. File names must stay inside the folder. Sizes are limited before
+// until it has been checked. File names must stay inside the folder. Sizes are checked before
 // memory is allocated. Unknown keys are errors. The runtime uses only the members `loop` and
 // `files` of the manifest.
 #pragma once
@@ -41,13 +41,13 @@ inline const dlm_policy* find_policy(const Policies& policies, const std::string
 
 struct Manifest {
   std::string text;  // content of manifest.json
-  // The engine to run. If the caller chose "auto", this is the engine for which the bundle was
-  // built.
+  // The name of the engine to run. If the caller chose "auto", this is the engine for which the
+  // bundle was built.
   std::string engine;
   Denoiser denoiser;
   GraphSpec graph;
-  std::string graph_sha256;         // hash of the graph and its weights
-  std::vector<EngineSpec> engines;  // in the order of the manifest
+  std::string graph_sha256;         // identifies the graph and its weights
+  std::vector<EngineSpec> engines;  // engine files, in the order of the manifest
   bool is_for_gpus = false;   // true if the bundle was built for GPUs, even if it has no engine yet
   std::string device_advice;  // how to run the bundle on a GPU; empty if the bundle was not built
                               // for GPUs
@@ -55,28 +55,28 @@ struct Manifest {
   Policies presets;                // the strings in these policies are static
   Policies efforts;                // fitted effort levels, fewest passes first; may be empty
   std::string effort_preset;       // preset for which the effort levels were fitted
-  std::string text_path;           // path of the compiled text file; empty if it is missing
-  std::string text_refusal;        // the reason why the text file is missing; empty if it exists
+  std::string text_path;           // path of the compiled text file; empty if the bundle has none
+  std::string text_refusal;        // reason why the bundle has no text file; otherwise empty
   std::string text_sha256;         // expected hash of the text file; empty: not checked
   std::vector<FileHash> unhashed;  // large files whose hashes must still be checked with check_hash
 };
 
 // Reads and checks the bundle in the folder `path`. `engine` is the engine from dlm_open_options.
 //
-// If check_hashes is false, only the sizes of files are checked. Otherwise the hashes are checked
-// too. A large file is not hashed again if there is a record that its hash is right, and the file
-// has not changed since the record was written (bundle/verified_files.h). Every file is hashed if
-// $DLM_HASH_FILES is "always", or if `engine` is "none", which opens a bundle only to check it.
+// If check_hashes is false, only the sizes of files are checked, and not their hashes. A large file
+// is not hashed if there is a record that its hash was right, and the file has not changed since
+// then (bundle/verified_files.h). But every file is hashed if $DLM_HASH_FILES is "always", or if
+// `engine` is "none", because then the bundle is opened only to check it.
 //
 // Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run.
-// This function does not hash the files in `unhashed`. The caller must check these hashes before
-// the first pass, but may do so while an engine maps the files into memory.
+// This function does not hash the files in `unhashed`. The caller must check their hashes before
+// the first pass. An engine may already map the files into memory at the same time.
 //
 // Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT).
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
-// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle contains no text file.
-// Throws Error(DLM_BAD_BUNDLE) if the file has changed since the bundle was opened.
+// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle contains no text file,
+// and Error(DLM_BAD_BUNDLE) if the file has changed since the bundle was opened.
 std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
 // Throws Error(DLM_BAD_BUNDLE) if the hash of the file is not the expected hash.

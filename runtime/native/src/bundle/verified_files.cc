@@ -1,5 +1,4 @@
-// Records which files had the right SHA-256 when they were last hashed. Finds and checks these
-// records later.
+// Writes records of files that had the right SHA-256, and finds and checks these records later.
 #include "bundle/verified_files.h"
 
 #include <fcntl.h>
@@ -24,10 +23,10 @@ namespace {
 constexpr int64_t kSettledSeconds = 2;  // some file systems store times in whole seconds
 constexpr const char* kFolder = "dlm-runtime";
 
-// Records are written only for these file systems. Each file system in this list is read-only, or
-// updates a file's change time at every write. The first write through mmap after a flush also
-// updates the change time, because page_mkwrite of these file systems calls file_update_time. The
-// magic numbers are from linux/magic.h and from the kernel's fs/.
+// Records are written only for these file systems. Each of them is read-only, or updates the change
+// time of a file at every write. For writes through mmap, it updates the change time at the first
+// write after a flush, because its page_mkwrite calls file_update_time. The magic numbers are from
+// linux/magic.h and from the kernel's fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -42,9 +41,9 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// Returns a text that describes a file and the file's current state. The text changes whenever the
-// file changes, and the texts of two files always differ. A record consists of the text, so
-// comparing records needs no parser.
+// Returns a text that describes a file and its current state. The text changes whenever the file
+// changes, and two files never have the same text. A record consists of this text, so that records
+// can be compared without a parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -58,7 +57,7 @@ std::string describe(const struct stat& info, const std::string& sha256) {
 
 // Returns the file name of a file's record. There are at most 65,536 names, so that records cannot
 // fill the disk. If the records of two files have the same name, each new record replaces the other
-// file's record.
+// one.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -80,9 +79,9 @@ bool is_ours_alone(const struct stat& info) {
   return info.st_uid == geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-// Returns the user's cache directory, as the XDG Base Directory Specification defines it. Returns
+// Returns the user's cache directory, as defined in the XDG Base Directory Specification. Returns
 // "" if the user has no cache directory. Also returns "" if the program runs with raised
-// privileges, because then a different user controls the program's environment.
+// privileges, because then another user controls its environment.
 std::string cache_home() {
   const auto is_absolute = [](const char* path) { return path != nullptr && *path == '/'; };
   const char *const chosen = secure_getenv("XDG_CACHE_HOME"), *const home = secure_getenv("HOME");
@@ -92,8 +91,8 @@ std::string cache_home() {
   return found;
 }
 
-// Creates the folder of records and its parent if they are missing. Creates no folder in a
-// different user's directory, because this user could not use the folder later.
+// Creates the folder of records and its parent if they are missing. Creates no folder in the
+// directory of another user, because that user could not use the folder later.
 void make_folder(const std::string& home) {
   const std::string above = home.substr(0, home.find_last_of('/') + 1);
   struct stat info{};
@@ -102,8 +101,8 @@ void make_folder(const std::string& home) {
     mkdir((home + "/" + kFolder).c_str(), S_IRWXU);
 }
 
-// Opens the folder of records. If other users can change the folder, the returned descriptor is not
-// open.
+// Opens the folder of records. If other users can change the folder, returns a descriptor that is
+// not open.
 Descriptor open_folder(bool is_made) {
   const std::string home = cache_home();
   if (home.empty()) return Descriptor(-1);
@@ -127,7 +126,7 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // The record's time stamp is in the future. So the clock was set back, and time stamps may
+  // If the record's time stamp is in the future, the clock was set back, and time stamps may
   // repeat.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
@@ -154,7 +153,7 @@ void record(const struct stat& info, const std::string& sha256) {
     unlinkat(folder.number(), partial.c_str(), 0);
 }
 
-// Returns true if every later change of the file will update the file's change time.
+// Returns true if every later change of the file will update its change time.
 bool will_show_changes(int descriptor, const struct stat& info) {
   timespec settled = info.st_ctim;
   settled.tv_sec += kSettledSeconds;
@@ -163,8 +162,8 @@ bool will_show_changes(int descriptor, const struct stat& info) {
   if (fstatfs(descriptor, &system) != 0) return false;
   for (const FileSystem& trusted : kTrusted) {
     if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
-    // As long as a changed page is not flushed, mmap can change this page again without an update
-    // of the change time. fsync flushes all pages.
+    // While a changed page is not flushed, mmap can change the page again without an update of the
+    // change time. fsync flushes all pages.
     return trusted.is_read_only || fsync(descriptor) == 0;
   }
   return false;
@@ -179,8 +178,8 @@ bool has_sha256(const std::string& path, const std::string& sha256, Records reco
   if (!file.is_open() || fstat(file.number(), &before) != 0 || !S_ISREG(before.st_mode))
     return sha256_file_hex(path) == sha256;  // throws if the file cannot be read
   if (records == Records::use && is_recorded(before, sha256)) return true;
-  // The order of these steps matters. First the file is flushed, then the file is hashed, and then
-  // the time stamps of the file are compared.
+  // The order of these steps matters. First flush the file, then hash it, and then compare its time
+  // stamps.
   const bool shows_changes = will_show_changes(file.number(), before);
   const bool is_right = sha256_file_hex(file.number(), path) == sha256;
   if (is_right && shows_changes && fstat(file.number(), &after) == 0 &&

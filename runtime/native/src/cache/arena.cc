@@ -43,7 +43,7 @@ bool Arena::has_room(const std::vector<Wanted>& wanted) const {
   size_t needed = 0;
   for (const Wanted& one : wanted) {
     const Pages::Found found = pages_.find(one.tokens.data(), page_rows_, one.stored / page_rows_);
-    // An idle page that the canvas shares is not available to other canvases.
+    // If this canvas uses an idle page, the page is not available for new rows.
     needed += pages_for(one.rows) - found.pages.size() + found.idle;
   }
   return needed <= static_cast<size_t>(pages_.unused());
@@ -61,8 +61,8 @@ std::vector<Arena::Handle> Arena::take(const std::vector<Wanted>& wanted) {
     place.length = static_cast<int32_t>(place.shared) * page_rows_;
     place.pages.reserve(pages_for(one.rows));
   }
-  // From here on, no statement allocates memory. The shared pages of all canvases come first, so
-  // that no other page takes their memory.
+  // From here on, no statement allocates memory. First mark the shared pages of all canvases as
+  // used, so that they are not overwritten by new pages.
   for (const Place& place : places)
     for (const int32_t page : place.pages) pages_.use(page);
   auto one = wanted.begin();
@@ -100,7 +100,7 @@ void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stor
 }
 
 void Arena::make_room() {
-  // make_unique would fill all the memory with zeros.
+  // make_unique would fill all this memory with zeros.
   storage_.reset(new std::byte[starts_.back()]);
   for (size_t i = 0; i < 2 * shape_.size(); ++i) pointers_.set_past(i, storage_.get() + starts_[i]);
 }
@@ -119,7 +119,7 @@ void Arena::each_run(const Place& place, int32_t first, int32_t last, Visit visi
   }
 }
 
-// Adds the segments of a part. The part's first token is token `first` of the pass.
+// Adds the segments of a part. `first` is the index of the part's first token in the pass.
 void Arena::add_segments(const Part& part, int64_t first) {
   const size_t before = segments_.size();
   const auto add = [&](int64_t row, int32_t rows, int32_t) {

@@ -61,15 +61,15 @@ class HostContext final : public Context {
   uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
-  // A group of layers that have the same number of heads. The rows of all layers in a group have
-  // the same layout, and are moved in the same way.
+  // A group of layers with the same number of heads. The rows of these layers are laid out and
+  // moved in the same way.
   struct Group {
     int32_t kv_heads;
     std::vector<size_t> layers;
     Slots slots;
   };
 
-  // Returns the offset of each tensor in the storage, if every head has `rows` rows. The last
+  // Returns the offset of each tensor in the storage if every head has `rows` rows. The last
   // element is the total size in bytes.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
@@ -82,8 +82,8 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // Lays out the storage with `rows` rows per head. If the storage is larger than needed, uses up
-  // to `most` rows per head. The storage never shrinks.
+  // Lays out the storage with at least `rows` rows per head. If the storage has room for more rows,
+  // uses up to `most` rows per head. The storage never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();

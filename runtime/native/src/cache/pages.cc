@@ -8,10 +8,10 @@ namespace dlm {
 
 Pages::Pages(int32_t count, int32_t most_idle)
     : pages_(static_cast<size_t>(count)), most_idle_(most_idle), free_(pages_.size()) {
-  std::iota(free_.begin(), free_.end(), 0);  // sorted numbers are a heap
+  std::iota(free_.begin(), free_.end(), 0);  // sorted numbers already form a heap
 }
 
-// FNV-1a, over whole tokens. Pages are compared token by token, so a collision is harmless.
+// FNV-1a over whole tokens. A collision is harmless, because pages are compared token by token.
 uint64_t Pages::hash_of(int32_t before, const int32_t* tokens, size_t rows) {
   constexpr uint64_t kStart = 0xcbf29ce484222325u, kFactor = 0x100000001b3u;
   uint64_t hash = (kStart ^ static_cast<uint32_t>(before)) * kFactor;
@@ -43,7 +43,7 @@ Pages::Found Pages::find(const int32_t* tokens, size_t rows, size_t count) const
 }
 
 void Pages::add_free(int32_t page) noexcept {
-  free_.push_back(page);  // the vector has room for all pages
+  free_.push_back(page);  // does not allocate, because there is room for all pages
   std::push_heap(free_.begin(), free_.end(), std::greater<>());
 }
 
@@ -105,7 +105,8 @@ int32_t Pages::share(int32_t page, int32_t before, const int32_t* tokens, size_t
   return page;
 }
 
-// Frees the idle page that was used least recently. No shared page comes after this page.
+// Frees the idle page that was used least recently. No other shared page refers to this page as its
+// preceding page.
 void Pages::free_oldest() noexcept {
   const int32_t number = oldest_;
   Page& page = pages_[number];

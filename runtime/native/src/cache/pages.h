@@ -1,14 +1,14 @@
 // Divides an arena into pages, and finds pages that already contain the keys and values of a
 // prompt.
 //
-// A page holds the rows of a fixed number of consecutive positions. Several requests can use the
-// same page, if the page's rows depend only on tokens that these requests have in common. Such a
-// page is shared: it is stored under its tokens and the page before it. So a shared page can only
-// be found by a request whose tokens are equal up to the end of the page.
+// A page contains the rows of a fixed number of consecutive positions. Several requests can use the
+// same page if its rows depend only on tokens that these requests have in common. Such a page is
+// called shared. A shared page is found by its tokens and the page before it. So a request finds it
+// only if the request has the same tokens up to the end of the page.
 //
-// If no request uses a shared page any more, the page becomes idle, and keeps its rows. Idle pages
-// are freed when their memory is needed. The page that was used least recently is freed first. A
-// page is always freed before the page before it, because a request returns its last page first.
+// If no request uses a shared page any more, the page becomes idle, and keeps its rows. When memory
+// is needed, idle pages are freed, beginning with the page that was used least recently. A page is
+// always freed before the page that precedes it, because a request returns its last page first.
 #pragma once
 
 #include <cstddef>
@@ -29,30 +29,31 @@ class Pages {
     std::vector<int32_t> pages;
     int32_t idle = 0;  // number of these pages that no request uses
   };
-  // Finds the longest sequence of shared pages that contain the first tokens of a request. The
-  // function compares `count` pages of `rows` tokens each.
+  // Finds the longest sequence of shared pages that contain the first tokens of a request. Compares
+  // at most `count` pages of `rows` tokens each.
   Found find(const int32_t* tokens, size_t rows, size_t count) const;
 
   // Returns the number of pages that no request uses.
   int32_t unused() const { return static_cast<int32_t>(free_.size()) + idle_count_; }
 
-  // Takes a page that no request uses. Call this function only if unused() is above 0.
+  // Takes a page that no request uses, and returns it. Call this function only if unused() is above
+  // 0.
   int32_t take();
-  // Uses a shared page again, for one more request.
+  // Tells that one more request uses a shared page.
   void use(int32_t page);
-  // Returns the pages of one request, which are in the order of their positions.
+  // Returns the pages of one request. They must be in the order of their positions.
   void give_back(const std::vector<int32_t>& pages) noexcept;
   void give_back(int32_t page) noexcept;
 
-  // Shares a page that one request uses. `before` is the shared page of the preceding positions, or
-  // -1. Returns the page that the request must use from now on. This is a different page if a page
-  // with the same tokens is already shared.
+  // Makes a page that one request uses a shared page. `before` is the shared page of the preceding
+  // positions, or -1. Returns the page that the request must use from now on. This is a different
+  // page if there is already a shared page with the same tokens.
   int32_t share(int32_t page, int32_t before, const int32_t* tokens, size_t rows);
 
   // Returns the number of shared pages, including idle pages.
   int32_t shared() const { return static_cast<int32_t>(by_tokens_.size()); }
   int32_t idle() const { return idle_count_; }
-  // Returns how many fewer pages are used than if every request had its own pages.
+  // Returns the number of pages that are saved because requests use the same pages.
   int64_t saved() const { return saved_; }
 
  private:
@@ -71,13 +72,13 @@ class Pages {
   void remove_idle(int32_t page) noexcept;
   void free_oldest() noexcept;
 
-  // Returning pages must not fail, so no member below allocates memory for this purpose.
+  // Returning pages must not fail. So no member below allocates memory when pages are returned.
   std::vector<Page> pages_;
   const int32_t most_idle_;
-  // A heap: the lowest page is taken first, so that the pages of a request are mostly contiguous.
+  // A heap. The lowest page is taken first, so that the pages of a request are mostly contiguous.
   std::vector<int32_t> free_;
   int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;  // a list of the idle pages
-  ByTokens by_tokens_;  // the shared pages, by the hash of their tokens and of `before`
+  ByTokens by_tokens_;  // finds shared pages by the hash of their tokens and of `before`
   int64_t saved_ = 0;
 };
 

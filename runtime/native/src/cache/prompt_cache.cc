@@ -21,7 +21,8 @@ constexpr char kMagic[8] = {'D', 'L', 'M', 'C', 'A', 'C', 'H', 'E'};
 constexpr uint32_t kVersion = 1;
 constexpr size_t kAlignment = 64;
 
-// All numbers are little-endian. A machine with a different byte order reads a wrong version.
+// All numbers are little-endian. On a machine with a different byte order, the version number is
+// wrong and the file is rejected.
 struct Header {
   char magic[8];
   uint32_t version;
@@ -30,14 +31,13 @@ struct Header {
   uint64_t page_bytes;
   char graph_sha256[64];
   char unused[16];
-  uint64_t checksum;  // of the whole file, computed while this member is 0
+  uint64_t checksum;  // checksum of the whole file, computed while this member is 0
 };
 static_assert(sizeof(Header) == 2 * kAlignment);
 
-// Computes a checksum of data whose size is a multiple of 64 bytes. For fixed other words, each
-// step maps different words to different states. So any change of a single word is detected, and
-// other changes are detected except for one in 2^64. This is not a cryptographic hash. It is used
-// because it reads memory about ten times as fast as SHA-256 does.
+// Computes a checksum of data whose size is a multiple of 64 bytes. A change of a single word is
+// always detected. Any other change is detected with a probability of 1 - 2^-64. This is not a
+// cryptographic hash. It is used because it is about ten times as fast as SHA-256.
 class Checksum {
  public:
   void add(const void* data, size_t bytes) {
@@ -84,8 +84,8 @@ const char* name_of(int32_t cache_type) {
   }
 }
 
-// A file that is written under a temporary name. The destructor removes the file, unless it was
-// finished.
+// A file that is written under a temporary name. The destructor removes the file unless finish()
+// was called.
 class PartialFile {
  public:
   explicit PartialFile(const std::string& path)
@@ -110,7 +110,7 @@ class PartialFile {
       done += static_cast<size_t>(now);
     }
   }
-  // Gives the file its final name. Replaces a file that has this name already.
+  // Gives the file its final name, and replaces an existing file of this name.
   void finish() {
     if (fsync(file_.number()) != 0 || rename(partial_.c_str(), path_.c_str()) != 0) refuse();
     is_finished_ = true;
@@ -150,7 +150,7 @@ PromptCache::PromptCache(const std::string& path, const PromptCacheFormat& forma
     refuse("the prompt cache was saved with a different bundle");
   if (header.page_rows != format.page_rows || header.page_bytes != format.page_bytes)
     refuse("the pages have a size that this bundle does not use");
-  // The file contains at most `most` pages, so the products below cannot overflow.
+  // There are at most `most` pages in the file, so the products below cannot overflow.
   const auto rows = static_cast<size_t>(format.page_rows);
   const size_t most = file_.bytes() / page_bytes_;
   const auto count = static_cast<size_t>(header.tokens);
@@ -188,7 +188,7 @@ void PromptCache::write(const std::string& path, const PromptCacheFormat& format
   PartialFile file(path);
   Checksum checksum;
   checksum.add(&header, sizeof header);
-  // Collects pages until a multiple of 64 bytes can be written.
+  // Collects data until a multiple of 64 bytes can be written.
   std::vector<std::byte> pending(aligned(tokens.size() * sizeof(int32_t)));
   std::memcpy(pending.data(), tokens.data(), tokens.size() * sizeof(int32_t));
   size_t at = sizeof header;

@@ -1,16 +1,16 @@
 // A prompt cache is a file that contains the keys and values of a prompt. With block-causal
-// attention, later requests whose prompts start with the same tokens can use these keys and values.
+// attention, later requests can use them if their prompts start with the same tokens.
 //
 // A file contains a header, the tokens as int32, zeros up to a multiple of 64 bytes, and then the
-// pages of the prompt, without gaps. A page contains the rows of page_rows() positions. The tensors
-// of a page are in the order keys and values of layer 0, keys and values of layer 1, and so on. A
-// tensor contains the rows of its first head, then the rows of the second head, and so on. At the
-// end of the file, zeros follow up to a multiple of 64 bytes.
+// pages of the prompt, without gaps. Zeros at the end of the file also fill up a multiple of 64
+// bytes. A page contains the rows of page_rows() positions. The tensors of a page are in this
+// order: keys of layer 0, values of layer 0, keys of layer 1, and so on. A tensor contains all rows
+// of its first head, then all rows of its second head, and so on.
 //
-// Keys and values are used only with the graph that computed them. The header contains a hash of
+// Keys and values are used only with the graph that computed them. So the header contains a hash of
 // this graph. The header also contains a checksum of the whole file, which detects damage. The
-// checksum does not detect a file that was made on purpose. Such a file can change the answers, but
-// it cannot make the runtime read or write outside of its memory.
+// checksum does not protect against a file that someone made on purpose. Such a file can change the
+// answers, but it cannot make the runtime read or write outside of its memory.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@
 
 namespace dlm {
 
-// The properties of a bundle that a prompt cache must have as well.
+// The properties that a bundle and its prompt caches must have in common.
 struct PromptCacheFormat {
   std::string graph_sha256;  // lower-case hex
   int32_t cache_type;        // element type of the cache, see engines/graph_contract.h
@@ -44,9 +44,9 @@ class PromptCache {
   const std::vector<int32_t>& tokens() const { return tokens_; }
   const std::byte* page(size_t number) const { return pages_ + number * page_bytes_; }
 
-  // Writes a file. `read` copies a page to the memory at its second argument. The number of tokens
-  // is a multiple of the page's rows. The file appears at `path` only when it is complete. Throws
-  // Error(DLM_INVALID_ARGUMENT) if the file cannot be written.
+  // Writes a file. `read` copies a page to the memory that its second argument points to. The
+  // number of tokens must be a multiple of format.page_rows. The file appears at `path` only when
+  // it is complete. Throws Error(DLM_INVALID_ARGUMENT) if the file cannot be written.
   static void write(const std::string& path, const PromptCacheFormat& format,
                     const std::vector<int32_t>& tokens,
                     const std::function<void(size_t, std::byte*)>& read);
@@ -58,16 +58,16 @@ class PromptCache {
   size_t page_bytes_ = 0;
 };
 
-// The prompt caches of a bundle. Several threads may use this object. Prompt caches are only added,
-// and stay until the object is destroyed.
+// The prompt caches of a bundle. Several threads may use this object. An added prompt cache stays
+// until the object is destroyed.
 class PromptCaches {
  public:
   void add(std::unique_ptr<const PromptCache> cache);
   bool empty() const;
 
-  // The prompt cache that contains the longest part of a prompt. `rows` is the number of leading
-  // tokens that the prompt and the cache have in common, in whole pages, at most `most`. The prompt
-  // has at least `most` tokens. If there is no such cache, `rows` is 0.
+  // The prompt cache that has the most leading tokens in common with a prompt. `rows` is the number
+  // of these tokens in whole pages, and is at most `most`. The prompt must have at least `most`
+  // tokens. If there is no such cache, `rows` is 0.
   struct Found {
     const PromptCache* cache = nullptr;
     int32_t rows = 0;

@@ -1,5 +1,5 @@
-// Tracks the slot in which each row of a key or value tensor is stored. The rows that the next
-// passes read are at the start of the tensor.
+// Tracks where each row of a tensor of keys or values is stored. The rows that the next passes read
+// are always at the start of the tensor.
 #pragma once
 
 #include <algorithm>
@@ -11,27 +11,27 @@
 
 namespace dlm {
 
-// Assigns the rows of a key or value tensor to slots. A row belongs to one position and one head.
-// The heads of all requests in a batch are counted together, so there are heads * L slots. Here L =
-// S + T, S is the number of cached positions, and T is the number of positions that the pass
-// computes. L is the length of the canvas. If rows are appended, L grows by the number of appended
-// rows. A pass reads the first part of the tensor, [heads, S], and writes the next part, [heads,
-// T].
+// Assigns the rows of a tensor of keys or values to slots, which are places in the tensor. A row
+// belongs to one position and one head. The heads of all requests in a batch are counted together.
+// S is the number of cached positions, T is the number of positions that the pass computes, and L =
+// S + T. There are heads * L slots. L is the length of the canvas. If rows are appended, L grows
+// with each append. A pass reads the first part of the tensor, [heads, S], and writes the next
+// part, [heads, T].
 //
-// The cached rows of a head may be in any order. When S or the positions change, each head gets a
-// new part of the tensor. Only rows outside the head's new part must move. The number of rows that
-// must move depends on how many heads come before the head, but not on the length of the canvas.
+// The cached rows of a head may be in any order. If S or the cached positions change, each head
+// gets a new part of the tensor, and only the rows outside this part must move. The number of rows
+// that must move depends on the number of preceding heads, but not on the length of the canvas.
 class Slots {
  public:
-  // Moves `rows` rows of a tensor, starting at row `from`, to row `to`. With is_swap, exchanges
-  // these rows with the rows at row `to`. The two ranges do not overlap.
+  // Moves `rows` rows of a tensor from row `from` on to row `to`. With is_swap, the two ranges of
+  // rows are exchanged. The ranges do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
   };
 
-  // Makes room for `capacity` rows per head. If the number of heads stays the same, the cached rows
-  // stay.
+  // Makes room for `capacity` rows per head. If the number of heads does not change, the cached
+  // rows are preserved.
   void lay_out(size_t heads, int32_t capacity) {
     const std::vector<size_t> before(
         row_at_.begin(),
@@ -48,8 +48,8 @@ class Slots {
   int32_t kept() const { return static_cast<int32_t>(kept_); }
   int32_t length() const { return static_cast<int32_t>(length_); }
 
-  // Records that a pass has read `cached` rows, and has written the rows of `tokens` positions that
-  // start at `first`.
+  // Records that a pass has read `cached` rows per head, and has written the rows of `tokens`
+  // positions from `first` on.
   void note_written(int32_t first, int32_t tokens, int32_t cached) {
     const size_t from = first, written = tokens;
     kept_ = cached;
@@ -60,16 +60,16 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Selects the rows of all positions except `first` to `last` - 1 as the cached rows. The cached
-  // rows must be at the start of the tensor, head by head. Returns the moves that the caller must
-  // apply to put the cached rows there.
+  // Makes the rows of all positions except `first` to `last` - 1 the cached rows. They must then be
+  // at the start of the tensor, head by head. Returns the moves that bring them there. The caller
+  // must apply these moves to the tensor.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
-    // There are two lists per head. `slots` lists the slots in the head's new part whose rows may
-    // have to move away. `rows` lists the rows of the head that may be outside its new part. All
-    // other slots of the new part contain rows that stay in their slots.
+    // For each head, `slots` lists the slots in the head's new part that may contain rows that must
+    // leave. `rows` lists the rows of the head that may be outside its new part. All other slots of
+    // the new part contain rows that stay.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
@@ -81,8 +81,8 @@ class Slots {
     }
     std::vector<Move> moves;
     for (size_t n = 0; n < heads_; ++n) {
-      // The heads are processed in the direction in which their parts shift. So target slots are
-      // rarely occupied.
+      // The heads are processed in the direction in which their parts shift. So the target slots
+      // are rarely occupied.
       const size_t head = kept < kept_ ? n : heads_ - 1 - n;
       const Range part{head * kept, (head + 1) * kept},
           own{head * stride_, head * stride_ + length_};
@@ -93,16 +93,16 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        // The loop always finds such a row, because the number of rows in `rows` equals the number
-        // of slots in `slots`.
+        // The loop always finds such a row, because `rows` and `slots` have the same length.
         while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);
         put(row_at_[slot], from);
         put(*row, slot);
-        // Moves are merged only within a head. The head's rows come from outside its part, so the
-        // source and the target of a merged move cannot overlap. Moves of two heads could overlap,
-        // because the source of the next head may start where the target of this head is.
+        // Moves are merged only within a head. All rows that a head gets come from outside its
+        // part, so the source and the target of a merged move cannot overlap. Merged moves of two
+        // heads could overlap, because the source of the second head may start in the target of the
+        // first head.
         const Move before = moves.size() == begun ? Move{} : moves.back();
         if (before.rows > 0 && before.is_swap == is_swap && before.from + before.rows == from &&
             before.to + before.rows == slot)

@@ -1,9 +1,9 @@
-// Compiles nodes of an expression graph to automata. First builds a non-deterministic automaton.
-// Then makes this automaton deterministic with the subset construction.
+// Compiles nodes of an expression graph to automata. The code first builds a non-deterministic
+// automaton, and then makes it deterministic with the subset construction.
 //
-// Each pair of a node and the state that follows the node is built only once. So nodes with the
-// same continuation share states. Nodes of the kinds `both`, `without` and `characters` are
-// compiled first, and their automata are copied into the non-deterministic automaton.
+// If a node occurs several times with the same state after it, all these occurrences share their
+// states. The code compiles nodes of the kinds `both`, `without` and `characters` first, and copies
+// their automata into the non-deterministic automaton.
 #include "compile/automata.h"
 
 #include <algorithm>
@@ -20,20 +20,21 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // the state at the end of a text
 constexpr State kUnknown = UINT32_MAX;
-// Before an automaton is minimised, its number of states may be this many times the limit.
+// An automaton that is not minimised yet may have this many times the allowed number of states.
 constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 
-// Builds the automaton that accepts the UTF-8 bytes of one character of `points`. A state
-// represents the bits of the code point that are still to be read.
+// Builds the automaton that accepts the UTF-8 bytes of any one character in `points`. A state
+// determines which values the remaining bits of the code point may have.
 class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
     out_.starts.push_back(0);
-    // One entry for each length of a UTF-8 sequence, 1 to 4 bytes. An entry contains the code
-    // points of this length, the fixed bits of the first byte, and the number of code point bits in
-    // the other bytes.
+    // kLengths has one entry for each length of a UTF-8 sequence, from 1 to 4 bytes. `low` and
+    // `high` are the first and the last code point of this length. `lead` contains the fixed bits
+    // of the first byte. `bits` is the number of bits of the code point that the other bytes
+    // contain.
     struct Length {
       char32_t low, high;
       int lead, bits;
@@ -52,7 +53,8 @@ class Utf8 {
 
  private:
   // Adds edges for the code points from `low` to `high` that are in `points`. The byte of an edge
-  // is `lead` + (code point >> `bits`).
+  // consists of `lead` and the next bits of the code point. `base` contains the bits of the code
+  // point that the earlier bytes contain.
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -61,8 +63,8 @@ class Utf8 {
     while (low <= high && range != points.end() && range->low <= high) {
       budget.check();
       const char32_t from = std::max(low, range->low), to = std::min(high, range->high);
-      // A block is the range of all values that have the same upper bits. All blocks that are
-      // completely inside the range lead to one common state. Each other block leads to its own
+      // A block consists of all code points with the same upper bits. All blocks that are
+      // completely inside the range lead to one common state. Each other block leads to a separate
       // state.
       const char32_t block = from >> bits, block_low = block << bits;
       const char32_t block_high = block_low + (char32_t{1} << bits) - 1;
@@ -84,7 +86,7 @@ class Utf8 {
     }
   }
 
-  // Returns the state that accepts all values of the last `bits` bits.
+  // Returns the state that accepts all values of the remaining `bits` bits.
   int32_t whole(int bits, Budget& budget) {
     int32_t& made = whole_[static_cast<size_t>(bits / 6)];
     if (made >= 0) return made;
@@ -118,10 +120,13 @@ struct Transition {
   State state;
 };
 
-// A state is kEnd, a state with transitions, or a branch. A branch is a list of alternative states.
+// The non-deterministic automaton. Each item is kEnd, a state with transitions, or a branch. A
+// branch is a list of alternative states.
 struct Graph {
   struct Item {
-    uint32_t first, count;  // index and size of a range in transitions or in branches
+    // The item's elements in `transitions` or `branches`: the index of the first element, and the
+    // number of elements.
+    uint32_t first, count;
     bool is_branch;
   };
   std::vector<Item> items;
@@ -143,23 +148,24 @@ class GraphMaker {
       : expressions_(expressions), kept_(kept), budget_(expressions.budget()) {}
 
   Graph make(Node node) {
-    graph_.items.push_back({0, 0, false});  // kEnd
+    graph_.items.push_back({0, 0, false});  // this item is kEnd
     graph_.start = enter(node);
     return std::move(graph_);
   }
 
  private:
-  // A node that is being built. The builder uses an explicit stack, because expressions can nest
-  // deeper than the call stack of a thread allows.
+  // A node that is being built. The builder uses its own stack of frames, because the nesting of an
+  // expression can be too deep for the call stack of a thread.
   struct Frame {
     Node node;
     State follows;   // the state after the node
-    uint32_t stage;  // number of stages that are done
+    uint32_t stage;  // number of stages that have started
     State loop;      // for unbounded repetitions: the state where the loop starts
-    size_t held;     // for choices: index in held_ of their first state
+    size_t held;     // for `either`: the index in held_ of the first choice's state
   };
 
-  // A node that is already built, the state that follows the node, and the node's start state.
+  // A node that is already built, with the state that follows the node and the start state of the
+  // node.
   struct Entered {
     Node node;
     State follows, start;
@@ -168,7 +174,7 @@ class GraphMaker {
   // Builds the node `top`, followed by the state kEnd. Returns the start state.
   State enter(Node top) {
     std::vector<Frame> frames{{top, kEnd, 0, 0, 0}};
-    State result = kUnknown;  // start state of the frame that finished last
+    State result = kUnknown;  // the start state of the node that was built last
     while (!frames.empty()) {
       budget_.check();
       budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
@@ -234,8 +240,8 @@ class GraphMaker {
           break;
       }
       if (done == kUnknown) continue;
-      // This frame is still the last frame, because a new frame is pushed only if `done` is
-      // unknown.
+      // The code above pushes a new frame only if `done` is unknown. So this frame is still the
+      // last frame.
       entered_index_.add(mixed(node, follows), static_cast<int32_t>(entered_.size()));
       entered_.push_back({node, follows, done});
       result = done;
@@ -244,8 +250,9 @@ class GraphMaker {
     return result;
   }
 
-  // Does the next stage of a repetition. Pushes a frame for the next copy of the repeated part. If
-  // the repetition is complete, returns the start state of the repetition instead.
+  // Builds a repetition in stages. If the repetition needs another copy of the repeated part,
+  // pushes a frame for this copy and returns kUnknown. Otherwise returns the start state of the
+  // repetition.
   State repeat(std::vector<Frame>& frames, uint32_t stage, State result) {
     Frame& frame = frames.back();
     const Node part = expressions_.first(frame.node);
@@ -262,7 +269,8 @@ class GraphMaker {
         graph_.branches[graph_.items[frame.loop].first] = result;
         if (low == 0) return frame.loop;
       }
-      if (stage >= low) return result;  // `stage` copies exist now, including the copy in the loop
+      // The code has built `stage` copies, including the copy in the loop.
+      if (stage >= low) return result;
       frames.push_back({part, result, 0, 0, 0});
       return kUnknown;
     }
@@ -287,8 +295,8 @@ class GraphMaker {
     return static_cast<State>(graph_.items.size() - 1);
   }
 
-  // Adds a state without transitions. The transitions that are appended afterwards belong to this
-  // state.
+  // Adds a state without transitions. add_transition() then adds transitions to the state that was
+  // added last.
   State add_state() {
     graph_.items.push_back({static_cast<uint32_t>(graph_.transitions.size()), 0, false});
     return static_cast<State>(graph_.items.size() - 1);
@@ -320,13 +328,15 @@ class GraphMaker {
     return state;
   }
 
-  // Copies an automaton. A text may continue with `follows` at each of its accepting states.
+  // Copies an automaton into the graph. From each accepting state of the copy, a text may continue
+  // with `follows`.
   State add_copy(const ByteAutomaton& part, State follows) {
     if (part.is_empty()) return add_branch({});
     const size_t count = part.states();
     const auto base = static_cast<State>(graph_.items.size());
     const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
-    // First come the copied states. Then comes one branch for each accepting state that has edges.
+    // The copied states come first. After them, there is one branch for each accepting state that
+    // has edges.
     std::vector<State> names(count);
     State next = base + static_cast<State>(count);
     for (size_t state = 0; state < count; ++state)
@@ -356,8 +366,9 @@ class GraphMaker {
 
 // ---- Deterministic ----------------------------------------------------------------------------
 
-// The subset construction. A subset is a set of states that a text can reach at the same time. A
-// subset is stored as an ascending list of states that have transitions. The list may also contain
+// Performs the subset construction. A subset is a set of states that one text can reach in the
+// non-deterministic automaton. Each subset becomes one state of the deterministic automaton. A
+// subset is stored as an ascending list of its states with transitions. The list may also contain
 // kEnd.
 class Subsets {
  public:
@@ -394,8 +405,8 @@ class Subsets {
       }
       return;
     }
-    // Sorts all transitions by their first byte. `active_` contains the transitions that include
-    // the current byte.
+    // This code sorts the transitions of all states by their first byte, and then visits the bytes
+    // in order. `active_` contains the transitions whose byte range contains the current byte.
     transitions_.clear();
     for (size_t i = first; i < last; ++i) {
       const Graph::Item& item = graph_.items[content_[i]];
@@ -427,8 +438,8 @@ class Subsets {
     }
   }
 
-  // Returns the number of the subset of the given states. Each branch is replaced by the
-  // alternatives of the branch.
+  // Returns the number of the subset that consists of the given states. If a given state is a
+  // branch, the subset contains the alternatives of the branch instead.
   int32_t number_of(const State* states, size_t count) {
     if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
     ++round_;
@@ -481,12 +492,14 @@ class Subsets {
   const Graph& graph_;
   Budget& budget_;
   ByteAutomaton out_;
-  std::vector<State> content_;  // the lists of all subsets, one after another
-  // List s consists of the elements begins_[s] to begins_[s + 1] - 1 of content_.
+  std::vector<State> content_;  // the states of all subsets, one subset after another
+  // Subset s consists of content_[begins_[s]] to content_[begins_[s + 1] - 1].
   std::vector<size_t> begins_{0};
-  HashIndex numbers_;           // finds the subsets that do not consist of exactly one state
-  std::vector<uint32_t> seen_;  // for each state: the last round that visited it
-  // For each state: the subset that contains only this state; -1 if there is no such subset.
+  // Finds the number of a subset. Subsets of exactly one state are in alone_ instead.
+  HashIndex numbers_;
+  std::vector<uint32_t> seen_;  // for each state: the value of round_ at the last visit
+  // For each state: the number of the subset of only this state, or -1 if there is no such subset
+  // yet.
   std::vector<int32_t> alone_;
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
@@ -497,8 +510,8 @@ class Subsets {
 
 const ByteAutomaton& Automata::of(Node node) {
   Budget& budget = expressions_.budget();
-  // The indices of the parts of a node are lower than the index of the node. So the loop below
-  // compiles parts first.
+  // The parts of a node have lower indices than the node itself. So if the nodes are compiled in
+  // ascending order, the parts of each node are compiled first.
   std::vector<Node> needed, open{node};
   std::vector<uint8_t> seen(expressions_.size(), 0);
   while (!open.empty()) {

@@ -10,7 +10,7 @@
 
 namespace dlm::compile {
 
-// Compiles nodes of an expression graph to minimal automata over bytes. For example, the node of
+// Compiles nodes of an expression graph to minimal automata over bytes. For example, the node for
 // the regular expression a|b becomes an automaton with two states. The object caches all automata
 // that it compiles. So if several nodes share a part, the part is compiled only once.
 class Automata {

@@ -1,5 +1,5 @@
-// Limits for the time, memory and size of compiling one constraint, and the class Budget, which
-// checks these limits.
+// Defines Limits, which limits the time, memory and size of compiling one constraint. Defines
+// Budget, which checks these limits.
 #pragma once
 
 #include <time.h>
@@ -19,10 +19,10 @@ class TooLarge : public Error {
 };
 
 struct Limits {
-  double seconds = 30;                      // processor time of the thread, for all stages
-  size_t memory_bytes = size_t{192} << 20;  // limit for each stage of the compiler
-  size_t states = size_t{1} << 17;          // of the compiled automaton
-  size_t edges = size_t{1} << 22;           // of the compiled automaton
+  double seconds = 30;                      // limit for the processor time of all stages together
+  size_t memory_bytes = size_t{192} << 20;  // limit for the memory of each stage
+  size_t states = size_t{1} << 17;          // limit for the number of states
+  size_t edges = size_t{1} << 22;           // limit for the number of edges
 };
 
 // Checks the limits while a constraint is compiled. A Budget measures the processor time of the
@@ -31,7 +31,7 @@ struct Limits {
 // 4,096th call reads the clock.
 class Budget {
  public:
-  // `what` is the start of each error message.
+  // Each error message starts with `what`.
   explicit Budget(const Limits& limits, const char* what = "regex")
       : limits_(limits), what_(what), end_(now() + limits.seconds) {}
 

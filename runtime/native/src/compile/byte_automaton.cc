@@ -8,24 +8,25 @@
 namespace dlm::compile {
 namespace {
 
-// Returns the edge from `first` to `last` - 1 that accepts the byte. Returns `last` if there is no
-// such edge.
+// Searches the edges from `first` to `last` - 1. Returns the edge that accepts the byte, or `last`
+// if there is no such edge.
 const ByteEdge* find_edge(const ByteEdge* first, const ByteEdge* last, uint8_t byte) {
   const ByteEdge* const edge = std::lower_bound(
       first, last, byte, [](const ByteEdge& each, uint8_t value) { return each.high < value; });
   return edge != last && edge->low <= byte ? edge : last;
 }
 
-// Combines two automata. A state of the result is a pair of states, one of each automaton. Pairs
-// are numbered in the order of their first visit.
+// Combines two automata. Each state of the result is a pair of a state of the first automaton and a
+// state of the second automaton. Pairs are numbered in the order of their first visit.
 class Product {
  public:
   Product(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget)
       : first_(first), second_(second), budget_(budget) {}
 
   // If is_both is true, the result accepts the texts that both automata accept. If is_both is
-  // false, the result accepts the texts that only the first automaton accepts. The second state of
-  // a pair may then be -1, which means that the second automaton accepts no continuation.
+  // false, the result accepts the texts that only the first automaton accepts. In this case, the
+  // second state of a pair may be -1, which means that the second automaton accepts no
+  // continuation.
   ByteAutomaton make(bool is_both) {
     ByteAutomaton out;
     if (first_.is_empty()) return out;
@@ -133,7 +134,7 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   for (size_t i = 0; i < before.size(); ++i) {
     first = texts.next(first, static_cast<uint8_t>(before[i]));
     if (first < 0) {
-      size_t good = i;  // number of bytes up to the end of the last whole character
+      size_t good = i;  // size of the matching start of `before`, cut to whole characters
       while (good > 0 && (static_cast<uint8_t>(before[good]) & 0xC0) == 0x80) --good;
       throw Error(DLM_INVALID_ARGUMENT, "no text of the constraint starts with " +
                                             json::quoted(before) + ", though some may with " +
@@ -156,11 +157,11 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   cut.starts.push_back(static_cast<uint32_t>(cut.edges.size()));
   ByteAutomaton out = minimised(cut, first, budget);
   if (out.is_empty())
-    throw Error(DLM_INVALID_ARGUMENT,
-                before.empty() && behind.empty()
-                    ? std::string("regex: no text matches it, but for texts with a NUL")
-                    : "no text of the constraint starts with " + json::quoted(before) +
-                          " and ends with " + json::quoted(behind));
+    throw Error(DLM_INVALID_ARGUMENT, before.empty() && behind.empty()
+                                          ? std::string("regex: only texts with a NUL match it")
+                                          : "no text of the constraint starts with " +
+                                                json::quoted(before) + " and ends with " +
+                                                json::quoted(behind));
   return out;
 }
 

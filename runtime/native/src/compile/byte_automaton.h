@@ -1,4 +1,5 @@
-// Deterministic automata over bytes, and functions that minimise, intersect and subtract them.
+// Defines deterministic automata over bytes, and functions that minimise, intersect and subtract
+// automata.
 #pragma once
 
 #include <cstddef>
@@ -13,35 +14,36 @@ namespace dlm::compile {
 
 struct ByteEdge {
   uint8_t low, high;  // first and last byte of the range that this edge accepts
-  int32_t state;      // the target
+  int32_t state;      // the next state
 };
 
 // A deterministic automaton. State 0 is the start state. An automaton without states accepts no
 // text.
 //
-// The functions below return minimal automata. In a minimal automaton, there is a path from every
-// state to an accepting state. No two states accept the same continuations. The states are in
+// The functions below return minimal automata. In a minimal automaton, no two states accept the
+// same continuations, and there is a path from every state to an accepting state. The states are in
 // breadth-first order.
 struct ByteAutomaton {
-  // [states + 1]: the edges of state s have the indices starts[s] to starts[s + 1] - 1.
+  // [states + 1]: the edges of state s are edges[starts[s]] to edges[starts[s + 1] - 1].
   std::vector<uint32_t> starts;
   // All edges, sorted by state and byte. If the byte ranges of two edges of a state are adjacent,
-  // the edges have distinct targets.
+  // the edges lead to different states.
   std::vector<ByteEdge> edges;
   std::vector<uint8_t> accepting;  // [states]: 1 if a text may end in the state
 
   size_t states() const { return accepting.size(); }
   bool is_empty() const { return accepting.empty(); }
-  int32_t next(int32_t state, uint8_t byte) const;  // returns -1 if there is no edge
+  // Returns the state to which `byte` leads from `state`, or -1 if there is no edge for the byte.
+  int32_t next(int32_t state, uint8_t byte) const;
   bool matches(std::string_view text) const;
 };
 
-// Appends an edge to the last state of an automaton. If the edge is adjacent to the previous edge
-// and has the same target, the function extends the previous edge instead.
+// Appends an edge to the last state of an automaton. If the previous edge leads to the same state,
+// and its bytes end directly before `low`, the function extends the previous edge instead.
 void append_edge(ByteAutomaton& automaton, uint8_t low, uint8_t high, int32_t state);
 
-// Returns the minimal automaton of all continuations that `automaton` accepts from state `first`
-// on. `automaton` need not be minimal. Throws an error if the result has more states than the
+// Returns the minimal automaton for all texts that `automaton` accepts if it starts in state
+// `first`. `automaton` need not be minimal. Throws an error if the result has more states than the
 // limit.
 ByteAutomaton minimised(const ByteAutomaton& automaton, int32_t first, Budget& budget);
 
@@ -50,9 +52,9 @@ ByteAutomaton minimised(const ByteAutomaton& automaton, int32_t first, Budget& b
 ByteAutomaton intersection(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 
-// Returns the automaton of every text T without NUL for which `texts` accepts `before` + T +
-// `behind`. Throws an error if there is no such text. If `texts` accepts no text that starts with
-// `before`, `hint` is appended to the error message. `texts` must be minimal.
+// Returns an automaton that accepts each text T without NUL bytes for which `texts` accepts
+// `before` + T + `behind`. `texts` must be minimal. Throws an error if there is no such T. If
+// `texts` accepts no text that starts with `before`, the error message ends with `hint`.
 ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
                       const std::string& behind, const std::string& hint, Budget& budget);
 

@@ -44,12 +44,12 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
     case Constraint::grammar:
       return {grammar(expressions, constraint.content, constraint.max_depth), {}};
     case Constraint::decisions:
-      break;  // compile_constraint handles this kind
+      break;  // compile_constraint() handles this kind
   }
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
 
-// Returns a hint for the error that no text starts with `before`.
+// Returns a hint for the error message that no text of the constraint starts with `before`.
 std::string layout_hint(const Constraint& constraint) {
   if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list ||
       constraint.kind == Constraint::grammar)
@@ -69,8 +69,8 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
       fail(DLM_INVALID_ARGUMENT, "decisions: put the text of before and behind into parts");
     return {decisions(constraint.content, vocabulary, budget), {}};
   }
-  // The number of states is only estimated, and the estimate may be too low. If the automaton is
-  // too large, the code tries again with a lower limit for the estimate.
+  // most_states limits an estimate of the number of states, and this estimate may be too low. So if
+  // the automaton is too large, the code tries again with a lower limit.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);
@@ -92,8 +92,8 @@ std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> te
   const TextFile& file = text->file();
   if (file.is_byte_fallback || file.has_space_letter)
     fail(DLM_UNSUPPORTED,
-         "constraints need a byte-level tokenizer, and this one decodes by characters: its texts "
-         "are not those of its tokens one behind the other");
+         "constraints need a byte-level tokenizer, but this tokenizer decodes characters: the text "
+         "of several tokens is not always the texts of the tokens one after another");
   std::vector<std::string> tokens(static_cast<size_t>(std::min(vocab_size, file.vocab_size)));
   for (size_t token = 0; token < tokens.size(); ++token)
     if ((file.token_flags[token] & TextFile::special) == 0)
@@ -107,7 +107,8 @@ std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> te
                                               try {
                                                 text->encode(wanted, {}, ids);
                                               } catch (const Error&) {
-                                                // The text contains a special token.
+                                                // encode() throws an error if the text contains a
+                                                // special token.
                                                 return -1;
                                               }
                                               return ids.empty() ? -1 : ids.front();

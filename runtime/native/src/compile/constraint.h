@@ -1,5 +1,5 @@
 // Compiles a constraint, such as a regular expression or a JSON Schema, to an automaton over token
-// ids. The decoding loop uses the automaton to find the tokens that may come next.
+// ids. The decoding loop uses this automaton to find the tokens that are allowed next.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,17 @@
 namespace dlm::compile {
 
 struct Constraint {
-  // The values of DLM_CONSTRAINT_ in dlm_runtime.h.
+  // The values equal the constants DLM_CONSTRAINT_... in dlm_runtime.h.
   enum Kind { regex, schema, list, json_object, tree, grammar, decisions = 8 };
 
   Kind kind;
   std::string_view content;
-  // Fixed texts before and after the generated text. The constraint applies to all three texts
-  // together.
+  // Fixed texts before and after the generated text. The constraint applies to `before`, the
+  // generated text and `behind` as one text.
   std::string before, behind;
   schema::Layout layout;
   std::optional<uint32_t> max_depth;
-  bool any_order = false, more_properties = false;  // for JSON objects, see schema.h
+  bool any_order = false, more_properties = false;  // these apply to JSON objects, see schema.h
   Limits limits;
 };
 

@@ -1,6 +1,6 @@
-// Builds a tree of bytes from the parts of the answer. Then, for each node of the tree, walks over
-// the tokens that can follow the node. A walk records the options that the token of the walk
-// completes.
+// Compiles decisions. The code first builds a tree of bytes from the parts of the answer. Then, for
+// each node of this tree, it finds the tokens that can follow the node, and the options that each
+// of these tokens completes.
 #include "compile/decisions.h"
 
 #include <algorithm>
@@ -19,22 +19,24 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
-constexpr size_t kEncodedBytes = 96;  // largest number of bytes of a forced text that is passed to
-                                      // the tokenizer
+// A longer forced text is cut to this many bytes before it is passed to the tokenizer.
+constexpr size_t kEncodedBytes = 96;
 
-// A tree of the bytes of all answers. Each node stores the bytes that can come next, so each answer
-// is one path in the tree.
+// A tree of the bytes of all answers. Each node stores the bytes that can come next. After a
+// question, the paths of its options join again.
 struct Bytes {
   struct Step {
     uint8_t byte;
     int32_t to;
-    int32_t completed;  // the option that ended before this byte; kNone if no option ended
+    int32_t completed;  // the option that ended before this byte, or kNone
   };
-  std::vector<std::vector<Step>> steps;  // by node
-  std::vector<int32_t> ended;            // by node: the option that ends here and ends the answer
-  int32_t last = kNone;                  // the node of the whole answer, if text ends it
-  bool is_open = false;                  // any text may follow `last`
-  std::vector<std::string> options;      // in the order of their numbers
+  std::vector<std::vector<Step>> steps;  // for each node: its steps
+  // For each node: the option with which an answer ends at the node, or kNone.
+  std::vector<int32_t> ended;
+  // The node at the end of every answer, if the last part is a fixed text. Otherwise kNone.
+  int32_t last = kNone;
+  bool is_open = false;              // true: any text may follow `last`
+  std::vector<std::string> options;  // for each option: its text
   std::vector<int32_t> question_starts{0};
 
   int32_t add() {
@@ -119,8 +121,10 @@ class Reader {
   const json::Value& root_;
   Budget& budget_;
   Bytes bytes_;
-  int32_t at_ = 0;  // the current node: the end of the text so far, or the start of the question
-  std::vector<std::pair<int32_t, int32_t>> open_;  // the ends of the last question's options
+  // The current node: the end of the fixed text so far, or the start of the last question.
+  int32_t at_ = 0;
+  // For each option of the last question: the node at its end, and the option's number.
+  std::vector<std::pair<int32_t, int32_t>> open_;
 };
 
 // Assigns an index to each list of ints. Equal lists get the same index.
@@ -149,7 +153,7 @@ class Builder {
   }
 
   Automaton make() {
-    end_node_ = static_cast<int32_t>(bytes_.steps.size());  // after the end token
+    end_node_ = static_cast<int32_t>(bytes_.steps.size());  // the node after the end token
     leaps_.resize(bytes_.steps.size() + 1);
     state_of(0, 0);
     for (size_t state = 0; state < states_.size(); ++state) add_edges(static_cast<int32_t>(state));
@@ -164,12 +168,13 @@ class Builder {
   }
 
  private:
-  // A token leads to a node of the answer. `tags` is the index of a list in tags_, which lists the
-  // options that the token completes.
+  // The step of one token to a node of the answer. `tags` is the index of a list in tags_. This
+  // list contains the options that the token completes.
   struct Leap {
     int32_t token, node, tags;
   };
-  // An automaton's state: a node, and the options that a text has completed on arrival.
+  // A state of the automaton. It consists of a node, and the options that the last token has
+  // completed.
   struct State {
     int32_t node, tags;
   };
@@ -188,9 +193,8 @@ class Builder {
     return found->second;
   }
 
-  // Returns the forced bytes after a node. The returned bytes are cut to whole characters, and to
-  // the length that may be passed to the tokenizer. `size` is set to the number of forced bytes
-  // before the cut.
+  // Returns the bytes that must follow a node. The result is cut to kEncodedBytes bytes and to
+  // whole characters. Sets `size` to the number of these bytes before the cut.
   std::string forced_text(int32_t node, size_t& size) const {
     std::string out;
     for (size = 0; !bytes_.is_end(node) && bytes_.steps[index(node)].size() == 1; ++size) {
@@ -216,9 +220,10 @@ class Builder {
       out.push_back({tree_.tokens[index(i)], node, tags});
   }
 
-  // Finds the tokens that can follow a node. The bytes of `parent`, a node of the token tree, lead
-  // to `node` and complete `tags`. Only tokens below `parent` count. If `parent` is kNone, all
-  // tokens count. If `wanted` is a node of the token tree, leaves out all tokens of at most
+  // Finds the tokens that can come next, and appends them to `out`. `parent` is a node of the token
+  // tree. Its bytes lead to `node`, and complete the options of `tags`. The function visits only
+  // the tokens below `parent`, or all tokens if `parent` is kNone. If `wanted` is not kNone, it is
+  // also a node of the token tree. In this case, the function leaves out all tokens of at most
   // `forced` bytes, except the tokens of `wanted`.
   void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
             std::vector<Leap>& out) {
@@ -278,8 +283,8 @@ class Builder {
     budget_.check_memory(token_count_ * sizeof(int32_t) + edge_count_ * sizeof(Edge));
   }
 
-  // Finds the smallest number of tokens from each state to the end, and the states from which the
-  // end can be reached.
+  // Computes the smallest number of tokens from each state to an end. Drops the states from which
+  // no end can be reached.
   void drop_dead_states() {
     std::vector<std::vector<int32_t>> sources(states_.size());
     for (size_t state = 0; state < states_.size(); ++state)
@@ -313,10 +318,10 @@ class Builder {
              json::quoted(bytes_.options[option]).c_str());
   }
 
-  // Tokens with the same edges form a class. End tokens form a class by themselves, because a
-  // request may fill a position with an end token if only this class is possible there.
+  // Tokens that are on the same edges form a class. The end tokens form a separate class. So if
+  // only this class is possible at a position, a request may fill the position with any end token.
   void add_classes(Automaton& out) {
-    std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // by token
+    std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // for each token: its edges
     for (const int32_t end : vocabulary_.ends()) edges_of[index(end)].push_back(kNone);
     int32_t number = 0;
     for (const int32_t state : alive_)
@@ -329,7 +334,7 @@ class Builder {
     for (std::vector<int32_t>& edges : edges_of)
       out.token_class.push_back(edges.empty() ? kNone : classes.number_of(std::move(edges)));
     out.classes = static_cast<int32_t>(classes.lists.size());
-    std::vector<std::vector<int32_t>> classes_of(index(number));  // by edge
+    std::vector<std::vector<int32_t>> classes_of(index(number));  // for each edge: its classes
     for (int32_t each = 0; each < out.classes; ++each)
       for (const int32_t edge : *classes.lists[index(each)])
         if (edge >= 0) classes_of[index(edge)].push_back(each);
@@ -368,11 +373,12 @@ class Builder {
   Budget& budget_;
   int32_t end_node_ = kNone;
   Numbered tags_;
-  std::vector<std::vector<Leap>> leaps_;  // one entry per node; an entry is empty if it is not
-                                          // computed yet yet
-  std::map<std::pair<int32_t, int32_t>, int32_t> numbers_;  // of states, by node and tags
+  // For each node: the tokens that can follow it. The list is empty if it is not computed yet.
+  std::vector<std::vector<Leap>> leaps_;
+  // Maps a node and tags to the number of the state.
+  std::map<std::pair<int32_t, int32_t>, int32_t> numbers_;
   std::vector<State> states_;
-  std::vector<std::vector<Edge>> edges_;  // by state
+  std::vector<std::vector<Edge>> edges_;  // for each state: its edges
   size_t edge_count_ = 0, token_count_ = 0;
   std::vector<int32_t> distances_, renamed_, alive_;
 };

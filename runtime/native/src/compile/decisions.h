@@ -1,11 +1,11 @@
 // Compiles the questions of a decision to an automaton over token ids. The automaton accepts
 // answers. An answer is a text that consists of fixed texts and one option of each question.
 //
-// The automaton also shows the options that an answer contains. If a text arrives in a state right
-// after the text has completed an option, this option is a tag of the state (`Automaton::tags`).
-// Every answer passes through exactly one tag of each question. So the probability of an option is
-// the total probability of the texts that arrive in a state with the option's tag.
-// constraints/marginals.h computes this probability.
+// The automaton also shows which options a text has completed. If a token completes an option, the
+// state after the token has this option as a tag (`Automaton::tags`). Every answer passes through
+// exactly one tag of each question. So the probability of an option is the total probability of the
+// texts that arrive in a state with the option's tag. constraints/option_probs.h computes this
+// probability.
 #pragma once
 
 #include <string_view>
@@ -16,8 +16,8 @@
 
 namespace dlm::compile {
 
-// `content` is JSON: {"parts": [...], "is_open": false}. A part is a fixed text, or a list of the
-// 1 to 255 options of a question. Between two questions, there must be fixed text. If `is_open` is
+// `content` is JSON: {"parts": [...], "is_open": false}. A part is a fixed text, or a list of the 1
+// to 255 options of a question. There must be a fixed text between two questions. If `is_open` is
 // false, at least one end token follows the answer. If `is_open` is true, any tokens may follow the
 // answer. Throws Error(DLM_INVALID_ARGUMENT) if the content is not valid, if two different answers
 // have the same text, if no tokens produce the text of an option, or if compiling exceeds a limit.

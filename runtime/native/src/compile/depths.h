@@ -9,8 +9,8 @@
 
 namespace dlm::compile {
 
-constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
-constexpr uint32_t kUsualDepth = 3;      // the default for max_depth
+constexpr uint32_t kMostDepth = 10'000;  // largest allowed value of max_depth
+constexpr uint32_t kUsualDepth = 3;      // default of max_depth
 
 inline void check_max_depth(std::optional<uint32_t> max_depth) {
   if (max_depth.value_or(0) > kMostDepth)

@@ -18,21 +18,22 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The characters of \d, \w, \s and the dot in ECMA-262, and the characters that different engines
-// add to these sets. In ECMA-262, \d and \w contain only ASCII characters, and \s contains the
-// characters of WhiteSpace and LineTerminator.
+// The character sets of \d, \w and \s in ECMA-262, line breaks for the dot, and characters that
+// other engines add to these sets. In ECMA-262, \d and \w contain only ASCII characters. \s
+// contains the characters that ECMA-262 calls WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
                          {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F},
                          {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
-const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 includes this character in \s
+// Only ECMA-262 includes this character in \s.
+const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};
 const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// Returns the characters that at least one engine includes in \d. any_word() returns the characters
-// that at least one engine includes in \w.
+// any_digits() returns the characters that at least one engine includes in \d. any_word() returns
+// the characters that at least one engine includes in \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;
@@ -55,9 +56,9 @@ struct Flags {
   bool ignores_case = false, is_multiline = false, dot_is_all = false;
 };
 
-// A parsed term. If the term matches exactly one character of a set, `set` is this set. If the term
-// is ^, `is_start` is true. If the term is $, `is_end` is true. A look-behind may contain only one
-// term, which must match one character of a set or be ^.
+// A parsed term. If the term matches exactly one character, `set` contains the characters that it
+// matches. `is_start` is true for ^, and `is_end` is true for $. A look-behind may contain only one
+// term, which must be ^ or match exactly one character.
 struct Term {
   Looks::Piece piece;
   std::optional<CodePoints> set;
@@ -90,7 +91,7 @@ class Reader {
 
  private:
   [[noreturn]] void refuse(const std::string& what) const {
-    size_t place = 0;  // in characters
+    size_t place = 0;  // the number of characters before the error
     for (size_t at = 0; at < at_ && at < pattern_.size(); at += char_bytes(pattern_[at])) ++place;
     throw Error(DLM_INVALID_ARGUMENT, "pattern " + json::quoted(pattern_) + " has " + what +
                                           " at character " + std::to_string(place));
@@ -203,8 +204,8 @@ class Reader {
     return of_set(folded({{point, point}}));
   }
 
-  // Parses one of the quantifiers * + ? {n} {n,} {n,m}. A brace that starts no quantifier is a
-  // literal character, as in browsers.
+  // Parses one of the quantifiers * + ? {n} {n,} {n,m}. Returns false if there is no quantifier at
+  // this position. As in browsers, a brace that starts no quantifier is a literal character.
   bool quantifier(uint32_t& low, uint32_t& high) {
     if (is_at('*') || is_at('+') || is_at('?')) {
       const char letter = pattern_[at_++];
@@ -240,8 +241,8 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    // In Python, $ also matches before a \n at the end of the string. This code accepts any \n at
-    // this position, and does not check that the \n is the last character. So the language for
+    // In Python, $ also matches before a \n at the end of the string. For Found::perhaps, this code
+    // lets $ match before every \n, even if more characters follow. So the language for
     // Found::perhaps may be larger than necessary.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
@@ -272,7 +273,7 @@ class Reader {
         const auto holds = [&](bool to_some) {
           return (is_word(before, to_some) != is_word(after, to_some)) == is_edge;
         };
-        // Before Python 3.14, \B does not match in an empty text.
+        // \B does not match in an empty text in Python before version 3.14.
         const bool is_unclear = !is_edge && before == 0 && after == 0;
         look.holds[before][after] =
             is_wide_ ? holds(false) || holds(true) : holds(false) && holds(true) && !is_unclear;
@@ -316,7 +317,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // The neighbouring character alone determines whether the look-around matches.
+    // Only the neighbouring character decides if the look-around matches.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)
@@ -387,7 +388,8 @@ class Reader {
       const auto is_character = [](const CodePoints& set) {
         return set.size() == 1 && set[0].low == set[0].high;
       };
-      if (!is_character(low) || !is_character(high)) {  // browsers treat the - as a character here
+      // Browsers treat the - as an ordinary character here.
+      if (!is_character(low) || !is_character(high)) {
         add(low);
         add({{'-', '-'}});
         add(high);
@@ -411,8 +413,9 @@ class Reader {
     return escape();
   }
 
-  // Returns the set of \d, \w or \s. If `is_wide` is true, the set contains the characters that at
-  // least one engine includes. Otherwise the set contains the characters that all engines include.
+  // Returns the characters of \d, \w or \s. If `is_wide` is true, returns the characters that at
+  // least one engine includes in the set. Otherwise returns only the characters that all engines
+  // include.
   static CodePoints letter_class(char32_t letter, bool is_wide) {
     if (letter == 'd') return is_wide ? any_digits() : kDigits;
     if (letter == 'w') return is_wide ? any_word() : kWord;
@@ -524,8 +527,9 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
-  // Selects the sets of \d, \w, \s and so on. If true, a set contains the characters that at least
-  // one engine includes. Otherwise a set contains the characters that all engines include.
+  // Selects the characters of sets such as \d. If true, a set contains the characters that at least
+  // one engine includes in the set. Otherwise it contains only the characters that all engines
+  // include.
   bool is_wide_;
   Flags flags_;
 };

@@ -9,7 +9,8 @@ namespace dlm::compile {
 namespace {
 
 constexpr char32_t kBeforeSurrogates = 0xD7FF, kBehindSurrogates = 0xE000, kLastPoint = 0x10FFFF;
-constexpr size_t kNodeBytes = 160;  // estimated memory of a node and of its entry in numbers_
+// The estimated memory of a node and of the node's entry in numbers_, in bytes.
+constexpr size_t kNodeBytes = 160;
 
 template <class Number>
 void append(std::string& out, Number number) {
@@ -57,8 +58,8 @@ Expressions::Expressions(Budget& budget) : budget_(budget) {
   add({Kind::empty, true, 0, 0, 0, 0}, {});
 }
 
-// Returns the node for an item, and adds the item if the item is new. If two items have the same
-// kind and the same `content`, they are the same node.
+// Returns the node with the kind of `item` and with this content. If there is no such node yet,
+// adds `item` as a new node.
 Node Expressions::add(const Item& item, const std::string& content) {
   std::string key(1, static_cast<char>(item.kind));
   key += content;
@@ -172,12 +173,12 @@ Node Expressions::repeat(Node part, uint32_t low, uint32_t high) {
   if (part == nothing()) return low == 0 ? empty() : nothing();
   if (is_nullable(part)) low = 0;
   if (kind(part) == Kind::repeat) {
-    // (x{a,b}){c,d} can be rewritten as x{a*c,b*d} if it matches every count of x from a*c to b*d.
-    // k copies of the inner repetition match at most b*k times x, and k + 1 copies match at least
-    // a*(k + 1) times x. So if a*(k + 1) <= b*k + 1, no count between b*k and a*(k + 1) is missing.
-    // If this condition is true for the smallest k, the condition is true for every larger k.
-    // Without the rewrite, an automaton of (x{1,100}){1,100} would have to follow thousands of ways
-    // to split the same text.
+    // (x{a,b}){c,d} equals x{a*c,b*d} if it matches every number of x from a*c to b*d. With k inner
+    // repetitions, it matches a*k to b*k times x. With k + 1 inner repetitions, it matches at least
+    // a*(k + 1) times x. So no number between these two ranges is missing if a*(k + 1) <= b*k + 1.
+    // If this condition is true for the smallest k, it is true for every larger k. Without this
+    // rewrite, the automaton of (x{1,100}){1,100} would have to follow thousands of ways to split
+    // the same text.
     const uint64_t a = this->low(part), b = this->high(part), fewest = low > 0 ? low : 1;
     const bool has_gap = (high > fewest && b != kUnbounded && fewest * b + 1 < (fewest + 1) * a) ||
                          (low == 0 && a > 1);

@@ -1,11 +1,12 @@
-// Represents regular languages (sets of byte strings) as a graph of nodes. Front ends build the
-// graph, for example regex.h and schema/schema.h. automata.h compiles a node of the graph to an
-// automaton.
+// Represents regular languages (sets of byte strings) as a graph of nodes. A node stands for one
+// language. Front ends build the graph, for example regex.h and schema/schema.h. automata.h
+// compiles a node of the graph to an automaton.
 //
-// The graph contains only one node for each content. So the graph stores a common part only once.
-// If the same text follows a part at several places, the compiler compiles the part only once for
-// all these places. To get as many common parts as possible, build sequences from right to left.
-// For example, [a][b][c] and [b][c] both end with the parts [b][c], which are then one node.
+// The graph never contains two nodes with the same content. So if several expressions contain the
+// same part, the graph stores this part only once. If the part also has the same continuation in
+// these expressions, the part is compiled only once. To get as many common parts as possible, build
+// sequences from right to left. For example, [a][b][c] and [d][b][c] then share one node for the
+// end [b][c].
 #pragma once
 
 #include <bitset>
@@ -28,9 +29,10 @@ struct CodePointRange {
     return low == other.low && high == other.high;
   }
 };
-using CodePoints = std::vector<CodePointRange>;  // ascending ranges that neither overlap nor touch
+// The ranges are in ascending order, and do not overlap or touch.
+using CodePoints = std::vector<CodePointRange>;
 
-// Sorts ranges of code points, and merges ranges that overlap or touch.
+// Sorts ranges of code points. Merges ranges that overlap or touch.
 CodePoints normalised(CodePoints ranges);
 // Returns all code points that are not in `points`, except surrogates. `points` must be normalised.
 CodePoints complement(const CodePoints& points);
@@ -40,11 +42,11 @@ constexpr uint32_t kUnbounded = UINT32_MAX;
 
 // Stores the graph of nodes and creates new nodes. For example, the regular expression a|b* is
 // `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function that creates a node first
-// looks for an existing node with the same content. If there is one, the function returns the
-// existing node.
+// looks for an existing node with the same content. If there is such a node, the function returns
+// it.
 class Expressions {
  public:
-  // The budget limits the memory of the nodes. The budget must outlive this object.
+  // `budget` limits the memory of the nodes, and must outlive this object.
   explicit Expressions(Budget& budget);
   Expressions(const Expressions&) = delete;
   Expressions& operator=(const Expressions&) = delete;
@@ -52,26 +54,28 @@ class Expressions {
   enum class Kind : uint8_t {
     nothing,     // matches no text
     empty,       // matches the empty text
-    bytes,       // one fixed text
-    set,         // one byte of a set
-    characters,  // one code point of a set, in UTF-8
-    machine,     // every text that a given automaton accepts
-    sequence,    // a text of `first`, then a text of `second`
-    either,      // a text of one of several nodes, which are listed in ascending order
-    repeat,      // `low` to `high` texts of `first`, one after another
-    both,        // texts that are in `first` and in `second`
-    without      // texts that are in `first` and not in `second`
+    bytes,       // matches one fixed text
+    set,         // matches one byte of a set
+    characters,  // matches the UTF-8 bytes of one code point of a set
+    machine,     // matches each text that a given automaton accepts
+    sequence,    // matches a text of `first`, followed by a text of `second`
+    either,      // matches a text of one of the nodes in choices(), which are sorted
+    repeat,      // matches `low` to `high` texts of `first`, one after another
+    both,        // matches the texts of `first` that are also texts of `second`
+    without      // matches the texts of `first` that are not texts of `second`
   };
 
   Node nothing() const { return 0; }
   Node empty() const { return 1; }
   Node bytes(std::string_view text);
   Node set(const ByteSet& bytes);
-  // `points` must be normalised. The node leaves out surrogates.
+  // `points` must be normalised. Surrogates are left out.
   Node characters(const CodePoints& points);
-  Node machine(const ByteAutomaton& automaton);  // minimises `automaton`
+  // Adds a node for the texts that `automaton` accepts. Stores a minimal copy of `automaton`.
+  Node machine(const ByteAutomaton& automaton);
   Node sequence(Node first, Node second);
-  Node sequence(const std::vector<Node>& parts);  // in the order of `parts`
+  // Adds a node for a text of each part, in the order of `parts`.
+  Node sequence(const std::vector<Node>& parts);
   Node either(Node first, Node second);
   Node either(std::vector<Node> choices);
   Node repeat(Node part, uint32_t low, uint32_t high);  // `high` may be kUnbounded
@@ -82,8 +86,8 @@ class Expressions {
   Budget& budget() const { return budget_; }
   size_t size() const { return nodes_.size(); }
 
-  // The next functions return the content of a node. Only some of these functions may be called,
-  // depending on the kind of the node.
+  // The next functions return the content of a node. Call only the functions that fit the kind of
+  // the node.
   Kind kind(Node node) const { return nodes_[node].kind; }
   Node first(Node node) const { return nodes_[node].first; }
   Node second(Node node) const { return nodes_[node].second; }
@@ -101,7 +105,9 @@ class Expressions {
     Kind kind;
     bool is_nullable;
     uint32_t first, second, low,
-        high;  // first: an index, for the kinds bytes, set, characters, machine and either
+        // For the kinds bytes, set, characters, machine and either, `first` is an index in the list
+        // for this kind.
+        high;
   };
   Node add(const Item& item, const std::string& content);
 
@@ -113,8 +119,7 @@ class Expressions {
   std::vector<CodePoints> points_;
   std::vector<ByteAutomaton> automata_;
   std::vector<std::vector<Node>> choices_;
-  std::unordered_map<std::string, Node> numbers_;  // finds a node by the kind and content of the
-                                                   // node
+  std::unordered_map<std::string, Node> numbers_;  // finds a node by its kind and content
 };
 
 }  // namespace dlm::compile

@@ -18,7 +18,8 @@ string many(const string& item, int low, int high) {
 
 // ---- Dates (RFC 3339) ----
 
-// Covers the years 0001 to 9999. Year 0 is left out, because Python's dates do not support year 0.
+// Returns a regular expression for dates in the years 0001 to 9999. Year 0 is left out, because
+// Python's dates do not support it.
 string date() {
   const string year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)";
   const string fours = "(?:0[48]|[2468][048]|[13579][26])";
@@ -28,13 +29,14 @@ string date() {
          fours + "|" + fours + "00)-02-29)";
 }
 
-// Leap seconds are left out, because few programs that read dates support leap seconds.
+// Returns a regular expression for times. Leap seconds are left out, because few programs support
+// them.
 string time() {
   return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
          "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
 }
 
-// The syntax is in appendix A of RFC 3339.
+// Returns a regular expression for durations (RFC 3339, appendix A).
 string duration() {
   const string n = "[0-9]+", second = n + "S", minute = n + "M(?:" + second + ")?",
                hour = n + "H(?:" + minute + ")?",
@@ -46,9 +48,9 @@ string duration() {
 
 // ---- Hosts ----
 
-// Returns a label of a host name, with up to `most` characters. A label is the part between two
-// dots. The third and the fourth character of a label must not both be "-". Otherwise the label
-// could be Punycode, which programs decode and check.
+// Returns a regular expression for the labels of host names, with up to `most` characters. A label
+// is the part between two dots. Labels whose third and fourth characters are both "-" are left out,
+// because such a label may be Punycode, which programs decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -56,11 +58,11 @@ string label(int most) {
   return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
 }
 
-// Returns host names of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890). A
-// label is the part between two dots.
+// Returns a regular expression for host names of at least `fewest` labels and at most 253
+// characters (RFC 1123, RFC 5890). A label is the part between two dots.
 //
-// An automaton that counts the characters of all labels would have too many states. So the function
-// allows only host names in one of three forms:
+// An automaton that counts the characters of the whole name would have too many states. So the
+// function allows only host names in one of these three forms:
 //
 // - up to three labels of at most 63 characters
 // - three labels of at most 63 characters, and a fourth label of at most 61 characters
@@ -72,8 +74,8 @@ string host(int fewest) {
 }
 
 // Letters of common scripts that are written from left to right. IDNA 2008 allows these letters
-// unchanged. Twelve such letters become less than 63 characters in Punycode, so twelve letters fit
-// into a label.
+// unchanged. In Punycode, twelve of these letters need fewer than 63 characters, so twelve letters
+// fit into a label.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -87,7 +89,7 @@ const char kByte[] = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
 
 string ipv4() { return string(kByte) + "(?:\\." + kByte + "){3}"; }
 
-// IPv6 addresses of RFC 3986. Zone identifiers are left out.
+// Returns a regular expression for IPv6 addresses (RFC 3986). Zone identifiers are left out.
 string ipv6() {
   const string group = "[0-9A-Fa-f]{1,4}", part = "(?:" + group + ":)";
   const string last = "(?:" + group + ":" + group + "|" + ipv4() + ")";
@@ -119,7 +121,7 @@ Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
 struct Uri {
   string character, segment, tail, authority;
 
-  // `letters` are the allowed letters outside ASCII.
+  // `letters` contains the allowed letters outside ASCII.
   explicit Uri(const string& letters) {
     const string escape = "%[0-9A-Fa-f]{2}";
     const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
@@ -132,7 +134,8 @@ struct Uri {
         "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
         "|\\[" + ipv6() + "\\])(?:" + port + ")?";
   }
-  // Returns the part of a URI after the scheme: an optional authority and a path.
+  // Returns a regular expression for the part of a URI after the scheme. This part consists of an
+  // optional authority and a path.
   string hierarchy() const {
     return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
            ")*)?";
@@ -141,8 +144,9 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // Returns relative references, including the empty reference. The first segment must not contain
-  // a colon. Otherwise programs would interpret the text before the colon as a scheme.
+  // Returns a regular expression for relative references, including the empty reference. The first
+  // segment must not contain a colon. Otherwise programs would interpret the text before the colon
+  // as a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);
@@ -154,7 +158,8 @@ struct Uri {
 const char kBeyondAscii[] =
     "\\u{A1}-\\u{1FFF}\\u{2070}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FEFE}";
 
-// Returns URI templates. The syntax is in RFC 6570. Escapes in names are left out.
+// Returns a regular expression for URI templates (RFC 6570). Escapes in the names of variables are
+// left out.
 string uri_template() {
   const string name = "[A-Za-z0-9_]+(?:\\.[A-Za-z0-9_]+)*";
   const string variable = name + "(?::[1-9][0-9]{0,2}|\\*)?";
@@ -162,8 +167,9 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Returns simple regular expressions that all engines accept. In these expressions, groups are
-// nested at most twice, and all ranges are ranges of letters or digits.
+// Returns a regular expression that matches simple regular expressions. All engines accept these
+// expressions. Their groups are nested at most twice, and their ranges contain only letters or only
+// digits.
 string expression() {
   // JSON writes each backslash as two backslashes.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
@@ -177,7 +183,8 @@ string expression() {
   return "\\^?" + all + "(?:\\|" + all + ")*\\$?";
 }
 
-// Returns JSON pointers (RFC 6901). A pointer may contain any characters; ~ and / are escaped.
+// Returns JSON pointers (RFC 6901). A pointer may contain any characters, but the characters ~ and
+// / are escaped.
 Node pointer(Expressions& e) {
   const Node escape = e.sequence(e.bytes("~"), e.either(e.bytes("0"), e.bytes("1")));
   const Node letter = spelled(e, complement({{'/', '/'}, {'~', '~'}}));
@@ -211,7 +218,7 @@ string written(std::string_view name) {
   if (name == "iri-reference") return Uri(kBeyondAscii).reference();
   if (name == "uri-template") return uri_template();
   if (name == "regex") return expression();
-  return "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}";  // uuid
+  return "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}";  // the format "uuid"
 }
 
 }  // namespace
@@ -222,12 +229,14 @@ bool is_format(std::string_view name) {
 
 Node format_in_string(Expressions& e, std::string_view name) {
   if (name == "email") return email(e);
-  if (name == "idn-email")  // 21 letters of three bytes: at most 64 bytes before the @
+  // A letter has at most three bytes in UTF-8. So 21 letters fit into the 64 bytes that are allowed
+  // before the @.
+  if (name == "idn-email")
     return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
   if (name == "json-pointer") return pointer(e);
   if (name == "relative-json-pointer")
-    // The form with a 0 at the end comes last, because the validator jsonschema accepts no digit
-    // after a 0.
+    // In the number, a 0 is only allowed as the last digit. The validator jsonschema accepts no
+    // digit after a 0.
     return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
   return regex(e, written(name));
 }

@@ -12,9 +12,9 @@ namespace dlm::compile {
 // value.
 bool is_format(std::string_view name);
 
-// Returns the JSON strings that every validator accepts for a format. Strings that only some
-// validators accept are left out. The strings have no quotes, and are escaped as in json_text.h.
-// Requires is_format(name).
+// Returns JSON strings that every validator accepts for a format. Strings that only some validators
+// accept are left out. The strings have no quotes, and are escaped as in json_text.h.
+// is_format(name) must be true.
 Node format_in_string(Expressions& expressions, std::string_view name);
 
 }  // namespace dlm::compile

@@ -14,11 +14,12 @@
 namespace dlm::compile {
 namespace {
 
-using Graph = std::vector<std::vector<uint32_t>>;  // for each rule: the rules to which it refers
+// For each rule: the rules to which the rule refers.
+using Graph = std::vector<std::vector<uint32_t>>;
 
-// The strongly connected components of a graph, found with Tarjan's algorithm. numbers[v] is the
-// component of vertex v. If an edge leads from one component to a different component, the
-// component at the end of the edge has the lower number.
+// Finds the strongly connected components of a graph with Tarjan's algorithm. numbers[v] is the
+// number of the component that contains vertex v. If an edge leads from one component to another,
+// the component to which the edge leads has the lower number.
 struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
@@ -30,7 +31,8 @@ struct Components {
   }
 
  private:
-  void visit(uint32_t at) {  // recursion depth is at most the number of rules, which is small
+  // The depth of the recursion is at most the number of rules, which is small.
+  void visit(uint32_t at) {
     order_[at] = low_[at] = ++visited_;
     open_.push_back(at);
     for (const uint32_t to : graph_[at]) {
@@ -42,8 +44,8 @@ struct Components {
       last = open_.back();
       open_.pop_back();
       numbers[last] = count;
-      low_[last] = UINT32_MAX;  // marks the vertex as finished, so that the vertex is not added to
-                                // a second component
+      // Marks the vertex as finished, so that it is not added to a second component.
+      low_[last] = UINT32_MAX;
     }
     ++count;
   }
@@ -55,12 +57,12 @@ struct Components {
 
 // Compiles the rules of a grammar to regular languages (sets of texts).
 //
-// Some rules refer to themselves or to each other only at their ends, like `root ::= "a" root |
-// "b"`. Rules that are connected by such references form a rule set. The rules of a rule set are a
-// system of linear equations, and the solution of this system is a regular language.
+// Some rules refer to themselves or to each other at their ends, like `root ::= "a" root | "b"`.
+// Rules that refer to each other in this way, directly or through other rules, form a rule set. A
+// rule set is a system of linear equations, and its solutions are regular languages.
 //
-// All other references are calls. If a call leads back to its own caller, the call goes one level
-// deeper. At the deepest level, a call that leads back to its own caller matches no text.
+// All other references are calls. A recursive call is a call that leads back to the calling rule
+// set. A recursive call goes one level deeper. At the deepest level, recursive calls match no text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
@@ -84,7 +86,7 @@ class Compiler {
     for (uint32_t level = is_recursive() ? max_depth + 1 : 1; level-- > 0;) {
       std::vector<Node> made(grammar_.rules.size(), expressions_.nothing());
       for (const uint32_t set : order_) solve(set, made, below);
-      if (made == below) break;  // further levels add no texts
+      if (made == below) break;  // more levels would add no texts
       below = std::move(made);
     }
     return below[grammar_.root];
@@ -93,10 +95,10 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The texts of a part at the end of a rule. These texts are one side of a linear equation.
-  // `whole` contains the texts without a reference to a rule of the same rule set. `before`
-  // contains an entry for each rule of the rule set to which the part refers at its end. The entry
-  // contains the texts that come before this reference.
+  // The right side of a linear equation: the texts of a part at the end of a rule. `whole` contains
+  // the texts that do not end with a reference to a rule of the same rule set. For each rule of the
+  // rule set, `before` contains the texts that end with a reference to this rule, without the
+  // reference.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -130,7 +132,7 @@ class Compiler {
     });
   }
 
-  // Collects the references that can be at the start of a text of `choices`.
+  // Appends to `out` all references with which a text of `choices` can start.
   void starts_of(const GrammarChoices& choices, const std::vector<uint8_t>& nullable,
                  std::vector<const GrammarPart*>& out) {
     for (const GrammarSequence& each : choices)
@@ -167,8 +169,7 @@ class Compiler {
                   "' starts with itself. Write a repetition, such as item (\",\" item)*");
   }
 
-  // Adds a rule set to order_, after all rule sets that it calls. Also adds the calls that lead
-  // back to their caller to deeper_.
+  // Adds a rule set to order_, after all rule sets that it calls. Adds recursive calls to deeper_.
   void order_calls(uint32_t set) {
     states_[set] = State::open;
     std::vector<Call> calls;
@@ -183,8 +184,7 @@ class Compiler {
     order_.push_back(set);
   }
 
-  // A reference to a rule. The bool is true if the reference is at the end of the rule that
-  // contains the reference.
+  // A reference to a rule. The bool is true if the reference is at the end of the referring rule.
   using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {
@@ -199,15 +199,15 @@ class Compiler {
 
   // ---- Texts ----
 
-  // Computes the texts of all rules of a rule set, and writes these texts to `made`. `made` must
-  // already contain the texts of the rule sets that this rule set calls. `below` contains the texts
-  // one level deeper.
+  // Computes the texts of each rule of a rule set, and stores them in `made`. `made` must already
+  // contain the texts of all rule sets that this rule set calls. `below` contains the texts of the
+  // next deeper level.
   void solve(uint32_t set, std::vector<Node>& made, const std::vector<Node>& below) {
     std::map<uint32_t, Linear> equations;
     for (const uint32_t rule : members_[set])
       equations.emplace(rule, choices(grammar_.rules[rule].choices, set, true, made, below));
-    // The solution of x = a x + b is x = a* b (Arden's rule). The loop inserts the solution of each
-    // rule into all other equations.
+    // The solution of the equation x = a x + b is x = a* b (Arden's rule). The loop solves the
+    // equation of each rule, and inserts the solution into all other equations.
     for (const uint32_t rule : members_[set]) {
       Linear solved = equations.at(rule);
       if (const auto own = solved.before.find(rule); own != solved.before.end()) {
@@ -281,19 +281,19 @@ class Compiler {
   const std::string_view text_;
   const GrammarText grammar_;
   std::vector<uint32_t> sets_;  // for each rule: the index of the rule set that contains the rule
-  Graph members_;               // for each set: its rules
-  std::vector<State> states_;   // for each set: whether order_calls() has visited it
-  // The rule sets that can be reached from root. A rule set comes after the rule sets that it
+  Graph members_;               // for each rule set: its rules
+  std::vector<State> states_;   // for each rule set: the progress of order_calls()
+  // The rule sets that can be reached from root. Each rule set comes after the rule sets that it
   // calls.
   std::vector<uint32_t> order_;
-  std::unordered_set<const GrammarPart*> deeper_;  // the references that go one level deeper
+  std::unordered_set<const GrammarPart*> deeper_;  // the recursive calls
 };
 
-// Estimates the number of states that a node needs. If a part occurs several times, each occurrence
-// counts.
+// Estimates the number of states that a node needs. A part that occurs several times is counted
+// several times.
 double unfolded_states(const Expressions& expressions, Node root) {
-  // Sizes are computed in the order of the nodes, because the indices of the parts of a node are
-  // lower than the index of the node.
+  // The parts of a node have lower indices than the node itself. So the loop computes the sizes of
+  // the parts first.
   std::vector<double> sizes(root + 1, 1);
   for (Node node = 0; node <= root; ++node) {
     double& size = sizes[node];

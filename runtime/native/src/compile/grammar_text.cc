@@ -169,7 +169,8 @@ class Reader {
       if (!take("}")) refuse_here("the } of a count");
       if (low > high) refuse("a count ends below its start");
     }
-    // If a repetition is repeated, as in (x{2}){3}, the inner repetition becomes a group.
+    // A part can have only one repetition. If a repeated part is repeated again, as in x{2}{3}, the
+    // inner repetition becomes a group.
     if (part.low != 1 || part.high != 1) {
       GrammarPart group{GrammarPart::group};
       group.at = part.at;
@@ -214,7 +215,7 @@ class Reader {
     return is_negated ? complement(made) : made;
   }
 
-  // Parses one character of a text or set. The character may be escaped.
+  // Parses one character, which may be escaped, inside a quoted text or a set.
   char32_t character(const char* end) {
     if (is_end()) refuse_here(end);
     if (!take("\\")) return next_char(text_, at_);
@@ -277,7 +278,7 @@ GrammarText read_grammar(Expressions& expressions, std::string_view text) {
 void refuse_grammar(std::string_view text, size_t at, const std::string& why) {
   const std::string_view before = text.substr(0, at);
   const size_t line = static_cast<size_t>(std::count(before.begin(), before.end(), '\n')) + 1;
-  const size_t start = before.rfind('\n') + 1;  // if there is no line break, npos + 1 is 0
+  const size_t start = before.rfind('\n') + 1;  // npos + 1 is 0 if there is no line break
   size_t column = 1;
   for (size_t i = start; i < before.size(); ++i)
     column += (static_cast<uint8_t>(before[i]) & 0xC0) != 0x80 ? 1 : 0;

@@ -1,4 +1,5 @@
-// A hash index of numbers. The caller stores the data that belongs to each number.
+// A hash index that finds numbers by the hashes of their data. The caller stores the data of each
+// number.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +8,12 @@
 
 namespace dlm::compile {
 
-// The index uses open addressing with linear probing. The load factor is at most 1/2. Numbers must
-// not be negative.
+// The index uses open addressing with linear probing. The load factor is at most 1/2. The numbers
+// must not be negative.
 class HashIndex {
  public:
-  // Searches the numbers that were added with the hash `hash`. Returns a number for which
-  // is_equal(number) is true, or -1 if there is no such number.
+  // Among the numbers that were added with this hash, returns a number for which is_equal(number)
+  // is true. Returns -1 if there is no such number.
   template <class Equal>
   int32_t find(uint64_t hash, const Equal& is_equal) const {
     if (slots_.empty()) return -1;

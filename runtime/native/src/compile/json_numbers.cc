@@ -13,25 +13,30 @@ namespace dlm::compile {
 namespace {
 
 constexpr int64_t kMostExponent = 100000;
-// Largest number of digits that a bound may have before the decimal point.
+// The largest number of digits that a bound may have before the decimal point.
 constexpr size_t kMostWholeDigits = 400;
-// A double preserves six digits after the decimal point if at most nine digits are before the
-// decimal point.
+// If a number has at most nine digits before the decimal point, a double preserves six digits after
+// the decimal point.
 constexpr size_t kFractionDigits = 6;
-constexpr size_t kExactDigits = 15;  // number of decimal digits that survive in every double
+constexpr size_t kExactDigits = 15;  // number of decimal digits that every double preserves
 constexpr uint64_t kMostRemainders = 5000;
-constexpr int64_t kMostListed = 10000;  // largest number of multiples that are listed one by one
-constexpr double kMostNearest = 1e6;    // the listed multiples must start below this value
+// rounded_multiples() lists at most this many multiples one by one.
+constexpr int64_t kMostListed = 10000;
+// rounded_multiples() lists multiples only if the number nearest to zero in the range is below
+// this.
+constexpr double kMostNearest = 1e6;
 constexpr int64_t kSixDigits = 1000000;
 
 [[noreturn]] void refuse(const char* reason) { throw Error(DLM_INVALID_ARGUMENT, reason); }
 
 // A lower or upper bound of a range of non-negative numbers.
 struct Bound {
-  std::string whole = "0";  // digits before the decimal point, without leading zeros
-  std::string fraction;     // digits after the point, padded with zeros
+  std::string whole = "0";  // the digits before the decimal point, without leading zeros
+  std::string fraction;     // the digits after the decimal point, padded with zeros
   bool is_excluded = false;
-  bool is_plain = true;  // the number is written as an integer, so programs parse it as an integer
+  // True if the schema writes the number without a decimal point and exponent. Then programs parse
+  // the number as an integer.
+  bool is_plain = true;
 };
 
 Bound bound_of(const Decimal& value, bool is_excluded) {
@@ -56,9 +61,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// Moves a bound into the range by one unit of the bound's 15th digit, which is the last digit that
-// every double represents. Callers use this function for bounds with more than 15 digits. Without
-// the move, a number close to the bound could be rounded to the wrong side of the bound.
+// Changes a bound of more than 15 digits so that the range becomes smaller. The change is one unit
+// of the bound's 15th digit, which is the last digit that every double represents. Without the
+// change, a program could round a number close to the bound to the wrong side of the bound.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();
@@ -78,19 +83,19 @@ void keep_away(Bound& bound, bool is_low) {
 }
 
 // Builds the texts of the non-negative numbers between two bounds. The functions process a number
-// digit by digit, like an automaton. The parameter `is_low` means that all digits so far are equal
-// to the digits of the lower bound. In this case, the next digit must not be smaller than the next
-// digit of the lower bound. The parameter `is_high` has the same meaning for the upper bound.
+// digit by digit, like an automaton. If the parameter `is_low` is true, all digits so far equal the
+// digits of the lower bound. So the next digit must not be smaller than the next digit of the lower
+// bound. The parameter `is_high` is the same for the upper bound.
 class Naturals {
  public:
   Naturals(Expressions& expressions, const Bound& low, const std::optional<Bound>& high,
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cuts the bounds to `most_` digits after the decimal point, because numbers have at most
-    // `most_` digits after the decimal point. If the cut removes a digit other than 0, the bound
-    // becomes smaller. In this case, the cut lower bound is excluded, because it is below the real
-    // bound. The cut upper bound is allowed.
+    // Cuts the bounds to `most_` digits after the decimal point, because the numbers have at most
+    // this many digits there. If the cut removes a digit other than 0, the cut bound is smaller
+    // than the real bound. So a number must not equal the cut lower bound, but it may equal the cut
+    // upper bound.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -118,7 +123,7 @@ class Naturals {
   }
 
  private:
-  // The texts that may follow a digit, as an array [is_low][is_high].
+  // The texts that may follow a digit, as an array with the indices [is_low][is_high].
   using Tight = std::array<std::array<Node, 2>, 2>;
 
   static ByteSet set(char low, char high) {
@@ -134,8 +139,8 @@ class Naturals {
                                   fractions_[0][0]});
   }
 
-  // Returns the texts of the next digit, each followed by `after`. `low` and `high` are the digits
-  // of the two bounds at this position.
+  // Returns the texts that start with the next digit. `after` contains the texts that may follow
+  // this digit. `low` and `high` are the digits of the two bounds at this position.
   Node step(bool is_low, bool is_high, char low, char high, bool is_first, const Tight& after) {
     std::vector<Node> choices;
     const char least = is_low ? low : '0', most = is_high ? high : '9';
@@ -162,7 +167,7 @@ class Naturals {
   }
 
   // Returns true if a number may end before the digit with the index `from` after the decimal
-  // point. The missing digits count as zeros.
+  // point. The missing digits are then zeros.
   bool may_end(bool is_low, bool is_high, size_t from) const {
     const auto is_zero = [&](const Bound& bound) {
       return bound.fraction.find_first_not_of('0', from) == std::string::npos;
@@ -172,7 +177,7 @@ class Naturals {
   }
 
   void make_fractions() {
-    Tight after{};  // texts that may follow the current digit
+    Tight after{};  // the texts that may follow the current digit
     for (size_t from = most_;; --from) {
       Tight made{};
       for (const bool is_low : {false, true})
@@ -217,8 +222,8 @@ class Naturals {
 
 Node naturals(Expressions& expressions, Bound low, std::optional<Bound> high, size_t most,
               bool integers) {
-  size_t excluded_digits = 0;  // largest number of digits before the decimal point in an excluded
-                               // bound
+  // The largest number of digits before the decimal point in any excluded bound.
+  size_t excluded_digits = 0;
   const auto prepare = [&](Bound& bound, bool is_low) {
     const size_t whole = bound.whole.size(), digits = whole + bound.fraction.size();
     const bool is_exact = integers && bound.is_plain;
@@ -248,7 +253,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // the number zero must be written without a sign
+    low.is_excluded = true;  // zero must be written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);
@@ -260,20 +265,19 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 
 // ---- Multiples ----
 
-// Returns the texts of numbers that are a multiple of `divisor` * 10^-`places`. If there are fewer
-// than `places` digits after the decimal point, the missing digits count as zeros. The result also
-// contains texts that are not valid numbers. So the caller must intersect the result with a
-// language of numbers.
+// Returns the texts of the multiples of `divisor` * 10^-`places`. The texts have at most `places`
+// digits after the decimal point. The result also contains texts that are not valid numbers. So the
+// caller must intersect the result with the texts of valid numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
-  // State 0 is the start state. Every other state is a pair of a phase and a remainder. Before the
-  // decimal point, the phase is 0. After the decimal point, the phase is the number of characters
-  // from the decimal point on, including the decimal point.
+  // State 0 is the start state. Every other state is a pair of a phase and a remainder. The phase
+  // is 0 before the decimal point. The decimal point and each digit after it increase the phase by
+  // 1.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
   };
-  std::vector<uint64_t> powers{1 % divisor};  // remainders of the powers of ten
+  std::vector<uint64_t> powers{1 % divisor};  // the powers of ten modulo `divisor`
   for (size_t i = 0; i < places; ++i) powers.push_back(powers.back() * 10 % divisor);
   ByteAutomaton automaton;
   const auto digits = [&](size_t phase, uint64_t remainder) {
@@ -349,8 +353,8 @@ std::string written(int64_t count, size_t places) {
   return count < 0 ? "-" + digits : digits;
 }
 
-// Returns the texts of multiples of a fraction, `units` * 10^-`places`. A double cannot represent
-// the fraction exactly. The comment of numbers() says which multiples are included.
+// Returns the texts of multiples of the fraction `units` * 10^-`places`, if a double cannot
+// represent this fraction exactly. The comment of numbers() says which multiples are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);
@@ -372,8 +376,9 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Adds all multiples that are integers below a million, but only if each of these integers passes
-  // the check: dividing the integer by the divisor in doubles gives an exact integer.
+  // Adds all multiples that are integers below a million, but only if all of these integers pass
+  // the check. An integer passes the check if its quotient by the divisor, computed in doubles, is
+  // an integer.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;
@@ -492,8 +497,8 @@ Node numbers(Expressions& e, const NumberRange& range) {
       continue;
     }
     made = e.both(made, integer_multiples(e, divisor));
-    // If the divisor is written with a decimal point or an exponent, validators compute with
-    // doubles. So only numbers of up to 15 digits are allowed.
+    // If the schema writes the divisor with a decimal point or an exponent, validators compute with
+    // doubles. So the number may have at most 15 digits.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

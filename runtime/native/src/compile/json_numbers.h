@@ -17,11 +17,12 @@ namespace dlm::compile {
 // number is zero. Otherwise, neither the first nor the last digit is zero.
 struct Decimal {
   bool is_negative = false;
-  bool is_plain = true;  // true if the JSON text has no decimal point and no exponent
+  bool is_plain = true;  // true if the number is written without a decimal point and exponent
   std::string digits;
   int64_t exponent = 0;
 
-  // Parses a JSON number. Throws if the exponent is greater than 100,000 or less than -100,000.
+  // Parses a JSON number. Throws an error if the exponent is greater than 100,000 or less than
+  // -100,000.
   static Decimal parse(std::string_view number);
   bool is_integer() const { return exponent >= 0; }
   bool is_zero() const { return digits.empty(); }
@@ -34,28 +35,27 @@ struct NumberRange {
   std::optional<Decimal> low, high;
   bool low_excluded = false, high_excluded = false;
   bool integers = false;
-  std::vector<Decimal> multiples;  // positive divisors; each number must be a multiple of every
-                                   // divisor
+  // Positive divisors. Each number must be a multiple of all of these divisors.
+  std::vector<Decimal> multiples;
 };
 
-// Returns the texts of all numbers that have an exponent of at most two digits or no exponent.
-// Every JSON parser reads such numbers as finite numbers.
+// Returns the texts of all numbers without an exponent, or with an exponent of at most two digits.
+// Every JSON parser reads these texts as finite numbers.
 Node any_number(Expressions& expressions);
-// Returns the texts of the numbers in a range. Returns nothing() if the range is empty. Throws if
-// the range is not supported. The error message gives only the reason, so the caller must add the
-// position in the schema.
+// Returns the texts of the numbers in a range. Returns nothing() if the range is empty. Throws an
+// error if the range is not supported. The error message contains only the reason. So the caller
+// must add the position in the schema.
 //
-// If `integers` is true, the texts of numbers contain no fraction and no exponent. If `integers` is
-// false and the range has a bound, the texts contain no exponent, and only few digits after the
-// decimal point. So a number is still inside the bounds after a program has rounded the number to a
-// double.
+// If `integers` is true, the texts contain no fraction and no exponent. If `integers` is false and
+// the range has a bound, the texts contain no exponent, and only a few digits after the decimal
+// point. With so few digits, a number stays inside the bounds when a program rounds it to a double.
 //
-// If a divisor in `multiples` is an integer, all numbers are integers. A divisor such as 0.01 has
-// no exact double. Validators divide the number by this divisor in doubles, and check that the
-// quotient is an integer. The function returns only numbers that pass this check. First, the
-// function lists up to 10,000 multiples around the number nearest to zero inside the bounds. Then
-// the function adds all multiples that are integers of up to six digits, if all these integers pass
-// the check.
+// If a divisor in `multiples` is an integer, the function returns only integers. A divisor such as
+// 0.01 has no exact double. Validators divide the number by this divisor in doubles, and check that
+// the quotient is an integer. The function returns only multiples that pass this check. First, the
+// function lists up to 10,000 multiples around the number inside the bounds that is nearest to
+// zero. Then the function adds all multiples that are integers of up to six digits, but only if all
+// of these integers pass the check.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

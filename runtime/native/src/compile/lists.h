@@ -29,16 +29,16 @@ class Lists {
     starts_.push_back(content_.size());
     return number;
   }
-  // Returns pointers to the first element of a list and to the end of the list.
+  // Returns a pointer to the first element of a list, and a pointer to the end of the list.
   std::pair<const int32_t*, const int32_t*> list(int32_t number) const {
     return {content_.data() + starts_[index(number)], content_.data() + starts_[index(number) + 1]};
   }
   int32_t size() const { return static_cast<int32_t>(starts_.size()) - 1; }
-  size_t elements() const { return content_.size(); }  // total number of elements of all lists
+  size_t elements() const { return content_.size(); }  // returns the total number of elements
 
  private:
   std::vector<int32_t> content_;
-  // List n consists of the elements starts_[n] to starts_[n + 1] - 1 of content_.
+  // List n consists of content_[starts_[n]] to content_[starts_[n + 1] - 1].
   std::vector<size_t> starts_{0};
   HashIndex index_;
 };

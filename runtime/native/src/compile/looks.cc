@@ -9,12 +9,12 @@
 namespace dlm::compile {
 namespace {
 
-// Largest number of character classes before or after a position.
+// The largest number of character classes before or after a position.
 constexpr size_t kMostClasses = 64;
-constexpr size_t kMostBoundaries = 16;  // maximum number of states in close()
-// Largest number of repetitions of a part that has conditions.
+constexpr size_t kMostBoundaries = 16;  // largest number of states in close()
+// The largest number of repetitions of a part that has conditions.
 constexpr uint32_t kMostRepetitions = 1000;
-constexpr int kDeepest = 2000;  // maximum depth of nested calls
+constexpr int kDeepest = 2000;  // largest depth of nested calls
 constexpr int kDeepestEdge = 64;
 
 // Increases a depth counter by 1 while this object exists.
@@ -116,8 +116,7 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits classes of characters. Afterwards, every set contains either all characters of a class or
-// none of them.
+// Splits `classes` so that each class is completely inside or completely outside of each set.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -190,8 +189,8 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // A backslash may start an escape. For texts with a backslash, the end of this function compiles
-  // automata that compare whole escaped characters.
+  // A backslash may start an escape, so texts with a backslash are not handled here. The end of
+  // this function handles these texts with automata that compare whole escaped characters.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -243,7 +242,8 @@ Looks::Rest Looks::rest_from(Piece piece, const Rest& rest) {
   if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
   expressions_.budget().check();
   if (piece.item == 0) return rest_from_node(piece.node, rest);
-  const Item& item = items_[piece.item];  // no items are added at this point
+  // The reference stays valid, because no items are added here.
+  const Item& item = items_[piece.item];
   switch (item.kind) {
     case Kind::look:
       return rest_from_look(item.look, rest);
@@ -271,7 +271,7 @@ Looks::Rest Looks::rest_from_node(Node node, const Rest& rest) {
   if (node == e.empty()) return rest;
   if (std::all_of(rest.begin(), rest.end(), [&](Node each) { return each == rest[0]; }))
     return Rest(rest.size(), e.sequence(node, rest[0]));
-  // Maps each continuation to the classes of the character before the continuation.
+  // For each continuation: a bit mask of the classes of the character before the continuation.
   std::map<Node, uint64_t> targets;
   for (size_t before = 1; before < rest.size(); ++before)
     targets[rest[before]] |= uint64_t{1} << (before - 1);
@@ -330,8 +330,8 @@ Looks::Rest Looks::rest_from_repeat(const Item& item, Piece piece, const Rest& r
   return made;
 }
 
-// Returns the texts of any number of repetitions, followed by `rest`. The caller adds the required
-// repetitions.
+// Returns the texts of any number of repetitions of a part, followed by `rest`. The result includes
+// zero repetitions, so the caller adds the repetitions that are required.
 Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   Expressions& e = expressions_;
   const Item& item = items_[piece.item];
@@ -344,7 +344,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
       made.push_back(rest_from_node(endless(piece, before, 0), rest)[before]);
       continue;
     }
-    std::vector<Node> choices{rest[before]};  // the texts without a repetition
+    std::vector<Node> choices{rest[before]};  // the texts with zero repetitions
     for (size_t end = 1; end < rest.size(); ++end) {
       for (size_t after = 0; after <= last; ++after) {
         Node head = not_empty(endless(piece, before, after));
@@ -416,8 +416,8 @@ Node Looks::in_turn(const First& first, bool first_looks_after, const Second& se
   return e.either(std::move(choices));
 }
 
-// Returns the texts that match the parts of a sequence, from the part with the index `from` to the
-// last part.
+// Returns the texts of the last parts of a sequence, starting with the part that has the index
+// `from`.
 Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size_t after) {
   const Piece part = item.parts[from];
   if (from + 1 == item.parts.size()) return texts(part, before, after);
@@ -453,9 +453,9 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
   return known_[key] = made;
 }
 
-// Returns the texts of any number of repetitions. A state is a position between two repetitions,
-// together with the classes of the characters before and after the position. The state alone
-// determines the texts that may follow. So the repetitions are an automaton over these states.
+// Returns the texts of any number of repetitions of a part. The repetitions are an automaton. A
+// state of this automaton is a pair of character classes: the class before and the class after a
+// position between two repetitions. The state alone determines which texts may follow.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];
@@ -479,9 +479,9 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
   return known_[key] = e.either(std::move(choices));
 }
 
-// Fills item.steps. For each pair of states, item.steps contains the texts that lead from the first
-// state to the second state by any number of repetitions. The code uses the algorithm of Kleene
-// (1956), which allows one more intermediate state in each round.
+// Fills item.steps. For each pair of states, item.steps contains the texts of any number of
+// repetitions that lead from the first state to the second. The code uses the algorithm of Kleene
+// (1956). In each round, this algorithm allows one more state between the two states.
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

@@ -14,45 +14,45 @@
 namespace dlm::compile {
 
 // A condition on the character before a position and the character after it. For example, ^
-// requires that there is no character before the position. `before` contains two sets of
-// characters, and `after` contains two more sets. Both pairs of sets divide the neighbouring
-// characters into four kinds:
+// requires that there is no character before the position. `before` contains two sets for the
+// character before the position. `after` contains two sets for the character after the position. In
+// both cases, the two sets divide the characters into four kinds:
 //
 //   0: no character, because the position is at the start or the end of the text
 //   1: a character of the first set
 //   2: a character of the second set
 //   3: any other character
 //
-// `holds` says for each pair of kinds whether the condition is true.
+// For each pair of kinds, `holds` says whether the condition is true.
 struct Look {
   std::array<CodePoints, 2> before, after;
-  // [kind of the character before][kind of the character after].
+  // The indices are [kind of the character before][kind of the character after].
   std::array<std::array<bool, 4>, 4> holds{};
 };
 
 // Compiles one regular expression. The parser of the expression builds pieces with look(), ahead(),
-// sequence(), either() and repeat(). Then node() turns the last piece into a language. Parts
-// without conditions are plain nodes, which need no further work.
+// sequence(), either() and repeat(). Then node() converts the piece for the whole expression into a
+// language. Parts without conditions are plain nodes, and need no further work.
 class Looks {
  public:
-  // A function that returns a node for one character of a set. The function determines the spelling
-  // of characters, for example UTF-8, or UTF-8 with the escapes of JSON strings.
+  // A function that returns a node which matches any one character of a set. The function
+  // determines how characters are written, for example in UTF-8, or in UTF-8 with the escapes of
+  // JSON strings.
   using Spell = Node (*)(Expressions&, const CodePoints&);
 
-  // `subject` is the start of each error message, for example "regex".
+  // Each error message starts with `subject`, for example "regex".
   Looks(Expressions& expressions, Spell spell, std::string subject);
 
   // A part of an expression. If the part has no conditions, `node` is the node of the part, and
   // `item` is 0. Otherwise `item` is the index of the part in items_.
   struct Piece {
     Node node = 0;
-    uint32_t item = 0;  // 0: the part has no conditions, and `node` is its node
+    uint32_t item = 0;
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // Returns a look-ahead, which is the condition that `piece` matches the text after the position.
-  // If `is_negative` is true, the condition is that `piece` does not match the text after the
-  // position.
+  // Returns a look-ahead. It requires that the text after the position starts with a match of
+  // `piece`. If `is_negative` is true, it requires the opposite.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
@@ -70,11 +70,11 @@ class Looks {
     uint32_t low = 0, high = 0;
     std::vector<Piece> parts = {};
     Look look = {};
-    std::vector<Node> steps = {};  // filled by close()
+    std::vector<Node> steps = {};  // close() fills this list
   };
   // The texts that may follow a position. These texts depend on the character before the position,
-  // so there is one node for each class of that character. Index 0 is for the start of the text,
-  // where there is no character before. Index i + 1 is for the class before_[i].
+  // so there is one node for each class of this character. Node 0 is for the start of the text,
+  // where there is no such character. Node i + 1 is for the class before_[i].
   using Rest = std::vector<Node>;
   // The key of a cached result. The key consists of these elements:
   //
@@ -95,9 +95,10 @@ class Looks {
 
   enum class Side : uint8_t { start, end };
   // not_empty() returns the texts of `node` except the empty text. edged() returns the texts of
-  // `node` that start or end with a character of some classes. With Side::start, these are classes
-  // of `after_`. With Side::end, these are classes of `before_`. Bit i of `classes` selects the
-  // class with the index i.
+  // `node` whose first or last character is in the selected classes. With Side::start, the function
+  // tests the first character, and `classes` selects from after_. With Side::end, it tests the last
+  // character, and `classes` selects from before_. Bit i of `classes` selects the class with the
+  // index i.
   Node not_empty(Node node, int depth = 0);
   Node edged(Node node, Side side, uint64_t classes);
   Node edged(Node node, Side side, const CodePoints& points, int depth);
@@ -124,9 +125,9 @@ class Looks {
   template <class First, class Second>
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
-  // The next functions return the number of classes of the neighbouring character that must be
-  // distinguished at a position between two repetitions. The result is 1 if the item's conditions
-  // do not depend on the neighbouring character.
+  // The next functions are for a position between two repetitions of an item. They return the
+  // number of classes of the character before or after the position. They return 1 if the
+  // conditions of the item do not depend on this character.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;
@@ -134,11 +135,11 @@ class Looks {
   Expressions& expressions_;
   const Spell spell_;
   const std::string subject_;
-  std::vector<Item> items_{Item{}};  // index 0 is unused
+  std::vector<Item> items_{Item{}};  // item 0 is unused
   // The classes of characters before and after a position. All conditions treat the characters of a
   // class in the same way.
   std::vector<CodePoints> before_, after_;
-  Node any_texts_ = 0;  // all texts of any length
+  Node any_texts_ = 0;  // matches all texts
   int depth_ = 0;
   std::map<Key, Node> known_;
   std::map<std::tuple<Node, Side, uint64_t>, Node> known_edges_;

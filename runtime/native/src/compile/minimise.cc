@@ -1,12 +1,12 @@
-// Minimises an automaton. The code processes one strongly connected component at a time, from the
-// ends of texts to their starts. The code replaces the states of each component by new states,
-// which are the states of the minimal automaton.
+// Minimises an automaton. The code visits the strongly connected components of the automaton one
+// after another, from the ends of texts to the starts. It replaces the states of each component by
+// new states. The new states are the states of the minimal automaton.
 //
-// Outside cycles, two states are equal if their edges lead to equal states. A single look-up finds
-// an equal state, as in Revuz (1992). Inside a component, partition refinement separates the states
-// that differ (Hopcroft 1971). Afterwards, either all states of the component equal states that
-// were found before, or no state of the component does. Most states of real constraints are outside
-// cycles, so most states are visited only once.
+// Two states are equal if they accept the same continuations. If a state is outside of cycles, a
+// single look-up finds the equal new state, as in Revuz (1992). If a component contains cycles,
+// partition refinement separates its states that are not equal (Hopcroft 1971). Then either all
+// states of the component are equal to new states that already exist, or none of them is. In real
+// constraints, most states are outside of cycles, so the code visits most states only once.
 #include <algorithm>
 #include <utility>
 
@@ -43,8 +43,8 @@ class Minimiser {
   }
 
  private:
-  // Computes the smallest number of bytes from each state to the end of a text. The number is -1 if
-  // no end can be reached.
+  // For each state, computes the smallest number of bytes from the state to the end of a text. This
+  // number is -1 if no end can be reached.
   void measure_distances() {
     std::vector<uint32_t> begins(raw_.states() + 2);
     for (const ByteEdge& edge : raw_.edges) ++begins[index(edge.state) + 2];
@@ -71,8 +71,8 @@ class Minimiser {
     }
   }
 
-  // Finds the strongly connected components with Tarjan's algorithm (1972) and an explicit stack. A
-  // component is complete only after all components to which its edges lead are complete.
+  // Finds the strongly connected components with Tarjan's algorithm (1972) and an explicit stack.
+  // The algorithm completes a component only after all components to which its edges lead.
   void visit_components() {
     struct Frame {
       int32_t state;
@@ -130,8 +130,8 @@ class Minimiser {
     if (!merge_component()) add_component();
   }
 
-  // Writes to edges_ the state's edges to states that can reach an end. `name` returns the new name
-  // of a target.
+  // Sets edges_ to the edges of a state, without the edges to states that cannot reach an end.
+  // Replaces each next state `to` by name(to).
   template <class Name>
   void edges_of(int32_t state, Name name) {
     edges_.clear();
@@ -159,7 +159,7 @@ class Minimiser {
            equal(made_.edges.data() + from, edges_.data(), edges_.size());
   }
 
-  // Returns the new state whose edges are edges_. Adds this state if there is no such state.
+  // Returns the new state whose edges are edges_. If there is no such state, adds it.
   int32_t find_or_add(bool accepting) {
     const uint64_t hash = hash_edges(accepting);
     const int32_t known =
@@ -178,12 +178,13 @@ class Minimiser {
     return made;
   }
 
-  // Assigns a class to each member of the component, in class_. Equal states get the same class.
-  // Classes are numbered from 0. An edge that leaves the component is written as ~state, where
-  // `state` is a new state.
+  // Sets class_ to the class of each member of the component. Equal states get the same class.
+  // Classes are numbered from 0. In edges_, an edge inside the component contains the class of the
+  // next state. An edge that leaves the component contains ~state, where `state` is the new state
+  // to which it leads.
   //
-  // When a class is split, its largest part keeps the class number. Only states that lead to the
-  // other parts are visited again. So each state is visited O(log n) times.
+  // When a class is split, its largest part keeps the number of the class. Only states with edges
+  // to the other parts must be visited again. So each state is visited O(log n) times.
   void refine() {
     const size_t count = members_.size();
     if (local_.empty()) local_.assign(raw_.states(), 0);
@@ -216,14 +217,14 @@ class Minimiser {
     }
   }
 
-  // Computes the first classes, in class_. Equal states get the same class, and most unequal states
-  // get distinct classes.
+  // Sets class_ to the first classes. Equal states get the same class, and most unequal states get
+  // different classes.
   //
-  // The states of a class have the same distance to an end and the same hash. The hash of a state
-  // is computed from the hashes of its next states, in several rounds. If a next state is nearer to
-  // an end, the next state's hash from the current round is used. Otherwise the next state's hash
-  // from the previous round is used. When a round separates only few states, split() does the
-  // remaining work.
+  // The states of a class have the same distance to an end, and the same hash. The function
+  // computes the hashes of all states in several rounds. The hash of a state depends on the hashes
+  // of its next states. If a next state is nearer to an end, its hash from the current round is
+  // used, otherwise its hash from the previous round. When a round separates only few states, the
+  // function stops, and split() does the remaining work.
   void seed_classes() {
     constexpr int kMostRounds = 16;
     const size_t count = members_.size();
@@ -236,7 +237,7 @@ class Minimiser {
     size_t found = 0;
     for (int round = 0; round < kMostRounds; ++round) {
       HashIndex by_key;
-      std::vector<uint64_t> keys;  // one key for each class
+      std::vector<uint64_t> keys;  // for each class: its distance and hash
       class_.assign(count, kNone);
       for (const int32_t member : order) {
         budget_.check();
@@ -264,8 +265,8 @@ class Minimiser {
     }
   }
 
-  // Returns the members sorted by their distance to an end. Between the smallest and the largest
-  // distance, all distances occur, because one byte reduces the distance by at most 1.
+  // Returns the members, sorted by their distance to an end. All distances between the smallest and
+  // the largest occur, because one byte reduces the distance by at most 1.
   std::vector<int32_t> by_distance() const {
     int32_t least = distances_[index(members_.front())], most = least;
     for (const int32_t state : members_) {
@@ -286,7 +287,7 @@ class Minimiser {
                                                 : ~canonical_[index(to)];
   }
 
-  // Lists the sources of each member: the members that have an edge to this member.
+  // Lists the sources of each member. A source is a member that has an edge to this member.
   void list_sources() {
     const size_t count = members_.size();
     begins_.assign(count + 2, 0);
@@ -304,14 +305,15 @@ class Minimiser {
     each_edge([&](int32_t from, size_t to) { sources_[begins_[to + 1]++] = from; });
   }
 
-  // Splits the classes that contain the states in `changed`. States stay together if their edges
-  // lead to the same classes.
+  // Splits the classes that contain the members in `changed`. Members of a class stay together if
+  // their edges lead to the same classes. Calls relabelled(member) for each member whose class
+  // number changes.
   template <class Relabelled>
   void split(const std::vector<int32_t>& changed, Relabelled relabelled) {
     struct Signature {
       uint64_t hash;
-      int32_t number;        // class of the member
-      uint32_t start, size;  // start and size in `content`
+      int32_t number;        // the class of the member
+      uint32_t start, size;  // the index of the first edge in `content`, and the number of edges
       int32_t member;
     };
     std::vector<ByteEdge> content;
@@ -325,7 +327,9 @@ class Minimiser {
                             static_cast<uint32_t>(edges_.size()), member});
       content.insert(content.end(), edges_.begin(), edges_.end());
     }
-    const auto compare = [&](const Signature& a, const Signature& b) {  // returns < 0, 0 or > 0
+    // Returns a negative number if `a` comes first, a positive number if `b` comes first, otherwise
+    // 0.
+    const auto compare = [&](const Signature& a, const Signature& b) {
       if (a.number != b.number) return a.number < b.number ? -1 : 1;
       if (a.hash != b.hash) return a.hash < b.hash ? -1 : 1;
       if (a.size != b.size) return a.size < b.size ? -1 : 1;
@@ -355,9 +359,9 @@ class Minimiser {
       for (size_t i = 1; i < runs.size(); ++i)
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
-      // The states that were not visited form one separate part. The edges of these states lead
-      // only to classes that kept their numbers. At least one edge of each visited state leads to a
-      // different class.
+      // The members of the class that are not in `changed` form a separate part. Their edges lead
+      // only to classes that kept their numbers. But each member in `changed` has an edge to a
+      // class with a new number.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -404,8 +408,8 @@ class Minimiser {
     parts_[index(number)].push_back(member);
   }
 
-  // Returns a hash of a state. Equal states have the same hash. Most unequal states have distinct
-  // hashes.
+  // Returns a hash of the state whose edges are edges_. Equal states have the same hash, and most
+  // unequal states have different hashes.
   uint64_t hash_shape(bool accepting, int32_t distance) const {
     uint64_t hash = mixed(accepting, static_cast<uint64_t>(distance));
     int first = -2, last = -2;
@@ -419,8 +423,9 @@ class Minimiser {
     return mixed(hash, static_cast<uint64_t>(first) << 16 | static_cast<uint16_t>(last));
   }
 
-  // Returns true if the component's states equal new states that already exist. In this case, fills
-  // canonical_. Comparing one member is enough, because each member can reach all other members.
+  // Returns true if the component's states are equal to new states that already exist. In this
+  // case, fills canonical_. The search starts from only one member, because each member can reach
+  // all other members.
   bool merge_component() {
     const int32_t pivot = parts_.front().front();
     const int32_t state = members_[index(pivot)];
@@ -446,7 +451,8 @@ class Minimiser {
   }
 
   // Compares a class with its image, edge by edge. The image of a class is the new state that may
-  // be equal to the class. Assigns images to the classes to which its edges lead.
+  // be equal to the states of the class. Also assigns images to the classes to which the edges of
+  // this class lead.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];
     const int32_t image = images[index(number)];
@@ -524,20 +530,21 @@ class Minimiser {
   const ByteAutomaton& raw_;
   const int32_t first_;
   Budget& budget_;
-  std::vector<int32_t> distances_, component_;  // one entry per raw state
-  std::vector<int32_t> canonical_;  // for each finished state: the new state that replaces it
+  // For each old state: its distance to an end, and its component.
+  std::vector<int32_t> distances_, component_;
+  std::vector<int32_t> canonical_;  // for each finished old state: the new state
   int32_t components_ = 0;
   ByteAutomaton made_;
-  HashIndex by_edges_;               // finds new states by their edges
-  HashIndex by_shape_;               // finds the first new state with a given hash_shape()
-  std::vector<int32_t> next_shape_;  // for each new state: the next new state with the same hash,
-                                     // or -1
-  std::vector<ByteEdge> edges_;      // edges of the current state
+  HashIndex by_edges_;  // finds a new state by its edges
+  HashIndex by_shape_;  // finds the first new state with a given hash_shape()
+  // For each new state: the next new state with the same hash_shape(), or -1.
+  std::vector<int32_t> next_shape_;
+  std::vector<ByteEdge> edges_;  // the edges of the current state
 
   // The data of the current component. Members are numbered by their index in members_.
   std::vector<int32_t> members_, local_, class_;
   std::vector<std::vector<int32_t>> parts_;  // the members of each class
-  std::vector<size_t> place_;                // the index of each member in the part of its class
+  std::vector<size_t> place_;                // for each member: its index in the list of its class
   std::vector<uint32_t> begins_;
   std::vector<int32_t> sources_;
 };

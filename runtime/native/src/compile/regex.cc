@@ -13,7 +13,7 @@
 namespace dlm::compile {
 namespace {
 
-// The largest nesting depth of groups, which is the same as in Rust's regex crate.
+// The largest nesting depth of groups. Rust's regex crate has the same limit.
 constexpr size_t kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
@@ -130,7 +130,7 @@ class Reader : RegexText {
     const CodePoints feed{{'\n', '\n'}}, carriage{{'\r', '\r'}};
     const bool has_crlf = is_multiline && flags_.has_crlf;
     if (is_multiline) {
-      // With the flag R, \r\n is one line break: no line starts or ends between \r and \n.
+      // With the flag R, \r\n is one line break. So no line starts or ends between \r and \n.
       look.before = is_start || has_crlf ? std::array{is_start ? feed : carriage, CodePoints{}}
                                          : std::array<CodePoints, 2>{};
       look.after =
@@ -256,8 +256,8 @@ class Reader : RegexText {
   }
 
   // Parses flags, such as the i-s in (?i-s) or (?i-s:...). Returns the character after the flags.
-  // This character is ")" if the flags apply to the rest of the group, or ":" if the flags start a
-  // new group.
+  // This character is ")" if the flags apply to the rest of the current group, or ":" if the flags
+  // apply to a new group.
   char read_flags() {
     RegexFlags flags = flags_;
     bool is_on = true, is_empty = true, has_minus = false;
@@ -295,7 +295,8 @@ class Reader : RegexText {
         case 'x':
           flags.is_verbose = is_on;
           break;
-        case 'U':  // swapping greedy and lazy does not change the set of texts
+        // Swapping greedy and lazy quantifiers does not change the set of matching texts.
+        case 'U':
           break;
         default:
           refuse("a flag that is none of imsRUux");

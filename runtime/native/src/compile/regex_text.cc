@@ -40,7 +40,7 @@ char32_t RegexText::next(const char* what) {
 }
 
 void RegexText::refuse(const std::string& what) const {
-  size_t place = 0;  // in characters
+  size_t place = 0;  // the number of characters before the error
   for (size_t at = 0; at < at_ && at < text_.size(); at += char_bytes(text_[at])) ++place;
   fail(DLM_INVALID_ARGUMENT, "regex: %s at character %zu", what.c_str(), place);
 }
@@ -96,8 +96,8 @@ bool RegexText::escaped_set(CodePoints& set) {
   return true;
 }
 
-// Parses the name in \p{name} or \p{name=value}. If the name is followed by != instead of =,
-// inverts `is_negated`.
+// Parses the name in \p{name} or \p{name=value}, and returns the characters that have this
+// property. If != follows the name instead of =, inverts `is_negated`.
 CodePoints RegexText::property(bool& is_negated) {
   skip();
   std::string name;
@@ -239,8 +239,8 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
   if (made.items.empty() && take("]")) made.items.push_back({']', ']'});
 }
 
-// Applies the last operator to the characters that were parsed after this operator. `operation`
-// becomes the new last operator.
+// Applies the last operator to the characters before it and after it. `operation` is the operator
+// that was parsed now, and becomes the new last operator.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();
@@ -293,8 +293,8 @@ bool RegexText::ascii_class(CodePoints& items) {
   return false;
 }
 
-// Parses one character or one set inside a class in brackets. Returns true if the parsed item is a
-// character, because only a character can start a range such as a-z.
+// Parses one character or one set inside a class in brackets. For a character, sets `point` and
+// returns true. For a set such as \d, adds to `set` and returns false.
 bool RegexText::class_item(CodePoints& set, char32_t& point) {
   if (!take("\\")) {
     point = next("a class");
@@ -313,7 +313,7 @@ void RegexText::range(CodePoints& items) {
   char32_t low = 0, high = 0;
   const bool is_character = class_item(set, low);
   skip();
-  size_t after = at_ + 1;  // index of the character after a -
+  size_t after = at_ + 1;  // index of the character after the -
   if (is_at('-')) {
     const size_t here = std::exchange(at_, after);
     skip();

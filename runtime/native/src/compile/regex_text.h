@@ -29,11 +29,13 @@ class RegexText {
   bool is_at(char letter) const { return !is_end() && text_[at_] == letter; }
   bool is_at_space() const;
   bool take(std::string_view wanted);
-  char32_t next(const char* what);  // `what` is used in the error message if the text ends here
+  // If the text ends here, throws an error whose message contains `what`.
+  char32_t next(const char* what);
   // Skips white space and comments if the flag x is set. Otherwise does nothing.
   void skip();
 
-  // If the flag i is set, adds the characters that differ only in case from a character of the set.
+  // Returns the characters in `points`. If the flag i is set, also returns all characters that
+  // differ only in case from a character in `points`.
   CodePoints folded(const CodePoints& points) const;
   // Parses \d, \p{...} and similar sets. The backslash was parsed already. Returns false if there
   // is no such set at the current position.
@@ -53,9 +55,9 @@ class RegexText {
   // The state of a class in brackets during parsing. Classes in brackets can be nested.
   struct OpenClass {
     bool is_negated = false;
-    CodePoints items = {};  // characters after the last operator
-    CodePoints left = {};   // result of all operators before the last one
-    char operation = 0;     // the last operator (& - or ~), or 0 if there is none
+    CodePoints items = {};  // the characters after the last operator
+    CodePoints left = {};   // the result of all operators before the last operator
+    char operation = 0;     // the last operator (& - or ~), or 0 if there is no operator
   };
 
   CodePoints property(bool& is_negated);

@@ -17,7 +17,8 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// Builds an automaton over token ids. Its edges connect states of the byte automaton `texts`.
+// Builds an automaton over token ids. Its states are those states of the byte automaton `texts` to
+// which tokens lead. One more state comes after the end tokens.
 class Assembly {
  public:
   Assembly(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenEdges edges,
@@ -32,7 +33,7 @@ class Assembly {
     const std::vector<int32_t> distances = measure();
     Automaton out{};
     out.vocab_size = vocabulary_.vocab_size();
-    // Collects the groups that are still in use, in the order of their first use.
+    // This loop collects the groups that are still used, in the order of their first use.
     std::vector<int32_t> used(index(groups_.size()), kNone), groups;
     std::vector<int32_t> renamed(texts_.states(), kNone);
     for (size_t state = 0; state < texts_.states(); ++state) {
@@ -82,8 +83,8 @@ class Assembly {
   }
 
  private:
-  // Returns the smallest number of tokens from each state to the end of a text. The number is -1 if
-  // tokens do not reach the state, or if the state cannot reach an end.
+  // For each state, returns the smallest number of tokens from the state to the end of a text. This
+  // number is -1 if no tokens lead to the state, or if no end can be reached from the state.
   std::vector<int32_t> measure() const {
     const size_t states = texts_.states();
     std::vector<uint32_t> begins(states + 2);

@@ -1,10 +1,11 @@
 // Assigns classes to tokens. Two tokens get the same class if they are in the same groups.
 //
-// A node is a prefix of tokens in the tree of token_sets.h. First, nodes are separated by the sets
-// that contain them. Then tokens are separated by their nodes. These two steps are cheaper than
-// visiting all tokens of all groups, because there are far fewer nodes and sets than tokens. But
-// the two steps separate more tokens than necessary, because sets are only parts of groups. So a
-// last step joins classes that are in the same groups.
+// A group consists of items, and an item is a set of nodes in the token tree (token_sets.h). The
+// code works in three steps. First, it divides the items into parts: two items are in the same part
+// if they are in the same groups. Then it divides the tokens into parts: two tokens are in the same
+// part if they are in the same parts of items. These two steps are cheaper than visiting all tokens
+// of all groups, because there are far fewer items than tokens. But they separate more tokens than
+// necessary. So the last step joins the tokens that are in the same groups.
 #include "compile/token_classes.h"
 
 #include <algorithm>
@@ -44,8 +45,8 @@ void Partition::split(const Each& each) {
   ++round_;
 }
 
-// For each group, returns a 1 if the group is in `groups` or is a part of a group in `groups`.
-// Otherwise returns a 0 for the group.
+// Returns one number for each group. The number is 1 if the group is in `groups`, or is a part of a
+// group in `groups`. Otherwise it is 0.
 std::vector<uint8_t> TokenClasses::needed_for(const std::vector<int32_t>& groups) const {
   std::vector<uint8_t> is_needed(index(groups_.size()), 0);
   for (const int32_t group : groups) is_needed[index(group)] = 1;
@@ -71,12 +72,14 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
   return nodes;
 }
 
-// Splits tokens by their nodes: tokens stay together if the same parts of `nodes` contain them.
-// For each part of `nodes`, also lists the tokens of the part and the resulting parts of tokens in
-// the part.
+// Splits the tokens. Tokens stay together if they are in the same parts of `nodes`. For each part
+// of `nodes`, the function also stores the tokens of this part (node_tokens_), and the resulting
+// parts of these tokens (token_parts_).
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
-  const auto each_tokens = [&](auto see) {  // see(part, first token, last token)
+  // Calls see(part, first, last) once or more for each part. `first` and `last` point to the start
+  // and the end of a list of tokens.
+  const auto each_tokens = [&](auto see) {
     for (int32_t item = 0; item < groups_.item_count(); ++item)
       if (const int32_t part = nodes.part(item); part > 0)
         groups_.each_tokens(item, [&](const int32_t* first, const int32_t* last) {
@@ -117,8 +120,8 @@ Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size)
   return tokens;
 }
 
-// For each group, makes the list of the parts of tokens in the group. Returns the index of each
-// group's list.
+// For each needed group, lists the parts of tokens that the group contains. Adds these lists to
+// `lists`. Returns the index of each group's list.
 std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_needed,
                                               const Partition& nodes, Lists& lists) {
   std::vector<int32_t> list_of(index(groups_.size()), kNone);
@@ -156,7 +159,8 @@ std::vector<int32_t> TokenClasses::name(const std::vector<int32_t>& groups, Auto
   Lists lists;
   const std::vector<int32_t> list_of = list_parts(is_needed, nodes, lists);
 
-  // Assigns a number to each part of tokens. Parts that are in the same groups get the same number.
+  // Assigns a number to each group in `groups`. Groups with the same list of parts get the same
+  // number.
   std::vector<int32_t> number_of(index(lists.size()), kNone), numbers, used;
   for (const int32_t group : groups) {
     int32_t& number = number_of[index(list_of[index(group)])];

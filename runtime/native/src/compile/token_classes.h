@@ -1,5 +1,5 @@
-// Divides the tokens into classes, so that the tokens of a class are in the same groups. Writes
-// groups as lists of classes.
+// Divides the tokens into classes, so that all tokens of a class are in the same groups. Then
+// converts each group to a list of classes.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,16 @@
 
 namespace dlm::compile {
 
-// A partition of the numbers 0 to n - 1 (the members), which can be refined. At first, all members
-// are in part 0. After calls of split(), part 0 contains the members that were in no set.
+// Divides the numbers from 0 to n - 1, which are called members, into parts. At first, all members
+// are in part 0. Each call of split() makes the parts finer. Afterwards, part 0 contains the
+// members that were not in any set.
 class Partition {
  public:
   explicit Partition(int32_t count) : part_of_(static_cast<size_t>(count), 0), sizes_{count} {}
 
-  // Splits each part into the members inside a set and the members outside of the set. each(see)
-  // must call see(member) for each member of the set, in any order. split() calls `each` twice.
+  // Splits each part into the members inside a set and the members outside of the set. The caller
+  // passes the set as a function: each(see) must call see(member) for each member of the set, in
+  // any order. split() calls `each` twice.
   template <class Each>
   void split(const Each& each);
   int32_t part(int32_t member) const { return part_of_[static_cast<size_t>(member)]; }
@@ -27,21 +29,22 @@ class Partition {
 
  private:
   struct Mark {
-    int32_t round, count, fresh;  // fresh: the new part, which gets the members in the set
+    // `fresh` is the new part, which gets the members inside the set.
+    int32_t round, count, fresh;
   };
   std::vector<int32_t> part_of_, sizes_;
   std::vector<Mark> marks_{{-1, 0, -1}};
   int32_t round_ = 0;
 };
 
-// Both arguments must outlive this object.
+// Divides tokens into classes. `groups` and `budget` must outlive this object.
 class TokenClasses {
  public:
   TokenClasses(const TokenGroups& groups, Budget& budget) : groups_(groups), budget_(budget) {}
 
-  // Fills token_class, group_starts and group_classes of an automaton that has no states yet.
-  // `groups` must not contain duplicates. Returns the index of each group in the automaton. Groups
-  // with the same tokens get the same index. Classes are sorted by their lowest token.
+  // Fills token_class, group_starts and group_classes of `out`. `groups` lists the groups that the
+  // automaton uses, without duplicates. Returns the index of each of these groups in the automaton.
+  // Groups with the same tokens get the same index. Classes are sorted by their lowest token.
   std::vector<int32_t> name(const std::vector<int32_t>& groups, Automaton& out);
 
  private:
@@ -53,7 +56,7 @@ class TokenClasses {
 
   const TokenGroups& groups_;
   Budget& budget_;
-  // The tokens of each part of nodes, and the parts of tokens in each part of nodes.
+  // For each part of the partition `nodes`: the tokens in this part, and the parts of these tokens.
   std::vector<size_t> node_starts_;
   std::vector<int32_t> node_tokens_;
   std::vector<std::vector<int32_t>> token_parts_;

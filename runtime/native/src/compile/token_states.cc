@@ -1,5 +1,6 @@
 // Computes tables about the states of a byte automaton. For each state, the tables contain the next
-// states, the text that must follow, and a flag for states that accept many bytes.
+// states, the number of bytes that are forced, and a flag that is true if the state accepts many
+// bytes.
 #include "compile/token_states.h"
 
 #include <algorithm>
@@ -10,11 +11,11 @@
 namespace dlm::compile {
 namespace {
 
-// A state inside a string accepts nearly all bytes, and most of these bytes lead to one state. A
-// state inside a word or number accepts only few bytes. The next two limits distinguish these two
-// kinds of states.
+// A state inside a string accepts nearly all bytes, and most of these bytes lead to one next state.
+// A state inside a word or number accepts only few bytes. The limits kManyBytes and kBytesAlike
+// distinguish these two kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-// Largest size of a forced text, in bytes, that is passed to the tokenizer.
+// A longer forced text is cut to this many bytes before it is passed to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;
 constexpr int32_t kNone = -1;
 
@@ -30,8 +31,9 @@ void TokenStates::find_shapes(TokenSets& sets) {
   const size_t states = texts_.states();
   budget_.check_memory(states * 4 * sizeof(int32_t) + texts_.edges.size() * sizeof(int32_t));
   states_.reserve(states);
-  std::vector<int32_t> part_of(states, kNone);  // for each target of the current state: its part
-  std::vector<int> bytes;                       // number of bytes of each part
+  // For each next state of the current state: its part.
+  std::vector<int32_t> part_of(states, kNone);
+  std::vector<int> bytes;  // the number of bytes of each part
   std::vector<TokenSets::Range> ranges;
   for (size_t state = 0; state < states; ++state) {
     budget_.check();
@@ -95,7 +97,7 @@ std::string TokenStates::text_after(int32_t state) const {
   }
   const auto byte_at = [&](size_t i) { return static_cast<uint8_t>(out[i]); };
   if ((byte_at(0) & 0xC0) == 0x80) return "";
-  size_t last = out.size() - 1;  // index at which the last character starts
+  size_t last = out.size() - 1;  // index of the first byte of the last character
   while (last > 0 && (byte_at(last) & 0xC0) == 0x80) --last;
   const uint8_t lead = byte_at(last);
   const size_t needed = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;

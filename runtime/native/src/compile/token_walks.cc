@@ -1,17 +1,18 @@
-// Finds the tokens that lead from state to state. A walk follows all tokens from one state. Walks
-// start only from states that tokens reach. Three things make the walks short:
+// Finds the tokens that lead from state to state. A walk follows all tokens from one state. Only
+// states to which tokens lead need a walk. Three things make the walks short:
 //
-// - A walk does not visit single tokens. Instead, a walk visits sets of nodes of the token tree
-//   (token_sets.h). So in one step, a walk visits all tokens that a state treats alike.
-// - Several walks may reach the same state with the same set of nodes. From this state and set on,
-//   the walks are the same. So the code makes this common part only once, and stores the result as
-//   groups of tokens. A common part starts where tokens enter or leave the states that accept many
-//   bytes, and at states to which most bytes lead back. For example, suppose that a text is one of
-//   100 listed words or any other string. Then a state inside a word shares nearly all of its
-//   tokens with the other states.
+// - A walk does not visit single tokens. Instead, it visits sets of nodes of the token tree
+//   (token_sets.h). So one step covers all tokens that a state treats alike.
+// - Several walks may reach the same state with the same set of nodes. From there on, these walks
+//   are the same. So the code makes this common part only once, and stores the result as groups of
+//   tokens. A common part starts where a walk goes from a state that accepts many bytes to a state
+//   that accepts few bytes, or the other way round. A common part also starts at a hub, which is a
+//   state from which many bytes lead back to the state itself. For example, suppose that a text is
+//   one of 100 listed words or any other string. Then nearly all tokens that can follow a state
+//   inside a word can also follow many other states.
 // - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
-//   stored as one group, even if many states use the group. For example, in a string with a counted
-//   length, all tokens of n characters are one group.
+//   stored as one group, even if many states use the group. For example, if the length of a string
+//   is counted, all tokens of n characters are one group.
 #include "compile/token_walks.h"
 
 #include "compile/numbers.h"
@@ -19,15 +20,16 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kSharedNodes = 8;  // if a walk visits more nodes than this, its result is stored
-constexpr int kMostNesting = 16;     // largest depth of nested walks
-// A hub is a state from which many bytes lead back to the hub itself. For some constraints, nearly
-// all first bytes of tokens lead from many states to a hub, for example if "abc" may occur anywhere
-// in a text. After kMostLargeSets walks of large sets to a hub, the code walks each first byte
-// separately, and stores the results.
-constexpr int32_t kLargeSet = 4096;  // number of nodes below a large set
+// The code may store the result of a walk if the walk is over more nodes than this.
+constexpr int32_t kSharedNodes = 8;
+constexpr int kMostNesting = 16;  // largest depth of nested walks
+// For some constraints, nearly all first bytes of tokens lead from many states to the same hub. An
+// example is a text in which "abc" may occur anywhere. So after kMostLargeSets walks from a hub
+// over large sets, the code walks over the tokens with each first byte separately, and stores these
+// results.
+constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
-constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
+constexpr size_t kTextBytes = 192;  // estimated size of an entry in first_nodes_, in bytes
 constexpr int32_t kNone = -1;
 
 }  // namespace
@@ -46,7 +48,8 @@ TokenEdges TokenWalks::walk_all() {
   const size_t states = state_count_;
   TokenEdges out;
   out.row_of.assign(states, kNone);
-  std::vector<int32_t> met{0};  // the states that tokens reach, in the order of their rows
+  // The states to which tokens lead, in the order of their rows.
+  std::vector<int32_t> met{0};
   out.row_of[0] = 0;
   for (size_t row = 0; row < met.size(); ++row) {
     budget_.check();
@@ -85,7 +88,7 @@ void TokenWalks::sort_steps(const std::vector<Step>& steps) {
   for (const int32_t to : targets_) slot_[index(to)] = kNone;
 }
 
-// Finds the tokens that can follow a state, and writes them to steps_.
+// Finds the tokens that can follow a state, and stores them in steps_.
 void TokenWalks::walk(int32_t state) {
   steps_.clear();
   walk_below(TokenSets::kRoot, state, steps_);

@@ -16,9 +16,9 @@
 
 namespace dlm::compile {
 
-// Stores groups of tokens. Each group is a list of items. An item n >= 0 means the tokens of one
-// set of nodes. An item ~n means all tokens of group n. The index of group n must be lower than the
-// index of the group that contains the item. Equal lists are one group.
+// Stores groups of tokens. Each group is a list of items. An item n >= 0 stands for the tokens of
+// one set of nodes. An item ~n stands for all tokens of group n. A group may contain only groups
+// with lower indices. Equal lists are stored as one group.
 class TokenGroups {
  public:
   // The sets must outlive this object.
@@ -36,7 +36,7 @@ class TokenGroups {
   }
   int32_t item_count() const { return static_cast<int32_t>(item_sets_.size()); }
   int32_t set_of(int32_t item) const { return item_sets_[index(item)]; }
-  // Returns the index of the group with these items. Adds the group if the group is new.
+  // Returns the index of the group with these items. Adds the group if it is new.
   int32_t group_of(const std::vector<int32_t>& items) { return items_.number_of(items); }
   int32_t size() const { return items_.size(); }
   size_t bytes() const {
@@ -49,8 +49,9 @@ class TokenGroups {
     const auto [first, end] = items_.list(group);
     std::for_each(first, end, see);
   }
-  // Calls see(first, last) several times. `first` and `last` are the start and the end of a list of
-  // tokens. Together, the lists of all calls contain all tokens of an item n >= 0.
+  // Visits all tokens of an item, which must not be negative. Calls see(first, last) one or more
+  // times, each time with a part of the tokens. `first` and `last` point to the start and the end
+  // of this part.
   template <class See>
   void each_tokens(int32_t item, const See& see) const {
     sets_.each_tokens(set_of(item), see);
@@ -67,21 +68,23 @@ struct TokenEdge {
   int32_t group, state;
 };
 
-// The edges of the states that tokens reach.
+// The edges of the states to which tokens lead.
 struct TokenEdges {
-  // Returns the edges of a state. The state must be reachable by tokens.
+  // Returns pointers to the first edge of a state and to the end of its edges. Tokens must lead to
+  // the state.
   std::pair<const TokenEdge*, const TokenEdge*> of(size_t state) const {
     const auto row = index(row_of[state]);
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};
   }
 
-  std::vector<int32_t> row_of;    // [states]: -1 if tokens do not reach the state
-  std::vector<size_t> starts{0};  // row r consists of the edges starts[r] to starts[r + 1] - 1
+  std::vector<int32_t> row_of;  // [states]: the state's row, or -1 if no tokens lead to it
+  // Row r consists of edges[starts[r]] to edges[starts[r + 1] - 1].
+  std::vector<size_t> starts{0};
   std::vector<TokenEdge> edges;
 };
 
-// Finds the edges of all states that tokens reach from the start state. A walk follows the tokens
-// from one state.
+// Finds the edges of all states to which tokens lead from the start state. A walk follows all
+// tokens from one state.
 class TokenWalks {
  public:
   TokenWalks(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenSets& sets,
@@ -95,8 +98,8 @@ class TokenWalks {
   struct Step {
     int32_t item, state;  // all tokens of `item` (see TokenGroups) lead to `state`
   };
-  // The stored result of a walk from `state` over the nodes below `set`: the steps from `first` to
-  // `last` - 1 of shared_.
+  // The stored result of a walk from `state` over the nodes below `set`. The result consists of the
+  // steps shared_[first] to shared_[last - 1].
   struct Shared {
     int32_t set, state;
     size_t first, last;
@@ -107,11 +110,13 @@ class TokenWalks {
   };
 
   void walk(int32_t state);
-  // Appends the steps for all nodes below a set. The nodes of the set themselves lead to `state`.
+  // Walks over all nodes below a set, and appends the steps to `out`. The walk starts in `state`,
+  // because the nodes of the set lead to this state.
   void walk_below(int32_t set, int32_t state, std::vector<Step>& out);
-  // Does the same as walk_below(), but stores the steps, so that later walks can use these steps.
+  // Does the same as walk_below(), but also stores the steps for later walks.
   void go_on(int32_t set, int32_t state, std::vector<Step>& out);
-  // Sorts steps by their states: lists_[i] contains the items that lead to targets_[i].
+  // Groups the steps by their states. Afterwards, lists_[i] contains the items that lead to
+  // targets_[i].
   void sort_steps(const std::vector<Step>& steps);
 
   const Vocabulary& vocabulary_;
@@ -121,15 +126,17 @@ class TokenWalks {
   const size_t state_count_;
   TokenGroups groups_;
   std::vector<Step> steps_;
-  std::vector<Open> open_;  // sets whose children must still be visited, for all nested walks
+  // The sets whose children must still be visited. All nested walks use this list.
+  std::vector<Open> open_;
   std::vector<int32_t> targets_, slot_;
   std::vector<std::vector<int32_t>> lists_;
   int nesting_ = 0;
   std::vector<Step> shared_;
   std::vector<Shared> gone_on_;
-  HashIndex gone_on_index_;                      // finds entries of gone_on_
-  std::unordered_map<int32_t, int> large_sets_;  // for each hub: how many large sets were walked
-  // For each forced text: the node of its first token, or -1.
+  HashIndex gone_on_index_;  // finds an entry of gone_on_ by its set and state
+  // For each hub: the number of walks over large sets.
+  std::unordered_map<int32_t, int> large_sets_;
+  // For each forced text: the node of the text's first token, or -1.
   std::unordered_map<std::string, int32_t> first_nodes_;
 };
 

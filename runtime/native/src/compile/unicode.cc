@@ -18,7 +18,7 @@ uint32_t read_number(const uint8_t*& at) {
   }
 }
 
-// Returns the offset of each set in kUnicodeSets.
+// Returns a pointer to the start of each set in kUnicodeSets.
 const std::vector<const uint8_t*>& set_starts() {
   static const auto starts = [] {
     std::vector<const uint8_t*> made;
@@ -70,9 +70,9 @@ std::optional<CodePoints> by_key(const std::string& key) {
   return unicode_set(found->set);
 }
 
-// Normalises the name of a property as the Rust crate regex-syntax does. For example, an "is" at
-// the start is removed. The exception is "isc", a name of the property ISO_Comment, because "isc"
-// without "is" would be the name of the category C.
+// Normalises the name of a property as the Rust crate regex-syntax does. For example, removes "is"
+// from the start of a name. The name "isc" stays unchanged, because it is a name of the property
+// ISO_Comment. Without "is", it would be the name of the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');
@@ -93,9 +93,11 @@ std::optional<CodePoints> general_category(const std::string& name) {
   return by_key("gc=" + name);
 }
 
-// Returns all characters of the Unicode version that `value` names, and of the versions before it.
+// Returns all characters that the Unicode version `value` contains, including those of earlier
+// versions.
 std::optional<CodePoints> age(const std::string& value) {
-  const auto version = [](std::string_view key) {  // "6.3" becomes 603; other spellings become 0
+  // Returns 603 for "6.3", and 0 for other spellings.
+  const auto version = [](std::string_view key) {
     unsigned major = 0, minor = 0;
     return std::sscanf(std::string(key).c_str(), "%2u.%1u", &major, &minor) == 2
                ? 100 * major + minor

@@ -1,4 +1,5 @@
-// Compact tables of Unicode sets by name, and of simple case folding. unicode.cc reads them.
+// Compact tables of named Unicode sets, and of simple case folding. unicode.cc decodes these
+// tables.
 #pragma once
 
 #include <cstddef>
@@ -6,16 +7,16 @@
 
 namespace dlm::compile {
 
-// The encoding of the tables. A number is stored with seven bits per byte, lowest bits first. In
-// all bytes of a number except the last one, the highest bit is set. A list of ascending numbers is
-// stored as its length, followed by the differences between neighbours. The first difference is the
-// first number itself.
+// How numbers and lists are stored in the tables: a number is stored with seven bits per byte,
+// lowest bits first. In each byte of a number except the last, the highest bit is set. A list of
+// ascending numbers is stored as its length, followed by the differences between neighbours. The
+// first difference is the first number itself.
 
-// The sets of code points. A boundary is a code point at which a set begins or ends. A set is
-// stored as its difference from earlier sets: the number of earlier sets used, the indices of these
-// sets, and a list of code points. To decode a set, join this list with the boundaries of all these
-// earlier sets. The boundaries of the new set are the code points that appear an odd number of
-// times.
+// The sets of code points. A boundary of a set is the first code point of a range, or the first
+// code point after a range. A set is stored as its difference from earlier sets. The entry consists
+// of the number of these earlier sets, the indices of these sets, and a list of code points. To
+// decode the set, join this list with the boundaries of the earlier sets. The boundaries of the
+// decoded set are the code points that appear an odd number of times.
 extern const uint8_t kUnicodeSets[];
 extern const size_t kUnicodeSetCount;
 
@@ -27,10 +28,11 @@ extern const uint8_t kCaseFolds[];
 extern const size_t kCaseFoldCount;
 
 struct UnicodeName {
-  const char* name;  // for example "gc=lu", or "=alphabetic" for a property without values
+  // For example "gc=lu". The name of a property without values starts with =, as in "=alphabetic".
+  const char* name;
   uint16_t set;
 };
-extern const UnicodeName kUnicodeNames[];  // sorted by name
+extern const UnicodeName kUnicodeNames[];  // the names are in ascending order
 extern const size_t kUnicodeNameCount;
 
 struct UnicodeAlias {

@@ -9,11 +9,11 @@
 namespace dlm::compile {
 namespace {
 
-// Largest total size, in bytes, of the sets that are stored for later use.
+// The largest total size of the sets that keep_sets() stores, in bytes.
 constexpr size_t kKeptBytes = size_t{32} << 20;
 
-// Shortens a path of nodes to `depth` nodes. `node` is the first node after the subtrees of the
-// removed nodes.
+// Shortens a path of nodes to `depth` nodes. `node` becomes the first node after the subtree of
+// each removed node.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
   while (path.size() > depth) {
     tree.behind[index(path.back())] = node;
@@ -31,7 +31,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
       first_token_(std::move(first_token)) {
   if (ends_.empty())
     fail(DLM_INVALID_ARGUMENT,
-         "constraints need an end token, to stand behind texts, and this bundle has none");
+         "constraints need an end token after the text, but this bundle has no end token");
   for (const int32_t end : ends_)
     if (end < 0 || end >= vocab_size_)
       fail(DLM_INVALID_ARGUMENT, "the end token %d is outside the vocabulary (0..%d)", end,
@@ -44,7 +44,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return tokens_[index(a)] < tokens_[index(b)]; });
   node_of_.assign(index(vocab_size_), -1);
-  std::vector<int32_t> path;  // nodes on the path of the previous text
+  std::vector<int32_t> path;  // the nodes of the previous token's prefixes
   std::string_view before;
   for (const int32_t token : order) {
     const std::string_view text = tokens_[index(token)];

@@ -1,7 +1,7 @@
-// The texts of a tokenizer's tokens, as a tree of their prefixes. token_walks.h uses this tree.
+// Stores the texts of a tokenizer's tokens as a tree of prefixes. token_walks.h uses this tree.
 //
 // The tree is exact only for byte-level vocabularies. In a byte-level vocabulary, each token is a
-// string of bytes, and the bytes of a text are the bytes of the text's tokens.
+// string of bytes. The bytes of a text are the bytes of its tokens, one after another.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +18,14 @@ namespace dlm::compile {
 
 class Vocabulary {
  public:
-  // Encodes a text with the tokenizer, and returns the first token, or -1 if there is no token.
+  // A function that encodes a text with the tokenizer. It returns the first token, or -1 if there
+  // is no token.
   using FirstToken = std::function<int32_t(std::string_view text)>;
 
-  // `tokens` contains the text of each id. The text of a token is empty if the token never occurs
-  // inside a text. `ends` contains the end tokens, which may follow a text. There must be at least
-  // one end token. Throws Error(DLM_INVALID_ARGUMENT).
+  // `tokens` contains the text of each id. If a token must not occur inside a text, its text is
+  // empty. `ends` contains the end tokens, which may follow a text. Throws
+  // Error(DLM_INVALID_ARGUMENT) if there is no end token, or if an end token is outside the
+  // vocabulary.
   Vocabulary(std::vector<std::string> tokens, int32_t vocab_size, std::vector<int32_t> ends,
              FirstToken first_token);
   Vocabulary(const Vocabulary&) = delete;
@@ -38,8 +40,8 @@ class Vocabulary {
   int32_t first_node(std::string_view text) const;
 
   // Returns sets of nodes for compiling one constraint. If keep_sets() has stored sets, returns
-  // these sets. Otherwise returns new sets. Only one thread may use the returned sets. Any number
-  // of threads may call this function and keep_sets().
+  // these sets, and does not return them again. Otherwise returns new sets. Only one thread may use
+  // the returned sets. Any number of threads may call take_sets() and keep_sets().
   std::unique_ptr<TokenSets> take_sets() const;
   // Stores sets for the next call of take_sets(), unless the sets are too large.
   void keep_sets(std::unique_ptr<TokenSets> sets) const;
@@ -50,7 +52,7 @@ class Vocabulary {
   const std::vector<int32_t> ends_;
   const FirstToken first_token_;
   TokenTree tree_;
-  std::vector<int32_t> node_of_;  // [vocab_size]: -1 if the token has no node
+  std::vector<int32_t> node_of_;  // [vocab_size]: the node of each token, or -1
 
   mutable std::mutex mutex_;
   mutable std::unique_ptr<TokenSets> kept_;

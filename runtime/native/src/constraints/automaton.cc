@@ -23,19 +23,19 @@ constexpr size_t kMagicBytes = 8, kMadeOfBytes = 32, kHashBytes = 32;
 constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr size_t kSizes = 6;
 
-// Returns the automaton's arrays, in the order of the file.
+// Returns the arrays that a file contains, in the order of the file.
 std::array<const std::vector<int32_t>*, 7> arrays_of(const Automaton& automaton) {
   return {&automaton.token_class, &automaton.group_starts, &automaton.group_classes,
           &automaton.edge_starts, &automaton.edge_states,  &automaton.edge_groups,
           &automaton.distances};
 }
 
-// Reads arrays from a file and checks their numbers.
+// Reads arrays of numbers from a file, and checks the numbers.
 class Reader {
  public:
   Reader(const uint8_t* data, std::string where) : data_(data), where_(std::move(where)) {}
 
-  // Reads `count` numbers. Each number must be at least `lowest` and at most `highest`.
+  // Reads `count` numbers. Throws an error if a number is below `lowest` or above `highest`.
   std::vector<int32_t> take(const char* name, int32_t count, int32_t lowest, int32_t highest) {
     std::vector<int32_t> out(count);
     if (count > 0) std::memcpy(out.data(), data_, out.size() * sizeof(int32_t));
@@ -47,9 +47,9 @@ class Reader {
     return out;
   }
 
-  // Reads `count` + 1 numbers: the starts of `count` lists, and the end of the last list. The first
-  // number must be 0, and the last must be `total`. Each number must be at least as large as the
-  // preceding number.
+  // Reads `count` + 1 numbers. These numbers are the starts of `count` lists, and the end of the
+  // last list. Throws an error unless the first number is 0, the last number is `total`, and no
+  // number is smaller than the number before it.
   std::vector<int32_t> take_starts(const char* name, int32_t count, int32_t total) {
     std::vector<int32_t> out = take(name, count + 1, 0, total);
     if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
@@ -72,10 +72,10 @@ void check_groups(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Checks the distance of each state, which is the number of tokens to the nearest end of a text.
-// The distance of a state where a text may end must be 0. The distance of any other state must be
-// one more than the smallest distance of its next states. So an end can be reached from every
-// state.
+// Checks the distance of each state. The distance is the smallest number of tokens from the state
+// to the end of a text, and it is 0 if a text may end in the state. If a distance is 0, at least
+// one next state must also have the distance 0. Any other distance must be one more than the
+// smallest distance of the next states. So an end can be reached from every state.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[state];
@@ -88,12 +88,12 @@ void check_distances(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Checks that each class leads from a state to at most one next state. Often, many states use the
-// same large group. So the check does not list the classes of a state's largest group. Instead, the
-// check looks up each of the state's other classes in the state's largest group. With this method,
-// the check is almost as fast as reading the edges.
+// Checks that, from each state, each class leads to at most one next state. Often, many states use
+// the same large group. So it would be slow to visit all classes of each state's largest group.
+// Instead, the check visits only the classes of the state's other groups, and tests if the largest
+// group contains them. With this method, the check is almost as fast as reading the edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
-  // For each class: the last state that had an edge with this class.
+  // For each class: the last visited state that has an edge with this class.
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);
   for (int32_t state = 0; state < automaton.states; ++state) {
     size_t most = 0;
@@ -101,7 +101,7 @@ void check_edges(const Automaton& automaton, const std::string& where) {
     for (const auto [to, group] : automaton.edges(state))
       if (const size_t size = automaton.classes_of(group).size; size > most)
         most = size, largest = group;
-    bool is_met = false;  // true once the loop has skipped the edge of the largest group
+    bool is_met = false;  // true after the loop has skipped the edge of the largest group
     for (const auto [to, group] : automaton.edges(state)) {
       if (group == largest && !std::exchange(is_met, true)) continue;
       for (const int32_t number : automaton.classes_of(group))
@@ -192,7 +192,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   std::array<int32_t, kSizes> sizes;
   std::memcpy(sizes.data(), bytes + kMagicBytes, sizeof sizes);
   const auto [vocab_size, states, classes, groups, members, edges] = sizes;
-  uint64_t numbers = 2;  // the arrays group_starts and edge_starts have one extra element each
+  uint64_t numbers = 2;  // group_starts and edge_starts each have one extra element
   for (const int32_t count : {vocab_size, groups, members, states, states, edges, edges}) {
     if (count < 0) fail(DLM_BAD_BUNDLE, "%s: a size of %d", where.c_str(), count);
     numbers += static_cast<uint64_t>(count);

@@ -1,14 +1,15 @@
-// A compiled constraint: an automaton whose symbols are token ids. The automaton accepts exactly
-// the texts that a request may produce.
+// Defines Automaton, a compiled constraint. An automaton reads token ids, and accepts exactly the
+// texts that a request may produce.
 //
-// compile/token_automaton.cc builds automata. Tokens form a class if they lead to the same next
-// state in every state. Classes form a group if they lead from one state to the same next state. So
-// the work per pass depends on the numbers of classes and groups, not on the number of tokens.
+// The folder compile/ builds automata. Two tokens are in the same class if both tokens lead to the
+// same next state from every state. A group consists of all classes that lead from one state to the
+// same next state. So the work per pass depends on the numbers of classes and groups, not on the
+// number of tokens.
 //
 // An automaton can be stored in a file. All its numbers are little-endian. The file has these
 // parts:
 //   - the magic "DLMAUTO" and the version 1
-//   - six int32 counts: tokens in the vocabulary, states, classes, groups, members of all groups,
+//   - six int32 counts: tokens in the vocabulary, states, classes, groups, classes in all groups,
 //     and edges
 //   - 32 bytes that identify the source of the constraint
 //   - the first seven arrays of the struct, in order
@@ -27,24 +28,25 @@ namespace dlm {
 
 struct Automaton {
   int32_t vocab_size, states, classes, groups;
-  std::vector<int32_t> token_class;  // [V]: class of each token; -1: no state accepts the token
-  // Several arrays hold one list after another. An array named ..._starts says where the lists
-  // start. The arrays that are declared after ..._starts contain these lists. List i consists of
-  // the elements from starts[i] to starts[i + 1] - 1.
+  // [V]: the class of each token, or -1 if no state accepts the token.
+  std::vector<int32_t> token_class;
+  // Some arrays contain several lists, one after another. The array named ..._starts contains the
+  // start of each list. The arrays that are declared directly after ..._starts contain the elements
+  // of the lists. List i consists of the elements with the indices starts[i] to starts[i + 1] - 1.
   std::vector<int32_t> group_starts, group_classes;
   std::vector<int32_t> edge_starts;
-  // For each edge: the next state, and the group that leads to the next state.
+  // For each edge: the next state, and the group of tokens that leads to the next state.
   std::vector<int32_t> edge_states, edge_groups;
-  // For each state: the smallest number of tokens that lead to the end of a text. 0 means that the
-  // text may end in this state.
+  // For each state: the smallest number of tokens from the state to the end of a text. 0 means that
+  // a text may end in this state.
   std::vector<int32_t> distances;
   std::vector<int32_t> class_starts, class_tokens;
-  std::array<uint8_t, 32> made_of{};  // identifies the source of the constraint
+  std::array<uint8_t, 32> made_of{};  // identifies the source from which the automaton was compiled
 
-  // For decisions (compile/decisions.h); empty for other constraints. Options of all questions are
-  // numbered consecutively: question q has the options from question_starts[q] to question_starts[q
-  // + 1] - 1. For each state, tags contains the options that a text completes when the text arrives
-  // in the state. These arrays are not stored in files.
+  // The next arrays are only for decisions (compile/decisions.h). For other constraints, they are
+  // empty. The options of all questions are numbered consecutively: question q has the options
+  // question_starts[q] to question_starts[q + 1] - 1. For each state, `tags` lists the options that
+  // a text completes when the text arrives in the state. Files do not contain these arrays.
   std::vector<int32_t> question_starts, tag_starts, tags;
 
   struct Edge {
@@ -68,8 +70,8 @@ struct Automaton {
             {edge_states.data() + last, edge_groups.data() + last}};
   }
 
-  // classes_of returns the classes of a group. tokens_of returns the tokens of a class. Both are in
-  // ascending order.
+  // classes_of returns the classes of a group. tokens_of returns the tokens of a class. Both lists
+  // are in ascending order.
   View<int32_t> classes_of(int32_t group) const {
     const auto first = static_cast<size_t>(group_starts[group]);
     return {group_classes.data() + first, static_cast<size_t>(group_starts[group + 1]) - first};
@@ -91,7 +93,7 @@ struct Automaton {
   // text starts in state 0.
   int32_t next(int32_t state, int32_t token) const;
   bool has_class(int32_t group, int32_t number) const;
-  bool has_token(int32_t group, int32_t token) const;  // false if token is -1
+  bool has_token(int32_t group, int32_t token) const;  // returns false if `token` is -1
 };
 
 // Computes class_starts and class_tokens from the other fields of the automaton.
@@ -104,12 +106,12 @@ size_t file_size(const Automaton& automaton);
 std::vector<uint8_t> write_automaton(const Automaton& automaton);
 
 // Reads an automaton from a file's content. Checks all numbers, so that later code can rely on
-// them. `where` is the start of error messages. Throws Error(DLM_BAD_BUNDLE), or
-// Error(DLM_UNSUPPORTED) if the version of the file is unknown.
+// them. Error messages start with `where`. Throws Error(DLM_BAD_BUNDLE) if the content is not
+// valid. Throws Error(DLM_UNSUPPORTED) if the version of the file is unknown.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
-// Reads and checks the file at `path`. Throws the same errors as read_automaton, and
-// Error(DLM_NOT_FOUND).
+// Reads and checks the file at `path`. Throws the same errors as read_automaton(). Also throws
+// Error(DLM_NOT_FOUND) if the file is missing.
 Automaton open_automaton(const std::string& path);
 
 }  // namespace dlm

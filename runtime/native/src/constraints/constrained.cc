@@ -113,8 +113,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // The margin is the probability of the token minus the probability of the best different
-          // token, so the margin may be negative.
+    else  // The margin is the probability of the proposed token minus the highest probability of
+          // any other token. So the margin can be negative.
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
@@ -122,8 +122,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   }
 }
 
-// Finds a text that the constraint accepts, and writes this text to path_. If scores are computed
-// from texts, also fills marginals_.
+// Finds a text that the constraint accepts, and writes this text to path_. If scores_texts() is
+// true, also fills marginals_.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
   const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
   bool is_found;
@@ -154,8 +154,8 @@ void Constrained::scaffold(const std::vector<int32_t>& canvas,
   for (int32_t position = std::max(first, range.first); position < last; ++position) {
     const int32_t number = only_[position - first];
     if (number < 0 || undecided[position] == 0) continue;
-    if (number == end_class)  // only end tokens are legal here, and all end tokens give the same
-                              // text
+    // Only end tokens are legal at this position, and all end tokens produce the same text.
+    if (number == end_class)
       certain.push_back({position, end});
     else if (const View<int32_t> tokens = automaton_->tokens_of(number); tokens.size == 1)
       certain.push_back({position, tokens[0]});
@@ -188,8 +188,8 @@ void Constrained::note(int32_t position, int32_t) {
   if (states_.size() > known) states_.resize(known);
 }
 
-// Returns the automaton's state before `position`. In the range of the constraint, all positions
-// before `position` must be decided.
+// Returns the automaton's state before `position`. All positions of range_ that are before
+// `position` must be decided.
 int32_t Constrained::state_before(int32_t position, const std::vector<int32_t>& canvas) {
   while (static_cast<int32_t>(states_.size()) <= position - range_.first) {
     const int32_t at = range_.first + static_cast<int32_t>(states_.size()) - 1;

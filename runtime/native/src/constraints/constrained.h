@@ -1,14 +1,14 @@
-// The proposer of a request with a constraint. After each pass, the proposer finds one text that
-// the automaton accepts: the most likely text, or a random sample. All proposals come from this
-// text, so any number of proposals can commit at the same time. If a request ends early, the
-// proposer completes the request's text with as few tokens as possible. If possible, the proposer
-// uses the tokens that the last pass proposed.
+// Defines Constrained, the proposer of a request with a constraint. After each pass, the proposer
+// finds one text that the automaton accepts. This text is the most likely text, or a random sample.
+// All proposals come from this text, so any number of proposals can commit at the same time. If a
+// request ends early, the proposer completes the request's text with as few tokens as possible. In
+// doing so, the proposer keeps the tokens that the last pass proposed.
 //
 // The constraint covers a range of the canvas. The range starts at the request's first undecided
 // position and ends at the last undecided position. The range also includes the `given` tokens
-// before the first undecided position. Tokens of the caller inside the range belong to the text.
-// After each block, the decided tokens must still allow a complete text in the positions that
-// remain.
+// before the first undecided position. If the caller has decided positions inside the range, their
+// tokens belong to the text too. After each block, the proposer makes sure that the remaining
+// positions have room for the rest of the text.
 #pragma once
 
 #include <memory>
@@ -24,10 +24,9 @@ namespace dlm {
 
 class Constrained final : public Proposer {
  public:
-  // `given` is the number of tokens before the first undecided position that belong to the text.
-  // `denoiser` must outlive the proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the
-  // constraint fits into the canvas. Throws Error(DLM_UNSUPPORTED) if the automaton was made for a
-  // different vocabulary.
+  // The text starts `given` tokens before the first undecided position. `denoiser` must outlive the
+  // proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the constraint fits into the canvas.
+  // Throws Error(DLM_UNSUPPORTED) if the automaton was made for a different vocabulary.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
@@ -49,8 +48,8 @@ class Constrained final : public Proposer {
   bool is_drawn(const Turn& turn) const {
     return policy_.select == Select::sample && !turn.is_editing;
   }
-  // true: scores are computed from the texts that the constraint allows, not from single
-  // predictions.
+  // Returns true if scores are computed from the probabilities of whole texts. Returns false if the
+  // score of a token is computed from the prediction for its position only.
   bool scores_texts(const Turn& turn) const;
   double score_of_texts(const Marginal& found) const;
   // Returns the first undecided position of the range. If no position of the range is undecided,
@@ -65,7 +64,7 @@ class Constrained final : public Proposer {
   const Denoiser& denoiser_;
   const Policy policy_;
   const std::shared_ptr<const Automaton> automaton_;
-  Range range_;  // canvas positions that the constraint covers
+  Range range_;  // the canvas positions that the constraint covers
   // For each position of range_: the automaton's state before the position. The list ends where the
   // state is not known yet.
   std::vector<int32_t> states_;
@@ -75,7 +74,7 @@ class Constrained final : public Proposer {
   std::vector<int32_t> path_, only_;
   std::vector<Marginal> marginals_;
   std::unique_ptr<OptionProbs> options_;  // NULL if the constraint is not a decision
-  int32_t answered_block_ = -1;           // start of the last block whose options were added
+  int32_t answered_block_ = -1;  // first position of the last block that was added to options_
 };
 
 }  // namespace dlm

@@ -18,20 +18,21 @@ void raise(Weight& largest, const Weight& other, double slope) {
 
 }  // namespace
 
-// Adds up the weights of texts. The caller must know the largest weight in advance.
+// Adds up the weights of texts. The caller passes the largest of these weights in advance.
 template <class Weight>
 class TextSums<Weight>::Total {
  public:
   Total(const Weight& largest, double slope) : largest_(largest), slope_(slope) {}
   void add(const Weight& weight) { add_ratio(weight.ratio(largest_, slope_)); }
-  // Adds a weight w. `ratio` is log(w / largest weight).
+  // Adds the weight w for which `ratio` is log(w / largest weight).
   void add_ratio(double ratio) {
     if (ratio > -kNothing) sum_ += std::exp(ratio);
   }
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  // Weights below this limit vanish in rounding, even if there are 2^32 such weights.
+  // Weights whose ratio is below -kNothing are left out. Even 2^32 of these weights would vanish in
+  // rounding.
   static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
@@ -62,8 +63,8 @@ Weight TextSums<Weight>::weigh_class(int32_t number) {
   return sum.weight = total.value();
 }
 
-// Does the same as weigh_class, for a class without cut tokens. The token with the highest logit
-// has the largest weight.
+// Does the same as weigh_class(), but for a class without cut tokens. In such a class, the token
+// with the highest logit has the largest weight.
 template <class Weight>
 Weight TextSums<Weight>::weigh_whole(const View<int32_t>& tokens) const {
   const float* const logits = place_->logits;
@@ -102,8 +103,8 @@ void TextSums<Weight>::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
-  // At tiny temperatures, 1 / temperature is infinite, and infinity times 0 is NaN. So the slope
-  // has a limit.
+  // At tiny temperatures, 1 / temperature is infinite, and infinity times 0 is NaN. So slope_ is
+  // limited.
   slope_ = std::min(1 / sampling_.temperature, 1e300);
   base_ = place_->logits == nullptr ? 0 : place_->base();
 }
@@ -152,7 +153,7 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// Sets ahead_ to the sums that sum() stored for a place. clear_ahead resets it.
+// Sets ahead_ to the sums that sum() stored for a place. clear_ahead() resets ahead_.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);
@@ -176,12 +177,13 @@ size_t TextSums<Weight>::count_tokens(int32_t state) const {
 }
 
 // Draws the token at the current place. `all` is the sum of the weights of all paths from `state`.
-// A token's probability is the sum over the paths that start with this token, divided by `all`.
+// The probability of a token is the total weight of the paths that start with this token, divided
+// by `all`.
 template <class Weight>
 int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const DrawKey& key) {
   if (place_->token >= 0) return place_->token;
   // The most likely token has a probability of at least 1 / V, where V is the size of the
-  // vocabulary.
+  // vocabulary. Tokens that are much less likely cannot win the draw (see kFarthest).
   const double farthest = kFarthest + std::log(static_cast<double>(automaton_.vocab_size));
   Winner winner(key);
   if (count_tokens(state) > static_cast<size_t>(automaton_.vocab_size / 2))
@@ -197,7 +199,8 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
   return winner.token();
 }
 
-// Returns the state after a token. An end of a text must be reachable from the returned state.
+// Returns the state after a token. Throws an error if no end of a text can be reached from this
+// state.
 template <class Weight>
 int32_t TextSums<Weight>::next_state(int32_t state, int32_t token) const {
   const int32_t next = automaton_.next(state, token);
@@ -223,9 +226,9 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   }
 }
 
-// Distributes the probability `mass` of a state over the state's edges. Each edge passes its share
-// to the group and the next state of the edge. `all` is the sum of the weights of all paths from
-// the state.
+// Distributes the probability `mass` of a state over the state's edges. Adds the share of each edge
+// to the probability of the edge's group, and to the probability of the edge's next state. `all` is
+// the sum of the weights of all paths from the state.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   shares_.clear();
@@ -245,8 +248,9 @@ void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   }
 }
 
-// Goes over the places from the first to the last. At each place, computes the probabilities of the
-// groups of the place and of the states after the place (mass_), and calls see(place).
+// Visits the places from the first to the last. For each place, computes the probabilities of the
+// groups at this place (group_mass_), and the probabilities of the states after this place (mass_).
+// Then calls see(place).
 template <class Weight>
 template <class See>
 void TextSums<Weight>::each_place(const Ways& ways, See see) {

@@ -1,23 +1,24 @@
-// Draws texts from the probability distribution over all texts that a constraint accepts at some
-// positions of a canvas. Also computes the marginal probabilities of tokens in this distribution.
-// The class Texts draws texts and computes marginal probabilities. A text's probability is
-// proportional to the product of the probabilities of its tokens.
+// Defines Texts, the probability distribution over all texts that a constraint accepts at some
+// positions of a canvas. A text's probability is proportional to the product of the probabilities
+// of its tokens. The class can draw texts from this distribution, and compute the marginal
+// probabilities of tokens.
 //
-// The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with the
-// directions swapped. First the algorithm computes sums over the rest of the text, from the last
-// position to the first position. Then the algorithm draws the tokens of a text, from the first
-// position to the last position. So the probability that a text is drawn is exactly its probability
-// at the temperature, divided by the total probability of all texts that the constraint accepts.
+// The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with both
+// directions reversed. First, the algorithm goes from the last position to the first. At each
+// position, it adds up the weights of all ways to continue the text. Then it goes from the first
+// position to the last, and draws one token at each position. This method is exact: the probability
+// of drawing a text is the text's probability at the given temperature, divided by the total
+// probability of all texts that the constraint accepts.
 //
-// Only texts with the fewest ruled-out tokens (logit -inf) can be drawn. Among these texts, only
-// texts with the fewest cut tokens can be drawn. A cut token is a token that top_k or top_p cut.
-// Each position uses the same random numbers as in a request without a constraint
-// (decode/sampling.h).
+// A ruled-out token is a token with the logit -inf. A cut token is a token that top_k or top_p
+// removes. Only the texts with the fewest ruled-out tokens can be drawn, and among these, only the
+// texts with the fewest cut tokens. Each position uses the same random numbers as in a request
+// without a constraint (decode/sampling.h).
 //
-// The sums are stored as logarithms in double. In two cases, the sums are computed again from exact
-// sums of logits (decode/exact_sum.h). The first case is that every text contains a ruled-out or
-// cut token. The second case is that the logarithms are large, because the temperature is near 0 or
-// the logits are huge. So at every position, at least one legal token has a probability above 0.
+// The sums are stored as logarithms in double. In two cases, the code computes the sums again with
+// exact arithmetic (decode/exact_sum.h): if every text contains a ruled-out or cut token, or if the
+// logarithms are large. The logarithms are large if the temperature is near 0 or the logits are
+// huge. So at every position, at least one legal token has a probability above 0.
 // tests/constrained_reference.py implements the same algorithm in exact arithmetic.
 #pragma once
 
@@ -32,15 +33,15 @@
 
 namespace dlm {
 
-// The marginal probability of a token at one position, over all texts. `margin` is the largest
-// probability of a token at this position minus the second largest. `entropy` is the sum of p ln p
-// over all tokens at this position.
+// `prob` is the marginal probability of one token at one position, over all texts. `margin` is the
+// largest marginal probability of any token at this position, minus the second largest. `entropy`
+// is the sum of p ln p over all tokens, where p is the token's marginal probability.
 struct Marginal {
   double prob, margin, entropy;
 };
 
-// The total weight of a set of texts, as a logarithm in double. A text that contains a ruled-out or
-// cut token has the weight 0.
+// The total weight of a set of texts, stored as a logarithm in double. A text that contains a
+// ruled-out or cut token has the weight 0.
 struct RoundedWeight {
   double log = -std::numeric_limits<double>::infinity();
 
@@ -52,17 +53,19 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // Returns the logarithm of this weight divided by the given weight. The second argument, 1 /
-  // temperature, is not used.
+  // Returns the logarithm of this weight divided by the given weight. Ignores the second argument,
+  // which is 1 / temperature.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
 // The exact total weight of a set of texts: exp(sum * slope + rest), where slope is 1 /
-// temperature. Only the texts with the fewest avoided (ruled-out or cut) tokens count in this
-// weight.
+// temperature. An avoided token is a ruled-out or cut token. Only the texts of the set with the
+// fewest avoided tokens count.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
-  double rest = 0;  // a small number: the logarithm of the number of about equally likely texts
+  // The logarithm of the number of texts that are about as likely as the most likely text. This
+  // number is small.
+  double rest = 0;
 
   static ExactTexts of(float logit, float base, bool is_cut, double) {
     if (is_ruled_out(logit)) return {{ExactWeight::kRuledOut, {}}, 0};
@@ -102,7 +105,7 @@ class TextSums {
   // The sum of the weights of all tokens of a class or group, at the current place.
   struct Sum {
     Weight weight;
-    int32_t number;  // the value of weighing_ at the time when this sum was computed
+    int32_t number;  // the value of weighing_ when this sum was computed
   };
   struct Weighed {
     int32_t group;
@@ -142,13 +145,14 @@ class TextSums {
   // of this place.
   const Place* place_ = nullptr;
   Layer* layer_ = nullptr;
-  float base_ = 0;    // subtracted from the logits of the current place
+  float base_ = 0;    // the number that is subtracted from each logit of the current place
   double slope_ = 1;  // 1 / temperature
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
-  std::vector<float> spare_;    // scratch memory of a draw's Winner
-  std::vector<Weight> terms_;   // for each edge of the current state: its weight
-  std::vector<double> shares_;  // for each edge of the current state: the share of the probability
+  std::vector<float> spare_;   // scratch memory for Winner in draw_token()
+  std::vector<Weight> terms_;  // for each edge of the current state: its weight
+  // For each edge of the current state: the edge's share of the state's probability.
+  std::vector<double> shares_;
   // For each state after the current place: the total weight of all paths from the state to the
   // end.
   std::vector<Weight> ahead_;
@@ -165,22 +169,23 @@ class Texts {
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Computes the sums over all paths from `state` to the states in `ends`, which contains a 1 or 0
-  // for each state. Returns false if there is no path. Call this function before the functions
-  // below. At a place without logits, all tokens are equally likely.
+  // Computes the sums over all paths from `state` to an end state. `ends` contains a 1 for each end
+  // state, and a 0 for every other state. Returns false if there is no path. Call this function
+  // before the functions below. At a place without logits, all tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 
-  // Draws one text, with one token per place. The first place is at the canvas position in `key`.
+  // Draws one text, with one token per place. `key` contains the canvas position of the first
+  // place.
   void draw(const DrawKey& key, std::vector<int32_t>& tokens);
 
-  // Computes the marginal probability of the token at each place. Fills margins and entropies only
-  // if `with_all` is true.
+  // For each place, computes the marginal probability of the token that `tokens` contains for the
+  // place. Fills margins and entropies only if `with_all` is true.
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                       std::vector<Marginal>& marginals);
 
-  // Sets `visits` to the expected number of times that a text arrives in each state, and `last` to
-  // the probability of being in each state after the last place.
+  // For each state, sets `visits` to the expected number of times that a text arrives in the state.
+  // Sets `last` to the probability that a text is in the state after the last place.
   void find_visits(std::vector<double>& visits, std::vector<double>& last);
 
  private:

@@ -1,9 +1,11 @@
-// The probability of each option of the questions of a decision (compile/decisions.h).
+// Computes the probability of each option of a decision (compile/decisions.h). A decision consists
+// of questions, and each question has several options.
 //
-// In a block, the probability of an option is the sum of the probabilities of the texts with this
-// option. A text that has not completed an option at the end of the block counts equally for all
-// options that can still follow. If the question is still open in the next block, the texts of the
-// next block divide the probability among the options that agree with the committed tokens.
+// In a block, the probability of an option is the total probability of the texts that complete this
+// option. Some texts reach the end of the block before they complete an option of a question. The
+// probability of such a text is divided equally among the options that can still follow. In the
+// next block, the committed tokens rule out some of the options. The texts of the next block then
+// divide the total probability of the remaining options among these options.
 #pragma once
 
 #include <cstdint>
@@ -17,28 +19,30 @@ namespace dlm {
 class OptionProbs {
  public:
   // The automaton must be compiled from a decision, and must outlive this object. `room` is the
-  // number of tokens for the answer and for the text after the answer.
+  // largest number of tokens that the answer and the text after the answer may have together.
   OptionProbs(const Automaton& automaton, int32_t room);
 
   // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.
-  // `room` is the number of tokens from the start of the block on. `room_behind` is the number of
-  // tokens after the end of the block.
+  // `room` is the largest number of tokens that may follow from the start of the block on.
+  // `room_behind` is the largest number of tokens that may follow after the block.
   void add_block(int32_t state, int32_t room, Texts& texts, int32_t room_behind);
 
-  // By option.
+  // Returns one probability for each option, in the order of the options.
   const std::vector<double>& probs() const { return probs_; }
 
  private:
-  // Sets follows_ to 1 for each option that a text can still complete after `state`, so that the
-  // whole answer fits into `room` tokens.
+  // Sets follows_ to 1 for each option that a text can still complete after `state`. An option
+  // counts only if the rest of the answer then fits into `room` tokens.
   void find_following(int32_t state, int32_t room);
-  // Returns the number of options of a question that follows_ marks with 1.
+  // Returns the number of options of a question for which follows_ is 1.
   double count_following(size_t question) const;
 
   const Automaton& automaton_;
   std::vector<double> probs_, found_, visits_, last_;
-  std::vector<uint8_t> follows_;  // one entry for each option
-  std::vector<int32_t> steps_;    // by state: the fewest tokens that lead there; -1: none do
+  std::vector<uint8_t> follows_;  // for each option: 0 or 1, set by find_following()
+  // For each state: the smallest number of tokens that lead to the state, or -1 if there is no path
+  // to it.
+  std::vector<int32_t> steps_;
   std::vector<int32_t> open_;
 };
 

@@ -52,11 +52,12 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// There may be hundreds of current states, but the sets of states of two neighbouring places differ
-// only in a few states. So the code updates a set instead of computing the set again.
+// There may be hundreds of states before a place. But most of these states are also before the next
+// place. So this function only updates edges_to_ and is_open_ for the states that differ.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
-  // The compiler must assume that a write through a uint8_t pointer changes any memory, including
-  // these pointers. Local copies of the pointers avoid reloading them in the inner loop.
+  // The compiler must assume that a write through a uint8_t pointer can change any object,
+  // including the vectors below. With local copies of their pointers, the inner loop does not
+  // reload the pointers.
   const int32_t* const starts = automaton_.edge_starts.data();
   const int32_t* const states = automaton_.edge_states.data();
   int32_t* const edges_to = edges_to_.data();
@@ -89,7 +90,8 @@ void Ways::list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states)
 }
 
 std::vector<uint8_t> Ways::reaching(const std::vector<Place>& places, int32_t room) {
-  size_t last = places.size();  // from this place on, all tokens are allowed
+  // The places from `last` on allow all tokens.
+  size_t last = places.size();
   while (last > 0 && places[last - 1].token < 0) --last;
   const int64_t behind = int64_t{room} + static_cast<int64_t>(places.size() - last);
   std::vector<uint8_t> out(automaton_.states), next(automaton_.states);

@@ -1,5 +1,5 @@
-// Finds the states that an automaton can reach at each position of a canvas, and the tokens that
-// are possible at this position.
+// For each position of a canvas, finds the states that an automaton can reach at this position, and
+// the tokens that are possible there.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +17,20 @@ inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<fl
 
 // One position of a text, with the tokens that are allowed at this position, and their logits.
 struct Place {
-  // The allowed token. If `token` is -1, all tokens are allowed. If `other` is not -1, the token
-  // `other` is allowed in addition to `token`.
+  // If `token` is -1, all tokens are allowed. Otherwise only `token` is allowed, and also `other`
+  // unless `other` is -1.
   int32_t token = -1;
-  int32_t other = -1;  // the second allowed token, or -1
-  // The logits, [V]. Without logits (NULL), the token `best` has a higher weight than all other
-  // tokens.
+  int32_t other = -1;
+  // [V]: the logits of the tokens, or NULL. Without logits, the token `best` has a higher weight
+  // than all other tokens.
   const float* logits = nullptr;
   // The token with the highest logit. If several tokens have this logit, `best` is the token with
-  // the lowest id. -1 means that there are no logits and no preferred token.
+  // the lowest id. Without logits, `best` is the preferred token, or -1 if there is no preferred
+  // token.
   int32_t best = -1;
 
-  // Returns the number to subtract from each logit, which keeps sums small. The number is the best
-  // logit, or 0 if all tokens are ruled out.
+  // Returns the number that callers subtract from each logit to keep sums small. This number is the
+  // highest logit, or 0 if all tokens are ruled out.
   float base() const { return is_ruled_out(logits[best]) ? 0 : logits[best]; }
 };
 
@@ -38,19 +39,17 @@ class Ways {
   explicit Ways(const Automaton& automaton) : automaton_(automaton) {}
 
   // Finds the states that can be reached from `state`, before each place and after the last place.
-  // If the first places are the same as in the last call, the results for these places are used
-  // again.
+  // If the first places are the same as in the last call, reuses the results for these places.
   void meet(int32_t state, const std::vector<Place>& places);
   // Returns the states before a place, in ascending order.
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }
 
-  // Finds the states from which a text can end. Returns a 1 for each state from which the tokens of
-  // `places`, followed by at most `room` more tokens, lead to the end of a text. Returns a 0 for
-  // every other state.
+  // Returns a 1 for each state from which a text can end, and a 0 for every other state. A text has
+  // one token for each of `places`, and can have at most `room` more tokens.
   std::vector<uint8_t> reaching(const std::vector<Place>& places, int32_t room);
 
-  // look_at sets the current place. may_stand returns whether a token of the group is allowed at
-  // this place.
+  // look_at() sets the current place. may_stand() returns true if the current place allows at least
+  // one token of the group.
   void look_at(const Place& place);
   bool may_stand(int32_t group);
 
@@ -61,17 +60,19 @@ class Ways {
   static void list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states);
 
   const Automaton& automaton_;
-  // The states that can be reached before each place, and after the last place.
+  // For each place: the states that can be reached before the place. The last list contains the
+  // states after the last place.
   std::vector<std::vector<int32_t>> met_;
-  // The values of `token` and `other` of the places for which met_ was computed.
+  // For each place for which met_ was computed: the values of `token` and `other`.
   std::vector<std::pair<int32_t, int32_t>> stood_;
-  // For each state, padded to whole machine words. is_met_: an allowed token leads to the state.
-  // is_open_: at least one token leads to the state.
+  // Both lists have one entry for each state, and are padded to whole machine words. is_met_ is 1
+  // if an allowed token leads from a current state to this state. is_open_ is 1 if any token does.
   std::vector<uint8_t> is_met_, is_open_;
   // For each state: the number of edges from the current states to this state.
   std::vector<int32_t> edges_to_;
   Place place_;
-  std::vector<int8_t> stands_;  // for each group: the result of may_stand; -1: not computed yet
+  // For each group: the result of may_stand(), or -1 if not computed yet.
+  std::vector<int8_t> stands_;
 };
 
 }  // namespace dlm

@@ -15,17 +15,18 @@ namespace {
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-// Number of independent maxima, so that the processor loads several logits at a time.
+// find_best() computes this many maxima side by side, so that the processor loads several logits at
+// a time.
 constexpr size_t kLanes = 8;
-constexpr size_t kRun = 32;  // tokens per run; highest_ has the highest logit of each run
-// The number of sections into which a row is divided. In each section, at least one logit reaches
-// the bound.
+// Number of tokens in a run; highest_ contains the highest logit of each run.
+constexpr size_t kRun = 32;
+// weigh_highest() divides a row into this many sections. It chooses the bound so that each section
+// contains at least one logit that is not below the bound.
 constexpr size_t kSections = 16;
-// If a search could read more than 1 / kMany of the row's logits, the highest logits of the row are
-// found first.
+// Before best_of_class() has read more than 1 / kMany of a row's logits, it calls weigh_highest().
 constexpr size_t kMany = 16;
 
-// Returns the weight of a token, which is -inf for a token that the denoiser rules out.
+// Returns the weight of a token. The weight is -inf if the denoiser rules out the token.
 double weigh(const Place& place, int32_t token) {
   if (place.logits == nullptr) return place.best < 0 || token == place.best ? 0 : -1;
   if (is_ruled_out(place.logits[token])) return kNever;
@@ -39,9 +40,9 @@ ExactWeight weigh_exactly(const Place& place, int32_t token) {
   return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
 }
 
-// Returns true if `token` is better than `other` at a place: the logit of `token` is higher, or the
-// logits are equal and the id of `token` is lower. The logits themselves are compared, because
-// rounding may make the differences equal.
+// Returns true if `token` is better than `other` at a place. The token with the higher logit is
+// better. If the logits are equal, the token with the lower id is better. The function compares
+// logits, because rounding can give different logits the same weight.
 bool is_better(const Place& place, int32_t token, int32_t other) {
   if (place.logits != nullptr)
     return place.logits[token] > place.logits[other] ||
@@ -51,7 +52,7 @@ bool is_better(const Place& place, int32_t token, int32_t other) {
 }
 
 // Returns the maximum of a run of logits. The code compares four logits at a time. Compilers may
-// not vectorise std::max in this way, because of its rules for NaN.
+// not vectorise std::max in this way, because std::max has rules for NaN.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
   constexpr size_t kFours = kRun / 4;
@@ -72,7 +73,8 @@ void fetch_run(const float* logits) {
 // Returns the first token that has the highest logit. If every logit is -inf, returns the first
 // token.
 int32_t find_best(const float* logits, const View<int32_t>& tokens) {
-  constexpr size_t kStretch = 32 * kLanes;  // few enough tokens for a fast second search
+  // Number of tokens in the part that is searched a second time.
+  constexpr size_t kStretch = 32 * kLanes;
   float highest = kNone;
   size_t found = 0;
   for (size_t start = 0; start < tokens.size; start += kStretch) {
@@ -94,8 +96,8 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 
 }  // namespace
 
-// Finds the row's tokens with the highest logits. If a class contains at least one of the found
-// tokens, the best token of the class is one of the found tokens.
+// Finds the tokens with the highest logits of the row. For each class that contains at least one of
+// these tokens, stores the best of them in classes_. This token is the best token of the class.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -184,7 +186,8 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data();
   const double *const ahead = ahead_.data(), *const weights = weights_.data();
-  // inf - inf is NaN. A comparison with NaN is false, so such an edge is never the best.
+  // The sum of -inf and inf is NaN. Comparisons with NaN are false, so an edge with such a sum is
+  // never the best.
   const auto best_of = [=](int32_t from) {
     double best = kNever;
     for (int32_t edge = starts[from], last = starts[from + 1]; edge < last; ++edge) {
@@ -200,8 +203,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
     const std::vector<int32_t>& met = ways_.before(i);
     layer.ahead.resize(met.size());
     layer.groups.clear();
-    // While the states of this position are visited, prefetches the logits of the next position to
-    // visit.
+    // While the loop visits the states of this place, it prefetches the logits of the place before.
     const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
       if (next != nullptr && (from + 1) * kRun <= static_cast<size_t>(automaton_.vocab_size))
@@ -224,16 +226,16 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Does the same as solve(), but with exact sums. This function is used if texts contain ruled-out
-// tokens, or if logits are too far apart for sums in double.
+// Does the same as solve(), but with exact sums. solve() calls this function if every text contains
+// a ruled-out token, or if logits are too far apart for sums in double.
 bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
                             const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   struct Step {
-    int32_t token, state;  // the best next token and the state after this token; -1 if no text
-                           // continues
+    // The best next token, and the state after this token. Both are -1 if the text cannot continue.
+    int32_t token, state;
   };
   const size_t length = places.size();
-  // One step for each place and for each state of ways_.before(place).
+  // For each place: one step for each state of ways_.before(place).
   std::vector<std::vector<Step>> steps(length);
   std::vector<ExactWeight> ahead(automaton_.states, ExactWeight::never()),
       weights(automaton_.groups), found;
@@ -274,8 +276,8 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Returns the state after the first step of the best path. If several paths are equally good, takes
-// the path with the lowest token id.
+// Returns the state after the first step of the best path, and sets `token` to the token of this
+// step. If several paths are equally good, takes the path whose next token has the lowest id.
 int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);
@@ -301,10 +303,12 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   classes.resize(places.size());
   leads_on_ = ends;
   std::vector<uint8_t> found;
-  bool do_all = true;  // true if an end can be reached from every visited state after the place
+  // True if an end can be reached from every state that is visited after the current place.
+  bool do_all = true;
   for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[end] != 0;
-  // The compiler must assume that a write through a uint8_t pointer changes any memory, including
-  // these pointers. Local copies of the pointers avoid reloading them in the inner loop.
+  // The compiler must assume that a write through a uint8_t pointer can change any object,
+  // including the automaton's vectors. With local copies of their pointers, the inner loop does not
+  // reload the pointers.
   const int32_t *const starts = automaton_.edge_starts.data(),
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data(),
@@ -315,7 +319,9 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const bool is_free = places[i].token < 0;
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
-    // Every state here has an edge, so an end can be reached from every state.
+    // If all tokens are allowed, every state before this place has an edge to a state after this
+    // place. So an end can be reached from all states before this place if this is true for all
+    // states after it.
     const bool is_sure = is_free && do_all;
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {

@@ -1,10 +1,10 @@
 // Finds the most likely text that a constraint accepts at some positions of a canvas. The search
-// uses the Viterbi algorithm (1967). DINGO (arXiv:2505.23061) uses the Viterbi algorithm for
-// diffusion language models.
+// uses the Viterbi algorithm (1967). DINGO (arXiv:2505.23061) applies this algorithm to diffusion
+// language models.
 //
-// The weight of a token is its logit minus the best logit of its row. If a row has no logits, the
-// weight of a token is 0, or -1 if a different token is marked as the best token. Texts are
-// compared in this order:
+// A row contains the logits of all tokens at one position. The weight of a token is its logit minus
+// the highest logit of its row. If a row has no logits, the weight of a token is 0, or -1 if a
+// different token is marked as the best token. Texts are compared in this order:
 //   1. The text with fewer ruled-out tokens (logit -inf) wins.
 //   2. If the numbers of ruled-out tokens are equal, the text with the larger sum of weights wins.
 //   3. If the sums are equal too, the search compares the texts at the first position where their
@@ -13,11 +13,11 @@
 // `solve` searches again with exact sums (decode/exact_sum.h). So large logits never hide small
 // logits. tests/constrained_reference.py implements the same search in exact arithmetic.
 //
-// A row has one logit per token of the vocabulary, so the search avoids reading logits. At each
-// place, the search skips the classes that no possible text uses at this place. If a group contains
-// the row's best token, this token is the best token of the group. For large classes, the search
-// first finds the tokens with the highest logits of the row. Then, for each class that contains
-// none of the found tokens, the search reads the logits of the class.
+// Rows are long, so the search reads as few logits as possible. At each place, the search skips the
+// classes that no possible text uses at this place. If a group contains the row's best token, this
+// token is the best token of the group. For large classes, the search first finds the tokens with
+// the highest logits of the row. Then, for each class that contains none of the found tokens, the
+// search reads the logits of the class.
 #pragma once
 
 #include <cstdint>
@@ -32,13 +32,14 @@ class Viterbi {
  public:
   explicit Viterbi(const Automaton& automaton) : automaton_(automaton), ways_(automaton) {}
 
-  // Finds the most likely path from `state` to a state in `ends`, and fills `tokens` with one token
-  // per place. `ends` contains a 1 or 0 for each state. Returns false if there is no path.
+  // Finds the most likely path from `state` to an end state, and fills `tokens` with one token per
+  // place. `ends` contains a 1 for each end state, and a 0 for every other state. Returns false if
+  // there is no path.
   bool solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
              std::vector<int32_t>& tokens);
 
-  // For each place, finds the class that all paths from `state` to a state in `ends` use at this
-  // place. Writes -1 if two paths use distinct classes.
+  // For each place, finds the class that all paths from `state` to an end state use at this place.
+  // Writes -1 if two paths use different classes at the place.
   void find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
                  std::vector<int32_t>& classes);
 
@@ -50,12 +51,13 @@ class Viterbi {
   struct Best {
     int32_t token, place;
   };
-  // The best token of a group at a place. -1 if no token of the group is allowed at the place.
+  // The best token of a group at a place, and its weight. `token` is -1 if the place allows no
+  // token of the group.
   struct Weighed {
     int32_t group, token;
     double weight;
   };
-  // The results of the search for one place.
+  // The results of solve() for one place.
   struct Layer {
     std::vector<double> ahead;    // for each visited state: the weight of the best path to the end
     std::vector<Weighed> groups;  // the groups that the paths of `ahead` use
@@ -72,18 +74,19 @@ class Viterbi {
   const Automaton& automaton_;
   Ways ways_;
   std::vector<Best> classes_;
-  std::vector<double> weights_;  // for each group: the weight at the current place; infinite: not
-                                 // computed yet
+  // For each group: the weight at the current place. The weight is infinite if it is not computed
+  // yet.
+  std::vector<double> weights_;
   std::vector<int32_t> tokens_;  // for each group: the best token at the current place
-  int32_t place_ = 0;            // number of the current place
-  int32_t looked_at_ = -1;       // last place for which the highest logits of the row were searched
-  size_t looked_up_ = 0;  // number of logits of the current place that were read before the search
-                          // for the highest logits
+  int32_t place_ = 0;            // index of the current place
+  int32_t looked_at_ = -1;       // last place for which weigh_highest() was called
+  // The number of logits of the current place that best_of_class() has read.
+  size_t looked_up_ = 0;
   std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit of the run
   std::vector<Layer> layers_;   // one layer per place, and one more after the last place
   // For each state after the current place: the weight of the best path to the end.
   std::vector<double> ahead_;
-  std::vector<uint8_t> leads_on_;  // for each state: 1 if an end can be reached from the state
+  std::vector<uint8_t> leads_on_;  // for each state: 1 if an end can be reached from it
 };
 
 }  // namespace dlm

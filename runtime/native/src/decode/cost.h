@@ -1,14 +1,14 @@
-// Predicts the time of a pass with a linear model. `dlm-export bench --cost` measures passes and
-// fits the model's coefficients to the measured times.
+// Predicts the time of a pass with a linear model. `dlm-export bench --cost` measures passes, and
+// fits the coefficients of the model to the measured times.
 #pragma once
 
 namespace dlm {
 
-// The amount of work in a pass, or in one request's share of a pass.
+// The amount of work in a whole pass, or the part of this work that one request causes.
 struct PassLoad {
-  double tokens = 0, rows = 0;  // `rows` is the number of rows that the pass scores
-  // The number of pairs that consist of a token and a position that the token sees. Both belong to
-  // the same request.
+  double tokens = 0, rows = 0;  // number of tokens to compute, and number of rows to score
+  // The number of attention pairs. A pair is a token and a position that the token attends to, both
+  // in the same request.
   double pairs = 0;
 
   PassLoad& operator+=(const PassLoad& other) {
@@ -19,14 +19,13 @@ struct PassLoad {
   }
 };
 
-// The coefficients of the model, in milliseconds. A pass costs a fixed time, plus a time for each
-// token, for each scored row, and for each pair that PassLoad counts.
+// The coefficients of the model, in milliseconds. The time of a pass is a fixed time, plus a time
+// for each token, for each scored row, and for each attention pair.
 struct PassCost {
   double pass = 0, token = 0, row = 0, pair = 0;
 
   bool is_known() const { return pass > 0 || token > 0 || row > 0 || pair > 0; }
-  // Returns the predicted time in milliseconds that `load` adds to a pass, without the pass's fixed
-  // cost.
+  // Returns the predicted time of `load` in milliseconds, without the fixed time of a pass.
   double share(const PassLoad& load) const {
     return token * load.tokens + row * load.rows + pair * load.pairs;
   }

@@ -1,7 +1,9 @@
-// Computes the exact weight of a text, so that two texts can be compared without rounding errors.
-// The weight has two parts. The first part counts the text's tokens that are ruled out or cut. The
-// second part is the exact sum of the remaining tokens' logits. If the second part were computed in
-// double, large logits would hide small logits.
+// Computes the exact weight of a text, so that two texts can be compared without rounding errors. A
+// text with a larger weight is better. A token of the text is called ruled out if its logit is
+// -inf, and cut if top_k or top_p excludes it.
+// The weight has two parts. The first part counts the ruled-out tokens and the cut tokens. The
+// second part is the exact sum of the other tokens' logits. A sum in double would lose small logits
+// when other logits are large.
 #pragma once
 
 #include <array>
@@ -12,8 +14,9 @@
 
 namespace dlm {
 
-// An exact sum of floats, as an integer of 320 bits in units of 2^-149. A finite float is less than
-// 2^277 of these units, so 320 bits can hold the sum of 2^40 floats.
+// The exact sum of several floats. The sum is stored as a 320-bit integer that counts units of
+// 2^-149. A finite float is less than 2^277 units, so 320 bits are enough for the sum of 2^40
+// floats.
 class ExactSum {
  public:
   ExactSum() = default;
@@ -66,16 +69,13 @@ class ExactSum {
   std::array<uint64_t, kWords> words_{};  // the sum in two's complement, lowest word first
 };
 
-// The weight of a text. operator< is true if text `a` is worse than text `b`. The text with fewer
-// ruled-out tokens is better. If both texts have the same number of ruled-out tokens, the text with
-// fewer cut tokens is better. If both texts have the same number of cut tokens too, the text with
-// the larger sum is better.
+// The weight of a text. `a < b` means that text `a` is worse than text `b`. The text with fewer
+// ruled-out tokens is better. If these numbers are equal, the text with fewer cut tokens is better.
+// If those are equal too, the text with the larger sum of logits is better.
 struct ExactWeight {
-  // A sum to which each token with a logit of -inf adds kRuledOut, and each token that top_k or
-  // top_p cut adds kCut.
+  // Counts the tokens to avoid. Each ruled-out token adds kRuledOut, and each cut token adds kCut.
   int64_t avoided = 0;
-  // The sum of the remaining tokens' logits. Before a logit is added, the best logit of the row is
-  // subtracted from this logit.
+  // The sum of the other tokens' logits, each minus the best logit of its row.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;
@@ -93,9 +93,9 @@ struct ExactWeight {
   }
 };
 
-// Sums of logits are first computed in double. If the best sum is above this limit, all sums are
-// computed again exactly. If the best sum is below this limit, the rounding errors of thousands of
-// positions add up to less than 1e-6.
+// Sums of logits are first computed in double. If the best sum is at least this large (positive or
+// negative), all sums are computed again exactly. Below this limit, the rounding errors of
+// thousands of positions add up to less than 1e-6.
 constexpr double kLargestRounded = 0x1p20;
 
 }  // namespace dlm

@@ -1,10 +1,10 @@
-// Classifier-free guidance: combines a denoiser's predictions with the prompt and the denoiser's
-// predictions without the prompt.
+// Classifier-free guidance. Combines two predictions of the denoiser: one computed with the prompt,
+// and one computed without the prompt.
 //
 // The guided logits are l = l_u + (w + 1)(l_c - l_u), as in LLaDA's loop (arXiv:2502.09992). Here w
-// is the guidance scale, and l_c are the logits with the prompt. l_u are the logits of a second
-// canvas, in which mask tokens replace the prompt and all other tokens of the caller. One pass runs
-// both canvases.
+// is the guidance scale, l_c are the logits with the prompt, and l_u are the logits without the
+// prompt. To compute l_u, the denoiser runs a second canvas, in which mask tokens replace the
+// prompt and all other tokens that the caller gave. One pass runs both canvases.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,13 @@
 
 namespace dlm {
 
-// Computes guided logits. Also computes the candidates and entropies that an engine would return
-// for these logits.
+// Computes guided logits. From these logits, also computes the candidates and entropies that an
+// engine would return.
 class Guided {
  public:
   // Computes the guided predictions of `rows` rows. `conditional` contains the predictions with the
-  // prompt, and `unconditional` contains the logits [rows, V] without the prompt. If one of a row's
-  // logits is NaN or +inf, or if all logits of the row are -inf, the probabilities of the row are
-  // NaN.
+  // prompt, and `unconditional` contains the logits [rows, V] without the prompt. The probabilities
+  // of a row are NaN if any guided logit of the row is NaN or +inf, or if all of them are -inf.
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                     const float* unconditional, size_t rows);
 

@@ -1,5 +1,4 @@
-// A job is a request that was submitted, together with the request's options, result, statistics
-// and error.
+// A job is a submitted request, together with its options, result, statistics and error.
 #pragma once
 
 #include <atomic>
@@ -19,19 +18,19 @@ namespace dlm {
 
 using Clock = std::chrono::steady_clock;
 
-// The options of a request that the runner needs: limits, the writer of the request's text, and the
-// callback to call after each step.
+// The options of a request that the runner needs.
 struct JobOptions {
-  int32_t max_steps = 0;  // largest number of passes of the request; 0: no limit
+  int32_t max_steps = 0;  // largest number of passes that the request may use; 0: no limit
   std::optional<Clock::time_point> deadline;
-  std::unique_ptr<TextWriter> writer;  // NULL: the runner makes no text for the request
+  std::unique_ptr<TextWriter> writer;  // makes the text of the request; NULL: the request has no
+                                       // text
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };
 
-// The mutex of all jobs of a runner, and a condition variable that is signalled when a job ends.
-// The thread that runs the jobs and the threads that wait for jobs share one Board. The Board
-// outlives the jobs and the runner.
+// The mutex that all jobs of a runner share, and a condition variable that is signalled when a job
+// ends. Both the thread that runs the jobs and the threads that wait for them use the Board. The
+// Board outlives the jobs and the runner.
 struct Board {
   std::mutex mutex;
   std::condition_variable changed;
@@ -50,8 +49,8 @@ class Job {
   // decided so far. Any thread may call this function.
   void cancel() { is_cancelled_ = true; }
 
-  // Waits until the job has ended, or until `time` has passed. Without `time`, waits until the job
-  // has ended. Returns true if the job has ended.
+  // Waits until the job has ended, but at most for `time`. Without `time`, there is no limit.
+  // Returns true if the job has ended.
   bool wait(std::optional<Clock::duration> time) const {
     std::unique_lock<std::mutex> lock(board_->mutex);
     const auto is_done = [&] { return is_done_; };
@@ -64,7 +63,8 @@ class Job {
   // valid as long as the job exists.
   const dlm_result& result() const { return result_; }
 
-  // Returns the last step. Only the thread that runs the job may call this function.
+  // Returns the last step that was reported. Only the thread that runs the job may call this
+  // function.
   const dlm_step& step() const { return step_; }
   const Request& request() const { return request_; }
 
@@ -75,7 +75,7 @@ class Job {
   JobOptions options_;
   Request request_;
   std::unique_ptr<Member> member_;  // set while the job runs
-  double usual_ms_ = 0;             // expected time of this job's share of a pass, in milliseconds
+  double usual_ms_ = 0;             // expected milliseconds that this job adds to a pass
   uint64_t served_ = 0;             // number of the last pass that the job took part in
   dlm_step step_{};
   bool was_told_done_ = false;  // true if on_step was called for the last step of the job

@@ -25,11 +25,11 @@ struct LockstepPasses::Lane {
 
   std::unique_ptr<Context> context;
   std::vector<LaneMember*> members;
-  std::vector<Row> rows;  // rows of the last pass's batch
+  std::vector<Row> rows;  // which canvas each batch row ran in the last pass
   bool has_begun = false;
-  // A range of positions. If the range is not empty, the cache contains the rows outside of the
-  // range, and no row was stored since the range was set. If the range is empty, the context must
-  // set the range before the next pass that reads the cache.
+  // The positions whose rows the next passes compute. The context has been told to keep the cache
+  // rows of all other positions, and no pass has stored rows since then. If the range is empty,
+  // keep_outside must be called before the next pass that reads the cache.
   Range kept{0, 0};
 
   const LaneMember& slowest() const {
@@ -38,8 +38,8 @@ struct LockstepPasses::Lane {
     });
   }
 
-  // Assigns the rows of the batch to the members' canvases. While passes read the cache, the rows
-  // keep their assignment, even after a member has left the lane.
+  // Assigns the batch rows to the members' canvases. While passes read the cache, each batch row
+  // keeps its canvas, even if the row's member has left the lane.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();
@@ -74,18 +74,17 @@ bool LockstepPasses::has_room(const Request& request) const {
 
 std::unique_ptr<Member> LockstepPasses::start(Request& request, const PassLimits&) {
   const auto found = find_lane(request);
-  // This call of erase() removes no element. The call only makes the iterator mutable.
+  // This call erases nothing. It only converts the const_iterator to an iterator.
   auto lane = lanes_.erase(found, found);
   std::list<Lane> made;
   if (lane == lanes_.end()) {
     spare_context();
-    spare_.reserve(spare_.size() + lanes_.size() + 1);  // reserves memory, so that leave() does not
-                                                        // allocate memory
+    spare_.reserve(spare_.size() + lanes_.size() + 1);  // leave() must not allocate
     lane = made.emplace(made.end());
   }
   lane->members.reserve(lane->members.size() + 1);
-  // The reserved cache rows are added to the total before the member exists, because the member's
-  // destructor subtracts them.
+  // The member's destructor subtracts the request's cache rows from rows_taken_. So rows_taken_
+  // must include them whenever the member is destroyed.
   auto member = std::make_unique<LaneMember>(request, *this, lane);
   if (!made.empty()) {
     lane->context = std::move(spare_.back());
@@ -134,7 +133,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
                       rows});
   dlm_pass pass = prepare_pass(pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
-  size_t most = 1;  // a pass scores at least one row, even if no request reads this row
+  size_t most = 1;  // a pass must score at least one row, even if no request needs it
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
   // All canvases of a pass must score the same number of rows. A canvas with fewer positions to
@@ -159,8 +158,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
     lane.context->run(pass, stage.use);
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
-  // Until a request has stored its first cache row, the context may still contain cache rows of an
-  // earlier request.
+  // Before a request has stored its first cache row, the context may still contain cache rows of an
+  // earlier request. They must not be counted.
   for (Member* const member : members)
     if (keeps_rows(stage.use) || member->cache_bytes > 0)
       member->cache_bytes =

@@ -1,21 +1,22 @@
 // A PassMaker for engines that accept only one shape per pass. Requests of the same shape run in
 // lockstep, which means that they share every pass. Requests of different shapes take turns.
 //
-// A lane is an engine context together with the requests that use the context. With a cache, all
-// requests of a lane must be at the same stage of their plans. A request that finishes a stage
-// early waits for the slowest request. While a request waits, passes still compute the rows of this
-// request, but the runtime ignores the results. A request that has ended leaves the lane before the
-// next pass that reads no cache. (With cache `block`, only passes of the first block read no
-// cache.) Without a cache, the requests of a lane may be at different stages.
+// A lane is an engine context together with the requests that use this context. With a cache, each
+// pass runs the requests of a lane that are at the earliest stage of their plans. A request that
+// finishes a stage early waits for the slowest request. Passes still compute the batch rows of a
+// waiting request, but the results are ignored. The batch rows of a request that has ended also
+// stay in the batch until the next pass that reads no cache. (With cache `block`, only passes of
+// the first block read no cache.) Without a cache, the requests of a lane may be at different
+// stages.
 //
 // Invariants:
-//   - A lane has a context as long as the lane has a member. When the last member leaves, the
+//   - A lane owns a context as long as the lane has a member. When the last member leaves, the
 //     context moves to spare_.
-//   - No request joins a lane after the lane's first pass, because the lane's cache has no rows for
-//     the request.
-//   - Lane::rows assigns the rows of the last pass's batch to members. This assignment does not
-//     change while passes read the cache. If a member has left, the batch rows of this member run
-//     the tokens of a different member, and the results are ignored.
+//   - No request joins a lane after the lane's first pass, because the lane's cache does not
+//     contain the rows of that request.
+//   - Lane::rows says which member each batch row of the last pass belongs to. The batch rows keep
+//     their members while passes read the cache. If a member has left, its batch rows run the
+//     tokens of a different member, and the results are ignored.
 //   - leave() must not throw, because a destructor calls it. So start() reserves the memory that
 //     leave() needs.
 #pragma once
@@ -31,8 +32,8 @@ namespace dlm {
 
 class LockstepPasses final : public PassMaker {
  public:
-  // `rows` is the largest number of cache rows of all requests together. `lanes` is the largest
-  // number of lanes. `denoiser` and `engine` must outlive this object.
+  // `rows` is the largest number of cache rows that all requests may use together. `lanes` is the
+  // largest number of lanes. `denoiser` and `engine` must outlive this object.
   LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
   ~LockstepPasses() override;
 
@@ -40,7 +41,7 @@ class LockstepPasses final : public PassMaker {
   // can join a lane only before the lane's first pass.
   void set_together(size_t requests) { together_ = requests; }
 
-  // A context that no request uses, for passes that do not belong to a request.
+  // Returns a context that no request uses, for passes that do not belong to a request.
   Context& spare_context();
 
   bool has_room(const Request& request) const override;

@@ -1,4 +1,4 @@
-// Prepares the arrays of one pass, and finds each request's part of the outputs.
+// Prepares the arrays of one pass, and finds the part of the outputs that belongs to each request.
 //
 // A pass is made in this order:
 //   1. prepare_pass sets the inputs.
@@ -9,10 +9,10 @@
 // The pointers in a dlm_pass point into the Buffers. The dlm_pass is valid until the Buffers are
 // used for the next pass.
 //
-// The scored rows of all requests form one array of shape [B, R]: B is the batch size, and R is the
-// number of scored rows of each batch entry. The rows of a request are contiguous. These rows are
-// in the order of the request's positions, and start at Member::first_row. With guidance, the rows
-// of the request's second canvas start Member::apart rows later.
+// The scored rows of all requests form one array of shape [B, R]. B is the batch size, and R is the
+// number of scored rows per batch entry. The rows of one request follow each other in the order of
+// the request's positions. The first of them has the index Member::first_row. With guidance, the
+// rows of the request's second canvas start at the index first_row + Member::apart.
 #pragma once
 
 #include <chrono>
@@ -26,8 +26,8 @@
 
 namespace dlm {
 
-// The arrays of a pass. The arrays are reused, so a second pass of the same size allocates no
-// memory.
+// The arrays of a pass. They are used again for the next pass. So a second pass of the same size
+// allocates no memory.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -54,7 +54,7 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// A range of positions in one canvas. The pass computes these positions.
+// Positions of one canvas that a pass computes.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
@@ -65,22 +65,22 @@ struct Piece {
 dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
 
 // Prepares the pass to score the rows in buffers.score_rows, which has shape [B, R]. Allocates
-// memory for the candidates and for the other outputs that `needs` names.
+// memory for the candidates, and for the other outputs that `needs` selects.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// Returns one request's part of the outputs. `first` is Member::first_row and `apart` is
-// Member::apart of the request.
+// Returns the part of the outputs that belongs to one request. `first` and `apart` are the fields
+// first_row and apart of the request's Member.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
 // Throws Error(DLM_UNSUPPORTED) if the engine cannot run `batch` canvases in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// Measures the time of passes over arbitrary tokens. Runs `repeats` passes, and writes the time of
-// each pass in seconds to `seconds`. Each pass runs `batch` requests. Each request has `tokens` new
-// tokens and `cached` cached tokens, and scores `rows` rows. If `cached` is above 0, a full pass
-// fills the cache first. Calls before_pass before each pass. The time of before_pass is not
-// measured. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// Measures the time of passes. The tokens of these passes do not matter. Runs `repeats` passes, and
+// writes the time of each pass in seconds to `seconds`. Each pass runs `batch` requests. For each
+// request, the pass computes `tokens` new tokens, reads `cached` cached tokens, and scores `rows`
+// rows. If `cached` is above 0, a full pass fills the cache first. Calls before_pass before each
+// pass, outside of the measured time. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

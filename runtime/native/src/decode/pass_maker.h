@@ -1,11 +1,11 @@
-// A PassMaker combines running requests into passes, and owns the requests' cached keys and values.
-// The Runner decides when to make a pass, and calls the PassMaker.
+// A PassMaker makes passes for the running requests, and owns their cached keys and values. The
+// Runner decides when to make a pass, and calls the PassMaker.
 //
 // There are two implementations:
-//   - make_shared_passes is for engines that take segments. make_shared_passes runs any mix of
-//     requests in one pass.
-//   - LockstepPasses is for engines that take one shape per pass. LockstepPasses runs only requests
-//     of the same shape together (decode/lockstep_passes.h).
+//   - make_shared_passes makes a PassMaker that runs any mix of requests in one pass. The engine
+//     must accept segments: parts of a pass that belong to different canvases.
+//   - LockstepPasses is for all other engines. Only requests of the same shape run in the same pass
+//     (decode/lockstep_passes.h).
 //
 // For each request, the runner first calls has_room, and then start, which creates the request's
 // Member. For each pass, the runner calls choose and run. When the request has ended, the runner
@@ -27,8 +27,8 @@
 
 namespace dlm {
 
-// A running request, together with the cache rows reserved for the request. Destroying the Member
-// frees these rows.
+// A running request, together with the cache rows that are reserved for this request. Destroying
+// the Member frees these rows.
 class Member {
  public:
   explicit Member(Request& request) : request(request) {}
@@ -37,12 +37,12 @@ class Member {
   Member& operator=(const Member&) = delete;
 
   Request& request;
-  Needs needs;  // outputs that the next pass must return; the runner sets this field before the
-                // pass
-  // The position of the request's outputs in the outputs of the last pass; see predictions_of.
+  Needs needs;  // the outputs that the next pass must return; the runner sets this before the pass
+  // Where the request's outputs start in the outputs of the last pass; see predictions_of.
   size_t first_row = 0, apart = 0;
-  uint64_t cache_bytes = 0;  // current size of the request's keys and values
-  int32_t reused = 0;  // number of leading positions whose rows no pass of the request computed
+  uint64_t cache_bytes = 0;  // bytes of keys and values that the request uses now
+  int32_t reused = 0;  // number of leading positions whose cache rows came from elsewhere, so that
+                       // no pass of this request computed them
 };
 
 // Limits for a pass that several requests share.
@@ -59,12 +59,13 @@ struct PassSeconds {
 
 class PassMaker {
  public:
-  // Each canvas takes a multiple of `page_rows` rows.
+  // Each canvas reserves cache rows in multiples of `page_rows`. `rows` is the limit for all
+  // requests.
   PassMaker(int64_t rows, int32_t page_rows) : rows_(rows), page_rows_(page_rows) {}
   virtual ~PassMaker() = default;
 
-  // The largest number of cache rows (of keys and values) that all running requests may hold
-  // together.
+  // The largest number of cache rows that all running requests may use together. A cache row is the
+  // keys and values of one position.
   int64_t rows() const { return rows_; }
   int32_t page_rows() const { return page_rows_; }
 
@@ -73,12 +74,12 @@ class PassMaker {
   // Starts a request. Call start() only if has_room() returned true.
   virtual std::unique_ptr<Member> start(Request& request, const PassLimits& limits) = 0;
 
-  // Lets a member use rows that other requests have stored since the last pass. Adds the number of
-  // these rows to member.reused.
+  // Gives a member the cache rows that other requests have stored since the last pass, if the
+  // member can use them. Adds the number of these rows to member.reused.
   virtual void reuse(Member& /*member*/) {}
 
-  // Chooses the members of the next pass. `members` lists all running members. The member that has
-  // waited longest comes first in `members`. Returns indices into `members`, at least one.
+  // Chooses the members of the next pass. `members` lists all running members, and the member that
+  // has waited longest comes first. Returns at least one index into `members`.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 
@@ -89,7 +90,7 @@ class PassMaker {
   // Returns the number of bytes of keys and values that all running requests currently use.
   virtual uint64_t cache_bytes() const = 0;
 
-  // Returns the number of bytes of the keys and values that new requests can reuse.
+  // Returns the number of bytes of stored keys and values that new requests can reuse.
   virtual uint64_t prefix_bytes() const { return 0; }
 
  private:
@@ -97,8 +98,8 @@ class PassMaker {
   const int32_t page_rows_;
 };
 
-// Returns the number of cache rows (of keys and values) that a request needs for all its canvases,
-// if each canvas takes a multiple of `page_rows` rows.
+// Returns the number of cache rows that all canvases of a request need. Each canvas reserves a
+// multiple of `page_rows` rows.
 inline int64_t rows_of(const Request& request, int32_t page_rows) {
   if (!request.has_cache()) return 0;
   const auto length = static_cast<int64_t>(request.canvas().size());
@@ -116,11 +117,11 @@ inline Needs needs_of(const std::vector<Member*>& members) {
   return needs;
 }
 
-// Makes a PassMaker for an engine that takes segments. Returns NULL if the engine takes no
-// segments. `rows` limits the cache rows (of keys and values) of all requests together. It is a
-// multiple of page_rows(denoiser.visible_block). At most `most_idle` of these rows are kept for new
-// requests while no request uses them. Rows of prompts can also come from `files`. `denoiser`,
-// `engine` and `files` must outlive the returned object.
+// Makes a PassMaker for an engine that accepts segments. Returns NULL if the engine does not accept
+// segments. `rows` limits the number of cache rows of all requests together. `rows` is a multiple
+// of page_rows(denoiser.visible_block). While no request uses a cache row, the row can stay stored
+// for new requests. At most `most_idle` rows stay stored in this way. Cache rows of prompts can
+// also come from `files`. `denoiser`, `engine` and `files` must outlive the returned object.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
                                               int64_t rows, int64_t most_idle,
                                               const PromptCaches& files);

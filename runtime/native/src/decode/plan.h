@@ -1,33 +1,36 @@
-// Plans the passes of a request. For each pass, the plan says which rows the pass computes, reads
-// from the cache, and stores.
+// Plans the passes of a request. For each pass, the plan says which rows the pass computes, which
+// rows it reads from the cache, and which rows it stores. A row is the keys and values of one
+// position.
 //
 // The plan depends on the policy's cache:
 //   - `none`: every pass runs the whole canvas.
-//   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): one pass per block, the opening pass, runs
-//     the whole canvas. The block's other passes run fewer positions, and read the cached keys and
-//     values of all other positions. With `prefix`, these other passes run from the block's start
-//     to the end of the canvas. With `dual`, these other passes run only the block.
-//   - `prefix` and `dual` with `refresh`: only the first block's opening pass runs the whole
+//   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): each block starts with one pass over the
+//     whole canvas, the opening pass. The other passes of the block run fewer positions, and read
+//     the cached rows of all other positions. With `prefix`, they run the positions from the start
+//     of the block to the end of the canvas. With `dual`, they run only the block.
+//   - `prefix` and `dual` with `refresh`: only the opening pass of the first block runs the whole
 //     canvas. The opening pass of a later block starts at the preceding block, or `refresh` tokens
-//     before the later block if that position is earlier. So the cache never keeps the row of a
-//     mask token after the position of the mask token was decided.
+//     before the later block, whichever comes first in the canvas. So the opening pass recomputes
+//     the rows that were stored while the preceding block still contained mask tokens.
 //   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block,
 //     and reads the cached rows of the finished blocks. One more pass stores each finished block.
 //   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but each block is divided into
-//     sub-blocks. Passes over the whole block open each sub-block: one pass, or with a shifted
-//     denoiser as many passes as it takes to decide the first position of the sub-block. The other
-//     passes run only the sub-block.
+//     sub-blocks. Each sub-block starts with one pass over the whole block. With a shifted
+//     denoiser, these passes repeat until the first position of the sub-block is decided. The other
+//     passes run only the sub-block. A shifted denoiser predicts each position in the row before
+//     it.
 // exporter/dlm_export/network/passes.py implements the same plan.
 //
 // A stage is one or more passes over the same range of positions. Requests and pass makers rely on
 // these invariants:
-//   - Blocks come in order, and the stages of a block are contiguous.
-//   - A request goes through the stages once, in order. A request skips stages without work.
-//   - An earlier stage has stored every row that a stage reads. With `append`, a stage reads the
-//     positions before `rows`. With `read` and `refresh`, a stage reads all positions except
-//     `rows`. But with block-causal attention, a stage never reads positions after the block's end.
-//   - Each undecided position of a block is in `decided` of one of the block's repeated stages, and
-//     this stage waits for the position.
+//   - Blocks come in order, and the stages of a block follow each other.
+//   - A request goes through the stages in order, and skips stages that have no work.
+//   - Every cached row that a stage reads was stored by an earlier stage. With `append`, a stage
+//     reads the positions before `rows`. With `read` and `refresh`, a stage reads all positions
+//     except `rows`. With block-causal attention, a stage never reads positions after the end of
+//     its block.
+//   - Each undecided position of a block is in the `decided` range of one of the block's repeated
+//     stages. This stage repeats until the position is decided.
 #pragma once
 
 #include <cstdint>
@@ -44,36 +47,37 @@ struct Range {
   bool operator==(const Range& other) const { return first == other.first && last == other.last; }
 };
 
-// The kinds of passes that dlm_stats counts. A `prefill` pass fills or refreshes the cache for a
-// block. A `denoise` pass predicts tokens. A `store` pass stores the rows of a finished block.
+// The kinds of passes that dlm_stats counts. A `prefill` pass stores or recomputes cached rows for
+// a block. A `denoise` pass predicts tokens. A `store` pass stores the rows of a finished block.
 enum class PassKind { prefill, denoise, store };
 
 // One or more passes of the same kind over the same range of positions.
 struct Stage {
   Range rows;      // positions that the passes compute
-  int32_t cached;  // number of positions outside `rows` whose cached rows the passes read
+  int32_t cached;  // number of positions outside `rows` that the passes read from the cache
   CacheUse use;    // whether and how the passes store their rows
   PassKind kind;
   Range decided;  // positions to score and decide; empty if the stage only stores rows
   // Passes repeat until all positions of `awaited` are decided. If `awaited` is empty, the stage
   // makes one pass.
   Range awaited;
-  int32_t steps;  // number of passes planned to decide `decided`
-  Range block;    // block that the stage belongs to; is_last marks the last stage of the block
-  bool is_last;
+  int32_t steps;  // number of passes in which the schedule decides the positions in `decided`
+  Range block;    // block that the stage belongs to
+  bool is_last;   // true for the last stage of the block
 
   bool is_repeated() const { return awaited.tokens() > 0; }
 };
 
-// Checks that the policy suits the denoiser. Returns the policy with the block length that the
-// denoiser requires. dlm_runtime.h describes visible_block. Throws Error(DLM_INVALID_ARGUMENT,
+// Checks that the policy suits the denoiser. Returns a copy of the policy with the block length
+// that the denoiser requires. `visible_block` is described in dlm_runtime.h. `shift` is 1 for a
+// denoiser that predicts each position in the row before it. Throws Error(DLM_INVALID_ARGUMENT,
 // DLM_UNSUPPORTED) if the policy does not suit the denoiser.
 Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift);
 
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
 // come from suit_policy. The first block starts at the first undecided position, or at position 0
 // with block-causal attention. If `steps` is above 0, `steps` is the number of passes planned for
-// the whole generation. The tokens of the prompt before the first block are stored in as few passes
+// all blocks together. The tokens of the prompt before the first block are stored in as few passes
 // as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                int32_t visible_block, int32_t shift, int32_t steps,

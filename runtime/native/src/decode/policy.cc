@@ -8,8 +8,8 @@
 namespace dlm {
 namespace {
 
-// Returns true if the table lists exactly the members of dlm_policy, in the order of dlm_policy and
-// without gaps.
+// Returns true if the table lists exactly the members of dlm_policy, in the same order and without
+// gaps.
 constexpr bool covers_dlm_policy() {
   size_t end = sizeof(dlm_policy::struct_size);
   for (const dlm_policy_field& field : kPolicyFields) {
@@ -95,7 +95,7 @@ Policy check_policy(const dlm_policy& given) {
          "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
          policy.commit);
-  // commit "entropy_bound" compares entropies, so the scores must be entropies.
+  // With commit "entropy_bound", entropies are compared, so the scores must be entropies.
   if (out.commit == Commit::entropy_bound) out.score = Score::entropy;
   return out;
 }
@@ -124,7 +124,7 @@ int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
   // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code computes each value
-  // from the nearer end of the interval, with a rounded increment.
+  // from the end of the interval that is nearer, with an increment that was rounded to fp32.
   const int32_t half = steps / 2 + steps % 2;  // half of steps + 1, which could overflow int32
   const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {

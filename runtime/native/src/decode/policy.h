@@ -1,5 +1,5 @@
-// Policies of the decoding loop: their fields, the checks of these fields, and the rules that
-// choose the positions that commit after a pass.
+// Policies of the decoding loop. This file defines the fields of a policy, checks them, and
+// contains the rules that choose which positions commit after a pass.
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303) and entropy-bounded sampling (arXiv:2505.24857).
@@ -8,8 +8,8 @@
 // A policy is checked twice. check_policy checks the fields of the policy and the combinations of
 // fields. suit_policy (decode/plan.h) checks that the policy suits the denoiser.
 //
-// The rules only use scores, which proposers compute. So the same rules work for argmax, for
-// sampling and for constraints.
+// The rules use only the scores of positions. A proposer computes the scores. So the same rules
+// work with every proposer: argmax, sampling and constraints.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@
 
 namespace dlm {
 
-// After each enum comes an array that lists the names of the enum's values, in the order of the
-// enum, and ends with NULL. The first value of each enum is the default.
+// Each enum is followed by an array of its values' names. The names are in the order of the enum,
+// and NULL ends the array. The first value of each enum is the default.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
@@ -51,13 +51,13 @@ inline constexpr const char* kReserveNames[] = {"none", "end", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
-// Returns true for the caches that work with full attention. These caches are approximate.
-// exporter/dlm_export/network/passes.py calls these caches FULL_CACHES.
+// Returns true for the caches that are used with full attention. Results with these caches are
+// approximate. exporter/dlm_export/network/passes.py calls these caches FULL_CACHES.
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
-// All fields of a policy, in the order of dlm_policy. Other code is generated from this table: the
+// All fields of a policy, in the order of dlm_policy. Macros use this table to generate the
 // defaults, the checks, the presets of manifests, and dlm_policy_field_at. decode/policy.cc asserts
-// that no field is missing.
+// that the table lists every field.
 //   CHOICE(name, enum)   NUMBER(name, type, default, lowest, highest)
 #define DLM_POLICY_FIELDS(CHOICE, NUMBER)          \
   CHOICE(select, Select)                           \
@@ -88,7 +88,7 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(reserve, Reserve)                         \
   NUMBER(reuse_prompt, int32_t, 0, 0, 1)
 
-// A policy that check_policy has checked. dlm_runtime.h documents the fields.
+// A policy whose fields check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {
 #define DLM_CHOICE(field, type) type field;
 #define DLM_NUMBER(field, type, ...) type field;
@@ -133,25 +133,26 @@ dlm_policy default_policy();
 // choices of `field`.
 const char* canonical_choice(const dlm_policy_field& field, const std::string& value);
 
-// Sets a field of a dlm_policy. `Value` must be the C type of the field's kind.
+// Sets a field of a dlm_policy. `Value` must be the C type that belongs to the field's kind.
 template <class Value>
 void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);
 }
 
-// Checks the fields of a caller's policy and the combinations of fields. The size of the struct may
-// be the size in any version of the struct that this library knows. Throws
-// Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) with a message that lists the valid choices.
+// Checks the fields of a caller's policy and the combinations of fields. The caller's struct may
+// have the size of any version that this library knows. Throws Error(DLM_INVALID_ARGUMENT or
+// DLM_UNSUPPORTED) with a message that lists the valid choices.
 Policy check_policy(const dlm_policy& policy);
 
 // Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at
 // step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// Returns the number of positions that the schedule "floor" (RND1) commits in a pass that starts
-// with `left` of `masked` positions undecided. If floor(masked * k / steps) positions stay masked
-// for some k, the published code runs passes that commit nothing until k is small enough. This
-// function skips these passes. The function computes in fp32, like the published code.
+// Returns the number of positions that the schedule "floor" (RND1) commits in the next pass. `left`
+// of the block's `masked` positions are still undecided. After pass k, floor(masked * k / steps)
+// positions are planned to stay masked, counting k down from `steps`. In the published code, some
+// passes commit no position. This function skips these passes. It computes in fp32, like the
+// published code.
 int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
 
 // Returns the number of positions that Dream's schedule commits at a step. This number is at least
@@ -159,11 +160,11 @@ int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
 // remaining positions.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
-// Chooses the rows that commit. `scores` has one score per row, in the order of the positions.
+// Chooses the rows that commit. `scores` contains one score per row, in the order of the positions.
 // Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
-// are in the order of their positions. With `sequential`, all rows are in the order of their
-// positions. Returns the number of rows that commit, at least 1. The rows that commit are the first
-// rows in `order`.
+// stay in the order of their positions. With `sequential`, all rows stay in the order of their
+// positions. Returns the number of rows that commit, at least 1. These are the first rows in
+// `order`.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

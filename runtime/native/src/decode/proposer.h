@@ -15,14 +15,15 @@
 
 namespace dlm {
 
-// The outputs that a proposer needs from a pass, in addition to the candidates. The candidates of a
-// row are its K most likely tokens, most likely first, with their probabilities. If one request of
-// a pass needs an output, the pass returns this output for all rows.
+// The outputs that a proposer needs from a pass. Every pass also returns the candidates, so they
+// are not listed here. The candidates of a row are its K most likely tokens with their
+// probabilities, most likely token first. If one request needs an output, the pass returns it for
+// the rows of all requests.
 struct Needs {
   bool entropy = false, logits = false;
 };
 
-// The outputs of a pass for the R scored rows of one request. The rows are in the order of their
+// The outputs of a pass for one request, which scored R rows. The rows are in the order of their
 // positions.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
@@ -35,25 +36,25 @@ struct Predictions {
 // The part of a request's state that a proposer sees after a pass.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
-  const std::vector<uint8_t>& undecided;  // one entry per canvas position: 1 if the position is
+  const std::vector<uint8_t>& undecided;  // for each canvas position: 1 if the position is
                                           // undecided, otherwise 0
-  const std::vector<int32_t>& positions;  // the scored positions in ascending order, before they
-                                          // are shifted
+  const std::vector<int32_t>& positions;  // the positions whose tokens the pass predicts, in
+                                          // ascending order
   Range block;                            // the block being decided, which contains the positions
   int32_t passes;                         // number of passes that the request made before this pass
-  // true: the positions are already decided, but the pass may replace their tokens.
+  // True if the positions are already decided, and the pass may replace their tokens.
   bool is_editing;
 };
 
 // A proposer's results: one proposal per scored row.
 struct Proposals {
   std::vector<int32_t> tokens;  // proposed tokens, never the mask token
-  // A higher score means a more certain proposal. Scores are between 0 and 1, except that entropies
-  // are at most 0.
+  // A higher score means a more certain proposal. Entropies are at most 0. All other scores are
+  // between 0 and 1.
   std::vector<double> scores;
-  std::vector<double> probs;  // probability of each proposed token in the softmax of the logits
-  // The cost of a constraint, per row: ln p of the best token minus ln p of the proposed token. The
-  // decoding loop fills this array. The proposer does not.
+  std::vector<double> probs;  // the softmax probability of each proposed token
+  // How much each row loses because of a constraint: ln p of the best token minus ln p of the
+  // proposed token. The decoding loop fills this array, not the proposer.
   std::vector<double> losses;
 
   void resize(size_t rows) {
@@ -75,28 +76,27 @@ class Proposer {
   virtual Needs needs(const Turn& turn) const = 0;
 
   // Fills `proposals` with one row for each position of the turn. There is at least one position.
-  // If a score or probability is not finite, the request ends with an error. While the request
-  // replaces decided tokens, the scores must be the tokens' probabilities.
+  // If a score or a probability is not finite, the request ends with an error. If turn.is_editing
+  // is true, each score must be the probability of the proposed token.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // May remove rows from `chosen`. `chosen` contains the rows that would commit, sorted by
+  // May remove rows from `chosen`, which contains the rows that are about to commit, sorted by
   // descending score. At least one row must remain, unless the request is replacing decided tokens.
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
-  // Finds the undecided positions of `range` that have only one legal token, and appends these
-  // positions to the last argument. The caller then decides these positions. Before the first pass,
-  // a request calls this function once for the whole canvas. Before each later pass, the request
-  // calls this function for the current block.
+  // Finds the undecided positions of `range` that have only one legal token, and appends them to
+  // the last argument. The caller then decides these positions. A request calls this function for
+  // the whole canvas before the first pass, and for the current block before each later pass.
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
-  // Returns true if the text is complete once all positions are decided, even without an end token.
+  // Returns true if the text is complete when all positions are decided, even without an end token.
   virtual bool is_whole() const { return false; }
 
   // Completes a request that ends early. `guess` contains one entry for each position of the
-  // canvas. If the last pass proposed a token for an undecided position, the entry is this token.
-  // Otherwise the entry is -1. The function replaces each -1 by a token. If an entry remains -1,
-  // the caller uses an end token.
+  // canvas. If the last pass proposed a token for an undecided position, the entry of this position
+  // is that token. All other entries are -1. The function replaces the -1 of undecided positions
+  // with tokens. If the entry of an undecided position stays -1, the caller uses an end token.
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
@@ -109,16 +109,16 @@ class Proposer {
   virtual void note(int32_t /*position*/, int32_t /*token*/) {}
 };
 
-// Creates the proposer that the policy asks for. `denoiser` must outlive the proposer.
+// Creates the proposer that the policy selects. `denoiser` must outlive the proposer.
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy);
 
-// Returns the probability of a token. The result is computed from the logits of the token and of
-// the row's best token, and from the best token's probability.
+// Returns the probability of `token`. It is computed from two logits (of `token` and of the row's
+// best token) and from the probability of the best token.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
-// Finds the most likely tokens of a row of logits, at most `count`, most likely first. Tokens with
-// equal logits are sorted by ascending id. The mask token is left out. Returns the number of tokens
-// found.
+// Finds the `count` most likely tokens of a row of logits, most likely first. Tokens with equal
+// logits are sorted by ascending id. The mask token is skipped. Returns the number of tokens found,
+// which may be less than `count`.
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best);
 
 // Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability

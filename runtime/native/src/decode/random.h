@@ -1,8 +1,8 @@
 // Random numbers from the Philox4x32-10 generator of Salmon et al., "Parallel random numbers: as
 // easy as 1, 2, 3" (SC 2011).
 //
-// Each random number is a pure function of a key and a counter. So a request with the same seed
-// uses the same random numbers on every engine.
+// Each random number depends only on a key and a counter. So a request with the same seed uses the
+// same random numbers on every engine.
 #pragma once
 
 #include <array>
@@ -22,19 +22,19 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
-// The purpose of a random number. The purpose is the last word of the counter, so random numbers
-// for different purposes use different counters.
+// The use of a random number. It is the last word of the counter, so random numbers for different
+// uses are different.
 enum : uint32_t { kScores = 0, kDraws = 1 };
 
-// Converts 64 random bits to a uniform number strictly between 0 and 1. The function uses 52 of the
-// bits and adds one half, so that a double represents the result exactly.
+// Converts 64 random bits to a uniform random number strictly between 0 and 1. Uses 52 of the bits
+// and adds one half to them, so that a double represents the result exactly.
 inline double unit(uint32_t high, uint32_t low) {
   const uint64_t bits = (uint64_t{high} << 32 | low) >> 12;
   return (static_cast<double>(bits) + 0.5) * 0x1p-52;
 }
 
-// A uniform random number strictly between 0 and 1, for one position at one step. `step` is the
-// index of the pass in its request.
+// Returns a uniform random number strictly between 0 and 1 for one position and one step. `step` is
+// the number of passes that the request made before.
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
   const auto words = philox(seed, {step, position, 0, kScores});
   return unit(words[0], words[1]);

@@ -11,15 +11,14 @@
 namespace dlm {
 namespace {
 
-// Returns ln p. A constraint may force a token whose probability rounds to 0. Even for such a
-// token, the logarithm must be finite, because JSON cannot represent infinity.
+// Returns ln p as a finite number. A constraint may force a token whose probability rounds to 0.
+// The logarithm of this token must be finite too, because JSON cannot represent infinity.
 double finite_log(double prob) {
   return std::log(std::max(prob, std::numeric_limits<double>::denorm_min()));
 }
 
 // Returns ln p of the best token minus ln p of a given token. If a probability underflows to 0, the
-// function uses the smallest positive double instead. So the result is finite, and at most 745
-// nats.
+// function uses the smallest positive double instead. So the result is finite, at most 745 nats.
 double log_prob_loss(double best, double prob) {
   return std::max(0.0, finite_log(best) - finite_log(prob));
 }
@@ -86,8 +85,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
-    // The block's opening pass decides at least one position. So each later pass scores at least
-    // one position less than the opening pass.
+    // The opening pass of the block decides at least one position. So a later pass scores at least
+    // one position less.
     if (is_full && stage.is_repeated()) --rows;
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
@@ -114,9 +113,9 @@ bool Request::fits(const Request& other) const {
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
-  // With `reuse`, the last pass of a block also stores the block's rows. In lockstep, a slower
-  // request could add a pass, and this additional pass would store different rows. So results with
-  // lockstep would differ from results without lockstep.
+  // With `reuse`, the last pass of a block also stores the rows of the block. In lockstep, a slower
+  // request could make one more pass, which would store different rows for the faster request. Then
+  // results with lockstep would differ from results without lockstep.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -126,8 +125,8 @@ int32_t Request::reusable() const {
   if (denoiser_.visible_block == 0)
     // Only the first pass computes the rows before this position.
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
-  // A shifted denoiser predicts a block's first position in the last row before the block. So a
-  // pass must compute this row.
+  // A shifted denoiser predicts the first position of a block in the row just before the block. So
+  // a pass must compute this row.
   return std::max(0, plan_.front().block.first - denoiser_.shift);
 }
 
@@ -161,7 +160,7 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
     while (fills && !fits(stage.rows.tokens())) {
       int32_t tokens = block;
       while (fits(tokens + block)) tokens += block;
-      // The positions from the block's start on are computed together.
+      // The positions from the start of the block on must be computed in one pass.
       const int32_t end = std::min(stage.rows.first + tokens, stage.block.first);
       if (end <= stage.rows.first || end >= stage.rows.last) break;
       Stage part = stage;
@@ -213,7 +212,7 @@ Needs Request::needs() const {
   if (positions_.empty()) return {};
   if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
-  // If few alternatives are requested, the candidates of the pass are enough.
+  // If there are at most top_k alternatives, the candidates are enough, and no logits are needed.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
   return found;
 }
@@ -258,13 +257,13 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
     proposals.losses[row] =
         log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
-  // A shifted denoiser predicts the first position of a block in the row before the block. With a
-  // cache for full attention, only the block's opening pass computes this row. So the first
-  // position must commit in the opening pass.
+  // A shifted denoiser predicts the first position of a block in the row just before the block.
+  // With a cache for full attention, only the opening pass of the block computes this row. So the
+  // first position must commit in the opening pass.
   const bool is_opening = !stage().is_repeated() && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
-    // The first position gets the highest score, so that this position commits. If this position
-    // stayed undecided, the next pass would have to score row -1, which does not exist.
+    // The first position gets the highest score, so that it commits. If it stayed undecided, the
+    // next pass would have to score row -1, which does not exist.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -296,7 +295,7 @@ void Request::commit(const Predictions& predictions, const Proposals& proposals)
   take(predictions, proposals, order_);
 }
 
-// Replaces a decided token if a different token is clearly more likely (as in LLaDA2.1).
+// Replaces decided tokens for which another token is clearly more likely (as in LLaDA2.1).
 void Request::edit(const Predictions& predictions, const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
@@ -413,8 +412,8 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// Returns the loss of a token that is decided without a pass. The function computes the loss from
-// the last pass. If the last pass did not score the position, the loss is 0.
+// Returns the loss of a token that was decided without a pass. The loss is computed from the
+// predictions of the last pass. If the last pass did not score the position, the loss is 0.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -433,9 +432,9 @@ void Request::settle(const Predictions* predictions) {
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // If all positions of the block are decided, the opening pass can be skipped. With `refresh`,
-    // the opening pass cannot be skipped, because the opening pass of the next block does not
-    // recompute the rows before this block.
+    // If all positions of the block are decided, the opening pass of the block can be skipped. With
+    // `refresh` it cannot be skipped, because the opening pass of the next block does not recompute
+    // the rows before this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     const bool is_first = !is_made_ && !is_idle && (is_stored || is_undecided);
@@ -454,8 +453,8 @@ void Request::settle(const Predictions* predictions) {
   }
 }
 
-// Ends the request if the policy stops at end tokens, and a generated token in the block is an end
-// token. Then fills all undecided positions with end tokens. Returns true if the request has ended.
+// Ends the request if the policy stops at end tokens and the block contains a generated end token.
+// Then all undecided positions become end tokens. Returns true if the request has ended.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

@@ -22,7 +22,7 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job and keeps the canvas as the result. If an exception is thrown, the job fails with that
+// Ends a job, and uses its canvas as the result. If an exception is thrown, the job fails with that
 // error.
 void Runner::end(Job& job, int32_t why) noexcept {
   try {
@@ -49,7 +49,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
   }
 }
 
-// Ends every job with the exception that is being handled. Also stores the exception, so that
+// Ends every job with the exception that is being handled. Also stores this exception, so that
 // submit() can throw it.
 void Runner::fail_all_with_thrown() noexcept {
   {
@@ -137,7 +137,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
     settle();
     if (!running_.empty()) {
       if (!before_pass()) return false;
-      settle();  // this call is repeated, because before_pass may have cancelled jobs
+      settle();  // repeated, because before_pass may have cancelled jobs
     }
     if (!running_.empty()) {
       if (const auto chosen = choose(); !chosen.empty()) pass(chosen);
@@ -170,7 +170,7 @@ void Runner::stop() {
   board_->changed.notify_all();
 }
 
-// Ends a job if the job was cancelled, has used all its passes, or is past its deadline.
+// Ends a job if it was cancelled, has used all its passes, or is past its deadline.
 void Runner::end_if_due(Job& job, Clock::time_point now) {
   const JobOptions& options = job.options_;
   if (job.is_cancelled_)
@@ -193,7 +193,7 @@ bool Runner::has_room(const Job& job) const {
   return pass_maker_.has_room(job.request_);
 }
 
-// Starts waiting jobs, oldest first. If the oldest job does not fit yet, younger jobs wait too.
+// Starts waiting jobs, oldest first. If a job does not fit yet, all younger jobs wait too.
 void Runner::admit() {
   while (!waiting_.empty()) {
     Job& job = *waiting_.front();
@@ -206,7 +206,7 @@ void Runner::admit() {
     if (!is_admitted) break;
     running_.splice(running_.end(), waiting_, waiting_.begin());
   }
-  // Removes jobs that ended while they waited.
+  // Remove the jobs that ended while they waited.
   for (auto it = waiting_.begin(); it != waiting_.end();)
     if (const auto job = it++; (*job)->request_.done())
       running_.splice(running_.end(), waiting_, job);
@@ -240,8 +240,8 @@ void Runner::finish(Job& job) noexcept {
     result.text = writer->text().c_str();
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
-    // If the text is not fully decided, a stop string ends the text, but not the request. So
-    // `finish` still contains the reason why the request ended.
+    // If some of the text is not decided, a stop string ends only the text and not the request.
+    // Then `finish` still says why the request ended.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -257,14 +257,14 @@ void Runner::finish(Job& job) noexcept {
     board_->changed.notify_all();
   }
   if (options_.ended_fd < 0) return;
-  // A failed write is ignored, because it means that the pipe is full. The reader of a full pipe
-  // will wake anyway.
+  // A failed write is ignored, because it means that the pipe is full. A reader of a full pipe
+  // wakes up anyway.
   constexpr uint64_t kOne = 1;
   [[maybe_unused]] const auto written = write(options_.ended_fd, &kOne, sizeof kOne);
 }
 
-// Chooses the jobs of the next pass. The jobs that have waited longest are considered first.
-// Returns an empty list if all jobs failed.
+// Chooses the jobs of the next pass. Prefers the jobs that have waited longest. Returns an empty
+// list if all jobs failed.
 std::vector<std::shared_ptr<Job>> Runner::choose() {
   std::vector<std::shared_ptr<Job>> order(running_.begin(), running_.end()), chosen;
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) {
@@ -381,8 +381,7 @@ void Runner::tell(Job& job) {
 }
 
 // Updates pace_, which is an exponential average over about ten passes. `times` is the measured
-// time of a pass, divided by the pass's predicted time. If `times` is above kMost, the function
-// uses kMost instead.
+// time of a pass divided by its predicted time. Values above kMost count as kMost.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

@@ -1,33 +1,33 @@
-// The Runner runs requests until all requests have ended. The Runner starts waiting requests, makes
-// passes that several requests share, commits tokens, and reports steps.
+// The Runner runs requests until all of them have ended. It starts waiting requests, makes passes
+// that several requests share, commits tokens, and reports steps.
 //
 // A session calls run() on the caller's thread. run() returns when the session's requests have
 // ended. For a scheduler, one thread of the program stays in run(). Any thread may submit requests
 // to a scheduler.
 //
 // Ownership. A Job owns its Request, statistics and result. The caller's handle keeps the Job
-// alive. Until the Job has ended, the runner also keeps the Job alive. The PassMaker owns the keys
-// and values, and creates a Member for each running Job. finish() first destroys the Member. So the
-// Job's cache rows are free before any thread sees that the Job has ended.
+// alive, and so does the runner until the Job has ended. The PassMaker owns the keys and values,
+// and creates a Member for each running Job. finish() destroys the Member before it marks the Job
+// as ended. So the Job's cache rows are free before any thread sees that the Job has ended.
 //
 // Locking. The Board's mutex guards waiting_, failure_, is_running_, is_stopping_, stats_ and
-// Job::is_done_. Only the thread in run() uses all other members, including running_. A thread
-// outside run() may use a result only after this thread has seen that is_done_ is true. While
-// passes, commits and callbacks run, the thread in run() does not hold the lock. So a pass never
-// delays submit() or cancel().
+// Job::is_done_. Only the thread in run() uses all other members, including running_. Any other
+// thread may use a result only after it has seen that is_done_ is true. The thread in run() does
+// not hold the lock during passes, commits and callbacks. So a pass never delays submit() or
+// cancel().
 //
 // Each pass is one iteration of the loop in run():
-//    1. End the jobs that were cancelled or reached a limit, and start waiting jobs.
-//   2. Call before_pass, which may cancel jobs. So repeat step 1.
+//   1. End the jobs that were cancelled or reached a limit, and start waiting jobs.
+//   2. Call before_pass. before_pass may cancel jobs, so step 1 is repeated.
 //   3. Choose jobs, and make the pass for them.
 //   4. Commit tokens for each of these jobs, end the jobs that reached a limit, and report the
 //      jobs' steps.
 //   5. Finish the jobs that are done.
 //
-// How a job ends. First, the job's last step, end() or fail_job() marks the job's request as done.
-// This mark is final. Then finish_done(), fail_all_with_thrown() or drop_all() removes the job from
-// running_, and calls finish() for the job exactly once. finish() does not throw, so every thread
-// that waits for the job is woken.
+// How a job ends. First, the job's request becomes done: in its last step, by end(), or by
+// fail_job(). A request that is done stays done. Then finish_done(), fail_all_with_thrown() or
+// drop_all() removes the job from running_, and calls finish() exactly once for the job. finish()
+// does not throw, so every thread that waits for the job wakes up.
 #pragma once
 
 #include <cstdint>
@@ -46,13 +46,13 @@ namespace dlm {
 class Runner {
  public:
   struct Options {
-    // The largest number of running requests, and the largest number of waiting requests.
+    // The largest number of requests that run at the same time, and the largest number that wait.
     int32_t most_running = 1, most_waiting = INT32_MAX;
-    int32_t most_tokens = INT32_MAX;  // most tokens in a pass that several requests share
-    double most_ms = 0;     // limit for the predicted milliseconds of such a pass; 0: no limit
-    PassCost cost{};        // model that predicts these milliseconds
-    int32_t ended_fd = -1;  // a descriptor; run() writes 8 bytes to it for each job that has ended;
-                            // -1: none
+    int32_t most_tokens = INT32_MAX;  // limit for the tokens of a shared pass
+    double most_ms = 0;     // limit for the predicted milliseconds of a shared pass; 0: no limit
+    PassCost cost{};        // predicts these milliseconds
+    int32_t ended_fd = -1;  // file descriptor, or -1; run() writes 8 bytes to it for each job that
+                            // ended
   };
 
   // `denoiser` and `pass_maker` must outlive the runner.
@@ -66,27 +66,26 @@ class Runner {
   void set_most_running(int32_t requests) { options_.most_running = requests; }
 
   // Submits a request. Any thread may call this function. Throws Error(DLM_BUSY) if most_waiting
-  // requests are waiting already. Throws Error(DLM_INVALID_ARGUMENT) if the request can never fit.
-  // If an error ended the last run(), throws that error.
+  // requests are already waiting, and Error(DLM_INVALID_ARGUMENT) if the request can never fit. If
+  // the last run() ended with an error, throws that error.
   std::shared_ptr<Job> submit(Request request, JobOptions options);
 
   enum class Until { stopped, idle, pass };
 
-  // Makes passes, and calls before_pass before each pass. `until` says when run() returns. With
-  // `stopped`, run() returns after stop() was called. With `idle`, run() returns when no job is
+  // Makes passes, and calls before_pass before each pass. `until` selects when run() returns. With
+  // `stopped`, run() returns after a call of stop(). With `idle`, run() returns when no job is
   // left. With `pass`, run() returns after one pass. If before_pass returns false, run() throws
-  // Error(DLM_CANCELLED), and the jobs remain for the next call of run().
+  // Error(DLM_CANCELLED). The jobs then remain for the next call of run().
   //
-  // An error of one job ends only this job. An error that does not belong to one job ends every job
-  // with the error's status and message. run() then throws this error to the caller. Until the next
-  // call of run(), submit() throws this error too. Throws Error(DLM_INVALID_ARGUMENT) if a
-  // different thread is in run().
+  // An error of one job ends only this job. Any other error ends every job with the status and
+  // message of the error, and run() throws the error. Until the next call of run(), submit() throws
+  // it too. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
   void run(Until until, const std::function<bool()>& before_pass);
   // Makes run() return after its current pass. If no thread is in run(), the next call of run()
   // returns without a pass.
   void stop();
 
-  // Ends all jobs as cancelled, and forgets the last error. Reports no more steps.
+  // Ends all jobs as cancelled, and clears the last error. Reports no more steps.
   void drop_all() noexcept;
 
   dlm_scheduler_stats stats() const;
@@ -94,8 +93,8 @@ class Runner {
  private:
   using Jobs = std::list<std::shared_ptr<Job>>;
 
-  // The time limit for the predicted time of a pass, in milliseconds. A pass takes about pace_
-  // times its predicted time, so the limit is divided by pace_.
+  // Returns the limit for the predicted milliseconds of a pass. The measured time of a pass is
+  // about pace_ times its predicted time, so the option's limit is divided by pace_.
   double most_ms() const { return options_.most_ms / pace_; }
   PassLimits limits() const { return {options_.most_tokens, most_ms(), options_.cost}; }
   void note_pace(double times);
@@ -113,7 +112,7 @@ class Runner {
               const PassSeconds& seconds);
   void tell(Job& job);
 
-  // Runs `body` for a job. If `body` throws, only that job ends.
+  // Calls `body`, which works on one job. If `body` throws, only that job ends.
   template <class Body>
   static void guard(Job& job, Body body);
   static void end(Job& job, int32_t why) noexcept;
@@ -129,10 +128,11 @@ class Runner {
   // Both lists are in the order of submission. A job is in at most one of the two lists.
   Jobs waiting_, running_;
   bool is_running_ = false, is_stopping_ = false;
-  std::optional<Failure> failure_;  // the error that ended the last run(); guarded by the board's
-                                    // mutex
+  std::optional<Failure> failure_;  // the error that ended the last run(), if any; guarded by the
+                                    // board's mutex
   uint64_t passes_ = 0;
-  double pace_ = 1;  // ratio of the measured time of passes to the predicted time, at least 1
+  double pace_ = 1;  // average ratio of the measured time of a pass to its predicted time, at least
+                     // 1
   dlm_scheduler_stats stats_{};  // guarded by the board's mutex
 };
 

@@ -13,9 +13,9 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 
 // Returns an upper bound of 2^power. Unless 2^power is tiny, the bound is at most 1.07 * 2^power.
-// The function computes an integer, and reads the bits of this integer as a float. The result is an
-// upper bound because 2^n (1 + f) >= 2^(n + f) for f in 0..1. The function then increases this
-// float by one thousandth, which covers rounding errors.
+// The function computes an integer whose bits, read as a float, are about 2^power. This is an upper
+// bound, because 2^n (1 + f) >= 2^(n + f) for f in 0..1. To cover rounding errors, the function
+// then makes the float larger by one thousandth.
 float exp_bound(float power) {
   // kOne is the exponent field of the float 1. kStep is the number of floats per exponent.
   constexpr float kOne = 127, kStep = 8388608;
@@ -42,7 +42,7 @@ struct Best {
 
 Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  // Eight independent maxima, so that the processor can update them in parallel.
+  // Computes eight maxima independently, so that the processor can update them in parallel.
   std::array<float, 8> largest;
   largest.fill(-kInfinite);
   std::array<int32_t, 8> bad{};
@@ -71,7 +71,7 @@ void Winner::see(int32_t token, double log_weight) {
   const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
   if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // This test rejects almost all losing tokens without computing a logarithm. The test is safe
+  // This test rejects almost all losing tokens without a logarithm. It never rejects the winner,
   // because -ln(-ln u) <= -ln(1 - u).
   if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
@@ -81,8 +81,8 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// Computes the first 24 bits of 1 - u for `count` tokens. The first token must be even. If `count`
-// is odd, the next token is computed too.
+// For `count` tokens, computes the first 24 bits of 1 - u. `first` must be even. If `count` is odd,
+// the function computes one token more.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -99,12 +99,12 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
   spare_ = spare.data();
 }
 
-// Does the same as see(), for a range of tokens.
+// Like see(), but for a range of tokens.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
-  // `slope` is the factor for half the difference of two logits, because the difference itself can
-  // overflow. A product of 0 and -inf is NaN, which gets the bound 0.
+  // The difference of two logits can overflow, so the code multiplies half of the difference by
+  // `slope`. If the difference is -inf and `slope` is 0, the product is NaN. Then the bound is 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
@@ -136,7 +136,7 @@ double Winner::uniform(int32_t token) {
   return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
 }
 
-// Computes weights_, the weights of all tokens, and total_, the sum of these weights.
+// Computes the weight of each token (weights_) and the sum of these weights (total_).
 void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out) {
   weights_.resize(static_cast<size_t>(vocab_size));
   double total = 0;
@@ -156,8 +156,8 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // Some of the top_k best tokens have the weight 0, because these tokens are too unlikely to be
-    // drawn. But these tokens must not be cut, because a constraint may need one of these tokens.
+    // Some of the top_k best tokens are so unlikely that their weight is 0. They cannot be drawn,
+    // but they must not be cut, because a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -186,7 +186,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   }
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
-  // `best` is copied, because in C++17 a lambda cannot capture a structured binding.
+  // `best` is copied, because a lambda in C++17 cannot capture a structured binding.
   const auto count = [&, best = best](int32_t token) {
     const double weight = weights_[token];
     if (weight == 0 || token == best) return;
@@ -201,12 +201,12 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   } else {
     for (int32_t token = 0; token < vocab_size; ++token) count(token);
   }
-  // ln p is the tempered logit minus the logarithm of the sum of weights.
+  // ln p is (logit - best logit) / temperature, minus the logarithm of the sum of weights.
   return {winner.token(), weights_[winner.token()] / sum, (1 - second) / sum,
           product / sum - std::log(sum)};
 }
 
-// Reduces kept_ to its top_k best tokens. If top_k is 0, changes nothing.
+// Reduces kept_ to its top_k best tokens. If top_k is 0, does nothing.
 void Sampler::keep_best(const float* logits, int32_t top_k) {
   const auto count = static_cast<size_t>(top_k);
   if (count == 0 || count >= kept_.size()) return;
@@ -214,12 +214,12 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
   kept_.resize(count);
 }
 
-// Applies top_k and top_p, and stores the remaining tokens in kept_. The function uses bisection to
-// find the remaining tokens in linear time.
+// Applies top_k and top_p, and stores the remaining tokens in kept_. Uses bisection to find these
+// tokens in linear time.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // The total weight of all tokens below `least` is less than the weight that top_p may cut. So all
-  // these tokens are cut.
+  // All tokens with a weight below `least` are cut at once. Together, they weigh less than top_p
+  // may cut.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -228,8 +228,8 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // In each round of the bisection, the token of rank `first` remains, and the token of rank `last`
-  // is cut. `before` is the total weight of all tokens whose rank is below `first`.
+  // In each round of the bisection, the token of rank `first` stays, and the token of rank `last`
+  // is cut. `before` is the total weight of all tokens ranked before `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

@@ -1,11 +1,11 @@
-// Draws a token at random from a row of logits l, with the probabilities softmax(l / T). Here T is
+// Draws a token at random from a row of logits l. The probabilities are softmax(l / T), where T is
 // the temperature.
 //
 // The Gumbel method gives each token a uniform random number u, and draws the token with the
 // largest l/T - ln(-ln u) (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). The computation
-// uses fp64. u is a pure function of the seed, step, position and token. So the same token is drawn
-// on any engine, with any number of threads, and in any batch. A small change of the logits changes
-// the drawn token only rarely.
+// uses fp64. u depends only on the seed, step, position and token. So the same token is drawn on
+// any engine, with any number of threads, and in any batch. A small change of the logits rarely
+// changes the drawn token.
 #pragma once
 
 #include <array>
@@ -15,35 +15,35 @@
 
 namespace dlm {
 
-// How to draw a token at a temperature above 0. First, all tokens except the `top_k` most likely
-// tokens are cut. If `top_k` is 0, no token is cut. Then the n most likely tokens remain, and all
-// other tokens are cut. n is the smallest number for which the total probability of these tokens is
-// above `top_p`. The probabilities are computed at the temperature.
+// How to draw a token at a temperature above 0. Before the draw, tokens are cut, which means that
+// they cannot be drawn. First, `top_k` cuts all tokens except the `top_k` most likely ones. If
+// `top_k` is 0, this cuts no token. Then `top_p` cuts all tokens except the n most likely ones. n
+// is the smallest number for which the probabilities of the n tokens add up to more than `top_p`.
+// These probabilities are computed at the temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
 };
 
-// The random numbers of a draw depend only on this key: the request's seed, the pass, and the
+// The random numbers of a draw depend only on this key: the seed, the number of the pass, and the
 // canvas position.
 struct DrawKey {
   uint64_t seed;
   uint32_t step, position;
 };
 
-// A token cannot win if its logit is too far below the best logit. kFarthest is the limit for this
-// difference, divided by the temperature. The limit exists because the random part is always
-// between -ln(53 ln 2) and 53 ln 2.
+// A token cannot win if (best logit - its logit) / temperature is above kFarthest. The reason is
+// that the random part of a token's score is always between -ln(53 ln 2) and 53 ln 2.
 constexpr double kFarthest = 42;
 
-// Finds the token with the largest sum of random noise and log weight. The caller passes every
+// Finds the token with the largest sum of log weight and random noise. The caller passes every
 // token to `see` or `see_row`. There must be at least one token.
 class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
 
   void see(int32_t token, double log_weight);
-  // Makes later calls of `see` faster, for tokens below vocab_size. `spare` is scratch memory that
+  // Makes later calls of `see` faster for tokens below vocab_size. `spare` is scratch memory, and
   // must outlive this object.
   void prepare(int32_t vocab_size, std::vector<float>& spare);
   // Calls `see` for the tokens from `first` to `last` - 1. The log weight of a token is
@@ -59,14 +59,14 @@ class Winner {
   const DrawKey key_;
   std::array<uint32_t, 4> words_{};
   int32_t pair_ = -1, token_ = 0;
-  // Per token: a lower bound of 1 - u; NULL if prepare() was not called.
+  // For each token, a lower bound of 1 - u. NULL if prepare() was not called.
   const float* spare_ = nullptr;
   double best_ = -std::numeric_limits<double>::infinity(),
          scale_ = std::numeric_limits<double>::infinity();
 };
 
-// The last token of a row that may be drawn after top_k and top_p cut the others. The tokens are
-// sorted by descending logit, then by ascending id. By default, no token is cut.
+// The last token of a row that is not cut. For this, the tokens are sorted by descending logit, and
+// tokens with equal logits by ascending id. By default, no token is cut.
 struct Cut {
   float logit = -std::numeric_limits<float>::infinity();
   int32_t token = std::numeric_limits<int32_t>::max();
@@ -78,17 +78,17 @@ struct Cut {
   }
 };
 
-// A drawn token, and some properties of the distribution from which it was drawn. All fields except
-// the token are NaN if a logit is NaN or +inf.
+// A drawn token, and properties of the distribution. If a logit is NaN or +inf, all fields except
+// the token are NaN.
 struct Draw {
   int32_t token;
   double prob;             // probability of the token
-  double margin, entropy;  // `margin` is p1 - p2, and `entropy` is sum p ln p
+  double margin, entropy;  // `margin` is p1 - p2 (the two largest probabilities), and `entropy` is
+                           // sum p ln p
 };
 
-// The fields of a Draw to compute. `token`: only the token. `distribution`: the token, prob and
-// margin. `entropy`: all fields. In each case, all fields except the token are NaN if a logit is
-// NaN or +inf.
+// Selects the fields of a Draw that are computed. `token`: only the token. `distribution`: the
+// token, prob and margin. `entropy`: all fields.
 enum class Told { token, distribution, entropy };
 
 // Draws tokens from one row of logits [vocab_size]. Never draws the token `left_out`. The object
@@ -96,12 +96,12 @@ enum class Told { token, distribution, entropy };
 class Sampler {
  public:
   // Draws a token. If a logit is NaN or +inf, or if all logits are -inf, all fields except the
-  // token are NaN. Otherwise, only the fields that `told` selects are defined.
+  // token are NaN. Otherwise, only the fields that `told` selects are valid.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling,
             const DrawKey& key, Told told);
 
-  // Finds the last token of a row that may be drawn after top_k and top_p cut the others. If a row
-  // contains NaN, or contains no finite logit, no token is cut.
+  // Finds the last token of a row that top_k and top_p do not cut. If a logit of the row is NaN or
+  // +inf, or if all logits are -inf, no token is cut.
   Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
@@ -122,7 +122,7 @@ class Sampler {
 
   std::vector<double> weights_;  // [V], the weights exp((logit - best logit) / temperature)
   double total_ = 0;             // sum of weights_
-  std::vector<int32_t> kept_;    // tokens that may be drawn; unused if no token is cut
+  std::vector<int32_t> kept_;    // the tokens that are not cut; unused if no token is cut
 };
 
 }  // namespace dlm

@@ -11,10 +11,10 @@
 
 namespace dlm {
 
-// Writes the prompt cache of the tokens in `canvas` to the file `path`. The number of tokens is a
-// multiple of format.page_rows. The denoiser has block-causal attention, and the engine takes
-// segments. Calls before_pass before each pass. Throws the errors of the engine, of before_pass and
-// of PromptCache::write.
+// Computes the keys and values of the tokens in `canvas`, and writes them as a prompt cache to the
+// file `path`. The number of tokens must be a multiple of format.page_rows. The denoiser must have
+// block-causal attention, and the engine must accept segments. Calls before_pass before each pass.
+// Throws the errors of the engine, of before_pass and of PromptCache::write.
 void save_prompt(const Denoiser& denoiser, Engine& engine, const PromptCacheFormat& format,
                  const std::vector<int32_t>& canvas, const std::string& path,
                  const std::function<void()>& before_pass);

@@ -1,11 +1,11 @@
-// A PassMaker that runs different requests in one pass. Each canvas is one segment of the pass. The
-// arena, a memory area that all requests share, contains the cache rows of all canvases.
+// A PassMaker that can run different requests in one pass. Each canvas is one segment of the pass.
+// All requests share one memory area, the arena, which stores the cache rows of all canvases.
 //
-// Pieces, arena parts and segments are in the same order: member by member, and canvas by canvas. A
-// member owns its places in the arena until the member is destroyed. A request sees the rows of
-// another request only if both requests have the same tokens up to the end of these rows. Requests
-// then use the same pages of the arena. Rows that no request has computed can come from a prompt
-// cache with the same tokens.
+// The lists of pieces, of places in the arena and of segments have the same order: by member, then
+// by canvas. A member owns its places in the arena until the member is destroyed. Requests whose
+// tokens are equal from the start share the pages of the arena that store the rows of these tokens.
+// So a request never sees rows of another request that belong to different tokens. If no request
+// has computed the rows of some tokens, they can come from a prompt cache with the same tokens.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -14,14 +14,14 @@
 namespace dlm {
 namespace {
 
-// The largest size of the logits in a pass of several requests, in bytes. If the logits would be
-// larger, the requests take turns.
+// The largest size of the logits of a shared pass, in bytes. If the logits would be larger, the
+// requests take turns.
 constexpr double kMostLogits = 256 << 20;
 
 class SharingMember final : public Member {
  public:
-  // The arena must have room for the canvases. The first tokens of each canvas may be stored
-  // already.
+  // The arena must have room for the canvases. The rows of the first tokens of each canvas may
+  // already be stored.
   SharingMember(Request& request, Arena& arena, const std::vector<Arena::Wanted>& wanted)
       : Member(request), places(arena.take(wanted)), exact(wanted.front().stored), arena_(arena) {
     reused = exact;
@@ -30,7 +30,7 @@ class SharingMember final : public Member {
     for (const Arena::Handle place : places) arena_.give_back(place);
   }
 
-  const std::vector<Arena::Handle> places;  // one per canvas
+  const std::vector<Arena::Handle> places;  // one place per canvas
   int32_t exact;                            // see Request::exact_after
 
  private:
@@ -98,7 +98,7 @@ class SharedPasses final : public PassMaker {
     buffers.score_rows.clear();
     std::vector<Piece> pieces;
     std::vector<Arena::Part> parts;
-    int64_t first = 0;  // first row of the canvas among all rows of the pass
+    int64_t first = 0;  // index of the canvas's first row among all rows of the pass
     for (Member* const each : members) {
       auto& member = static_cast<SharingMember&>(*each);
       const Request& request = member.request;
@@ -141,8 +141,8 @@ class SharedPasses final : public PassMaker {
   uint64_t prefix_bytes() const override { return arena_->shared_bytes(); }
 
  private:
-  // Returns true if both members would compute the same page. One of them can then wait for the
-  // rows of the other.
+  // Returns true if both members would compute the same page next. Then `one` can wait until
+  // `other` has stored the page.
   bool fill_alike(const Member& one, const Member& other) const {
     const Request &mine = one.request, &theirs = other.request;
     if (!arena_->shares() || !mine.is_filling() || !theirs.is_filling()) return false;
@@ -166,8 +166,9 @@ class SharedPasses final : public PassMaker {
     }
   }
 
-  // Lists the canvases of a request, with the number of leading tokens whose rows are stored. All
-  // canvases of a request run the same passes, so this number is the same for all canvases.
+  // Lists the canvases of a request. For each canvas, the result says how many leading tokens have
+  // stored rows. All canvases of a request run the same passes, so this number is the same for all
+  // of them.
   std::vector<Arena::Wanted> wanted_by(const Request& request) const {
     const size_t rows = request.has_cache() ? request.canvas().size() : 0;
     int32_t stored = request.reusable();

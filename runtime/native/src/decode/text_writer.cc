@@ -17,8 +17,8 @@ class WindowDecoder {
     window_.insert(window_.end(), ids, ids + count);
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
-    // The text may end with an incomplete character. The next ids may complete this character, so
-    // the function does not return this character yet.
+    // The text may end with an incomplete character. The next ids may complete it, so the function
+    // does not return it yet.
     const size_t mark = kReplacement.size();
     while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
       whole.remove_suffix(mark);
@@ -51,7 +51,7 @@ class WindowDecoder {
   dlm_decode_fn decode_;
   void* user_;
   std::vector<int32_t> window_;
-  size_t told_ = 0;  // number of bytes of the window's text that were already returned
+  size_t told_ = 0;  // number of bytes of the window's text that the decoder has returned
 };
 
 }  // namespace
@@ -95,11 +95,11 @@ bool TextWriter::read(const Request& request) {
   return !is_stopped_;
 }
 
-// Moves text from held_ to text_. The end of the text stays in held_ if it may be the start of a
-// stop string.
+// Moves text from held_ to text_. If the end of the text may be the start of a stop string, it
+// stays in held_.
 void TextWriter::give(bool is_last) {
-  // Finds the stop string that is complete first. So the result does not depend on how many tokens
-  // arrive at a time.
+  // Find the stop string that is complete first. So the result does not depend on how many tokens
+  // each call decodes.
   size_t end = std::string::npos, stop_end = std::string::npos;
   for (const std::string& stop : stop_strings_) {
     const size_t at = held_.find(stop);

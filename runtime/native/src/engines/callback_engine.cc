@@ -1,5 +1,5 @@
-// An engine that calls a function of the program for each pass. Tests use this engine to run a
-// denoiser in torch.
+// An engine that calls a function of the program for each pass. Tests use it to run a denoiser in
+// torch.
 #include <limits>
 
 #include "base/error.h"
@@ -33,7 +33,7 @@ class Callback final : public HostEngine {
   std::string description() const override { return "callback"; }
 
  private:
-  // Returns true if no logit of a row is NaN or +inf. Ignores the mask token's logit.
+  // Returns true if no logit of the row is NaN or +inf. Ignores the logit of the mask token.
   bool is_usable(const float* logits) const {
     bool is_usable = true;
     for (const auto& [first, last] :

@@ -1,9 +1,9 @@
 // The interface between the decoding loop and the engines that run the denoiser.
 //
-// An Engine holds the denoiser's weights, which all threads share. Each session opens a Context.
-// The Context owns the session's buffers and its cache of keys and values. The cache is in the
-// memory that the engine uses (host or device). The decoding loop never accesses the keys and
-// values. For each pass, the decoding loop only tells the Context how the pass uses the cache.
+// An Engine owns the denoiser's weights, which all threads share. Each session opens a Context,
+// which owns the session's buffers and its cached keys and values. They are in the memory that the
+// engine uses (host or device). The decoding loop never accesses the keys and values. For each
+// pass, the loop only tells the Context how the pass uses the cache.
 #pragma once
 
 #include <algorithm>
@@ -19,9 +19,8 @@
 
 namespace dlm {
 
-// The shape and number format of one layer's cache. The keys have the shape [B, kv_heads, rows,
-// head_size] for B requests. The values have the same shape. With int8, each row ends with its
-// scale.
+// The shape and element type of one layer's cache. The keys have the shape [B, kv_heads, rows,
+// head_size] for B requests, and so do the values. With int8, each row ends with its scale.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
@@ -41,55 +40,56 @@ inline uint64_t row_bytes(const CacheShape& cache) {
   return row;
 }
 
-// The properties of the denoiser that the decoding loop needs. These properties were already
-// checked.
+// The properties of the denoiser that the decoding loop needs. They have already been checked.
 struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
-  CacheShape cache;  // the list of layers is never empty, but is unused if has_cache is false
+  CacheShape cache;  // never empty; unused if has_cache is false
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
-  int32_t max_new_tokens = 128;  // new tokens of a request that does not set max_new_tokens
+  int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
 
   bool is_end(int32_t token) const {
     return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();
   }
 };
 
-// How a pass uses the cache of its context. T is the number of new tokens, and S is the number of
-// cached positions that the pass reads.
+// How a pass uses the cache of its context. T is the number of new tokens in the pass. S is the
+// number of cached positions that the pass reads.
 enum class CacheUse {
   none,  // reads no rows (S is 0), and does not store the T new rows
-  // Reads no rows (S is 0). Stores the T new rows, and drops all other rows. keep_outside then
-  // selects some of the T new rows. `fill` also sets the batch size B of the cache.
+  // Reads no rows (S is 0). Stores the T new rows, and drops all other rows. Then keep_outside
+  // selects which of the new rows later passes read. This use also sets the batch size B of the
+  // cache.
   write,
   read,     // reads the S rows that keep_outside selected, and stores no rows
   refresh,  // reads the same rows as `read`, and stores the T new rows
-  append    // reads the rows of positions 0 to S - 1, and stores only the T new rows, after them
+  append    // reads the rows of positions 0 to S - 1, and stores the T new rows after them
 };
 
-// Returns true if a pass with this use stores its new rows.
+// Returns true if a pass with this CacheUse stores its new rows.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
 
-// Returns the number of rows to allocate if `rows` rows are needed. If memory must grow, the
-// capacity at least doubles, so that rows are copied only a few times. The result does not exceed
-// the length of the longest canvas, unless `rows` exceeds this length.
+// Returns the number of rows to allocate if `rows` rows are needed. If the memory must grow, its
+// size at least doubles, so that rows are rarely copied. The result is at most `longest`, the
+// length of the longest canvas, unless `rows` is larger than that.
 inline int32_t grown(int32_t capacity, int32_t rows, int32_t longest) {
   return std::max(rows, capacity > longest / 2 ? longest : 2 * capacity);
 }
 
-// Holds pointers to the keys and values of all layers, and writes these pointers into a pass.
+// Contains pointers to the keys and values of all layers, and writes them into a pass.
 class KeyValues {
  public:
   explicit KeyValues(size_t layers) : nothing_(layers) {
     for (const int i : {0, 1}) past_[i].resize(layers), present_[i].resize(layers);
   }
 
-  // Tensor 2i contains the keys of layer i, and tensor 2i + 1 contains the values.
+  // Sets the address of one tensor. Tensor 2i contains the keys of layer i, and tensor 2i + 1
+  // contains the values.
   void set_past(size_t tensor, const void* rows) { past_[tensor % 2][tensor / 2] = rows; }
   void set_present(size_t tensor, void* rows) { present_[tensor % 2][tensor / 2] = rows; }
 
-  // Sets the pointers of a pass. The pointers stay valid until this object is destroyed.
+  // Sets the pointers in a pass. They are valid until this object is destroyed.
   void put(dlm_pass& pass, bool has_past, bool has_present) const {
     pass.layers = static_cast<int32_t>(nothing_.size());
     pass.past_keys = (has_past ? past_[0] : nothing_).data();
@@ -107,20 +107,19 @@ class Context {
  public:
   virtual ~Context() = default;
 
-  // Runs one pass over contiguous positions. All requests of the batch have the same positions. The
-  // context sets the fields `layers` and the pointers to keys and values. The caller sets all other
-  // fields of the pass. Throws Error(DLM_ENGINE_FAILED) or a different error that ends the request.
+  // Runs one pass over consecutive positions, which are the same for all requests of the batch. The
+  // context sets the field `layers` and the pointers to keys and values. The caller sets all other
+  // fields of the pass. Throws Error(DLM_ENGINE_FAILED), or another error that ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Selects the rows that later passes read. These are the rows of all positions before `first`,
-  // and the rows of all positions from `last` on. Each selected row must be stored already, or must
-  // have been computed by the preceding pass. The order of the rows does not matter, because keys
-  // include their positions.
+  // Selects the rows that later passes read: the rows of all positions before `first`, and of all
+  // positions from `last` on. Each of these rows must be in the cache already, or must have been
+  // computed by the last pass. The context may store the rows in any order, because keys include
+  // their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // Returns the number of bytes of the batch's keys and values. The number includes the keys and
-  // values of the whole canvas. With `append`, the number includes only the rows that were appended
-  // so far.
+  // Returns the number of bytes of the keys and values of all requests in the batch. The number
+  // covers the whole canvas. With `append`, it covers only the rows that were appended so far.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -131,36 +130,36 @@ class Engine {
   virtual ~Engine() = default;
 
   // Opens a context. Only one thread may use a context at a time. The engine must outlive the
-  // context. `longest` is the denoiser's max_canvas_length, which limits the rows of a cache that
-  // grows by `append`.
+  // context. `longest` is the denoiser's max_canvas_length. It limits the number of rows in a cache
+  // that grows by `append`.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Returns true if one pass can run several requests of different shapes as segments. If the
-  // result is false, requests of the same shape run in lockstep.
+  // Returns true if one pass can run several requests of different shapes, each as a segment.
+  // Otherwise, requests of the same shape run in lockstep.
   virtual bool takes_segments() const { return false; }
 
-  // Allocates cache rows (of keys and values) for passes that several requests share. The arguments
-  // are those of Arena's constructor. Returns NULL if the engine does not support such passes. The
-  // engine must outlive the arena.
+  // Allocates cache rows for passes that several requests share. The arguments are those of Arena's
+  // constructor. Returns NULL if the engine does not support these passes. The engine must outlive
+  // the arena.
   virtual std::unique_ptr<Arena> open_arena(int32_t page_rows, int64_t rows, int64_t most_idle);
 
   // Returns one line of text with the engine's name, version and provider.
   virtual std::string description() const = 0;
 
-  // Returns the largest number of rows that a pass may score, if the pass has `tokens` new tokens
-  // and reads `cached` cached tokens. The result 0 means that the engine cannot run such a pass.
+  // Returns the largest number of rows that a pass may score. The pass has `tokens` new tokens, and
+  // reads `cached` cached tokens. The result is 0 if the engine cannot run such a pass.
   virtual int32_t max_rows(int32_t /*tokens*/, int32_t /*cached*/) const { return INT32_MAX; }
 
   // Returns the largest number of requests that one pass can run.
   virtual int32_t max_batch() const { return INT32_MAX; }
 
-  // Describes the limits of max_rows, for messages. Returns "" if there is no limit.
+  // Describes the limits of max_rows, for messages. Returns "" if there are no limits.
   virtual std::string limits() const { return ""; }
 };
 
-// The base class of engines that need only the buffers in dlm_pass. The engine's contexts own the
-// cache, and set the pass's pointers to the cached rows. The cache is in host memory, unless a
-// derived class opens a different type of context.
+// The base class of engines that need only the buffers in dlm_pass. The contexts of these engines
+// own the cache, and set the pointers of each pass to the cached rows. The cache is in host memory,
+// unless a derived class opens another type of context.
 class HostEngine : public Engine {
  public:
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
@@ -169,9 +168,9 @@ class HostEngine : public Engine {
   std::unique_ptr<Arena> open_arena(int32_t page_rows, int64_t rows, int64_t most_idle) override;
 
   // Runs a pass. The caller has set all fields of dlm_pass. Several contexts may call this function
-  // at the same time. If `segments` is empty, the pass runs B requests of the same shape. If
-  // `segments` is not empty, it divides the tokens between requests. In this case, B is 1, and S is
-  // the total number of cached rows of all requests.
+  // at the same time. If `segments` is empty, the pass runs B requests of the same shape. Otherwise
+  // B is 1, and the segments say which tokens and cached rows belong to which request. Then S is
+  // the number of cached rows that the segments can refer to.
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
@@ -184,22 +183,22 @@ struct PortNames {
     std::string past_key, past_value, present_key, present_value;
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
-  std::string segments{};  // "" if the graph has no such input
+  std::string segments{};  // "" if the graph does not have this input
   std::vector<Layer> layers{};
 };
 
-// The properties of a bundle's graph that engines need. The manifest lists them.
+// The properties of a bundle's graph that engines need. They come from the manifest.
 struct GraphSpec {
   std::string path;         // path of denoiser.onnx
   std::string device_path;  // path of device.onnx, a version of the graph for GPUs; may be empty
   int32_t vocab_size, top_k;
   CacheShape cache;
   int32_t cache_type;  // element type of the cache, see engines/graph_contract.h
-  bool simulated;      // true: the graph computes on quantised numbers in floating point
+  bool simulated;      // true: the graph uses floating-point operations on quantised numbers
   PortNames ports;     // has one entry for each layer of `cache`
 };
 
-// The smallest and the largest size that an engine's profile accepts, and the size for which the
+// The smallest and the largest size that a profile of an engine accepts, and the size for which the
 // profile was tuned.
 struct Sizes {
   int32_t smallest, best, largest;
@@ -219,12 +218,13 @@ inline std::string sm_text(int32_t sm) {
 struct EngineSpec {
   std::string target, path, builder, version;  // builder is "tensorrt" or "tensorrt_rtx"
   std::string bundle;                          // the bundle's folder, for messages
-  std::vector<int32_t> sm;  // compute capabilities of devices that can run the engine; 89 means 8.9
+  std::vector<int32_t> sm;  // compute capabilities of the devices that can run the engine; 89 means
+                            // 8.9
   Profile prefill, block;   // the engine's profiles 0 and 1
 };
 
-// The ONNX Runtime provider that runs the graph. The fields have the same names and defaults as in
-// dlm_open_options.
+// Selects the provider of ONNX Runtime that runs the graph. The fields have the same names and
+// defaults as in dlm_open_options.
 struct ProviderChoice {
   std::string name = "cpu";
   int32_t device = 0;
@@ -233,30 +233,30 @@ struct ProviderChoice {
   bool is_gpu() const { return name != "cpu"; }
 };
 
-// Opens an engine that runs the graph with ONNX Runtime. libonnxruntime is loaded from the path
-// `library`. If `library` is empty, libonnxruntime is loaded as the comment of
-// dlm_open_options.engine_library describes. If `threads` is 0, the engine uses all cores. Throws
+// Opens an engine that runs the graph with ONNX Runtime. Loads libonnxruntime from the path
+// `library`. If `library` is empty, searches for libonnxruntime as described in dlm_runtime.h at
+// dlm_open_options.engine_library. If `threads` is 0, the engine uses all cores. Throws
 // Error(DLM_ENGINE_MISSING) if the library, its provider or a dependency is missing. Throws
-// Error(DLM_UNSUPPORTED) if nodes would run on the CPU and `provider` does not allow fallback to
-// the CPU.
+// Error(DLM_UNSUPPORTED) if nodes would run on the CPU and `provider` does not allow that.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
-// Opens the TensorRT engine of the bundle that can run on the device with the installed TensorRT.
-// TensorRT is loaded from the path `library`. If `library` is empty, TensorRT is loaded as the
-// comment of dlm_open_options.engine_library describes. Throws Error(DLM_ENGINE_MISSING) if the
+// Opens the TensorRT engine of the bundle that can run on this device with the installed TensorRT.
+// Loads TensorRT from the path `library`. If `library` is empty, searches for TensorRT as described
+// in dlm_runtime.h at dlm_open_options.engine_library. Throws Error(DLM_ENGINE_MISSING) if the
 // library or a dependency is missing. Throws Error(DLM_UNSUPPORTED) if no engine of the bundle can
 // run.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-// Makes an engine that calls the program's function `run` for each pass. If a row contains a NaN or
-// +inf logit, the probabilities of the row become NaN. A NaN ends the request with an error.
+// Makes an engine that calls the program's function `run` for each pass. If `run` returns a NaN or
+// +inf logit in a row, the engine sets the row's probabilities to NaN. Then the request ends with
+// an error.
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
-// Makes an engine that runs no passes, for a bundle that is only inspected. Every pass throws
-// Error(DLM_UNSUPPORTED).
+// Makes an engine that cannot run passes, for a program that only inspects a bundle. Every pass
+// throws Error(DLM_UNSUPPORTED).
 std::unique_ptr<Engine> make_none(CacheShape cache);
 
 }  // namespace dlm

@@ -30,8 +30,8 @@ size_t element_bytes(int32_t type) {
 
 std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached,
                                    int32_t rows) const {
-  // `sizes` has the order of enum Extent, whose values are -1 to -4. So the size of a dim below 0
-  // is at index -1 - dims[i].
+  // `sizes` is in the order of enum Extent, whose values are -1 to -4. So a dim below 0 has its
+  // size at index -1 - dims[i].
   const int64_t sizes[] = {tokens, cached, rows, batch};
   std::array<int64_t, 4> out{};
   for (size_t i = 0; i < dims.size(); ++i) out[i] = dims[i] < 0 ? sizes[-1 - dims[i]] : dims[i];
@@ -76,9 +76,8 @@ Port* find_port(std::vector<Port>& ports, const std::string& name) {
 
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims) {
-  // If a size changes from pass to pass, the size must be open (below 0) in the graph. If the
-  // manifest fixes a size, the size may still be open in the graph, because the sizes of each pass
-  // are checked.
+  // A size that changes from pass to pass must be open (below 0) in the graph. A size that the
+  // manifest fixes may be open too, because the sizes of each pass are checked.
   const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
   if (type != port.type ||
       !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits))
@@ -105,8 +104,8 @@ void check_finite(const float* top_probs, size_t count) {
 }
 
 void check_pass(const dlm_pass& pass) {
-  // If a pass scores 0 rows, a kernel of ONNX Runtime before 1.31 divides by zero, which ends the
-  // process.
+  // If a pass scores 0 rows, a kernel of ONNX Runtime before 1.31 divides by zero, which crashes
+  // the process.
   if (pass.batch < 1 || pass.tokens < 1 || pass.cached < 0 || pass.rows < 1)
     fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows", pass.batch, pass.tokens,
          pass.cached, pass.rows);

@@ -1,5 +1,5 @@
-// The inputs and outputs that a bundle's graph must have. The manifest lists these inputs and
-// outputs. All engines use this file to check graphs and passes against the manifest.
+// The inputs and outputs that a bundle's graph must have, according to the manifest. All engines
+// use this file to check graphs and passes.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, 
 
 size_t element_bytes(int32_t type);
 
-// These numbers in a Port's dims represent sizes that change from pass to pass: T tokens, S cached
-// tokens, R scored rows, and B requests. All other numbers in dims are fixed sizes.
+// Negative numbers in a Port's dims stand for sizes that change from pass to pass: T tokens, S
+// cached tokens, R scored rows, and B requests. All other numbers in dims are fixed sizes.
 enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4 };
 
 using Dims = std::vector<int64_t>;
@@ -41,7 +41,7 @@ struct Port {
 // All inputs and outputs of a graph, which are called ports. The inputs are input_ids, position_ids
 // and score_rows, then the past key and past value of every layer. The outputs are top_token,
 // top_prob, entropy and logits, then the present key and present value of every layer. The manifest
-// contains the names of the ports. The order of the ports in the graph does not matter.
+// gives the name of each port. The graph may have its ports in any order.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };
@@ -54,9 +54,10 @@ Ports list_ports(const GraphSpec& graph, int64_t batch);
 // Returns the port with this name, or nullptr if there is no such port.
 Port* find_port(std::vector<Port>& ports, const std::string& name);
 
-// Compares `type` and `dims` from the graph with the type and dims of the port, and marks the port
-// as found. Dims below 0 are open. Throws Error(DLM_BAD_BUNDLE) if the type or the dims differ. The
-// message names the file `path` and the `kind` of port ("input" or "output").
+// Compares a port of the graph with the manifest, and marks the port as found. `type` and `dims`
+// come from the graph. A dim below 0 means that the graph accepts any size. Throws
+// Error(DLM_BAD_BUNDLE) if the type or the dims differ. The message contains the file `path` and
+// the `kind` of port ("input" or "output").
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims);
 
@@ -66,8 +67,8 @@ void check_complete(const std::string& path, const char* kind, const std::vector
 [[noreturn]] void refuse_port(const std::string& path, const char* kind, const std::string& name,
                               const std::string& reason);
 
-// Throws Error(DLM_ENGINE_FAILED) if a number in top_probs [B, R, K] is not finite. A NaN anywhere
-// in the denoiser makes one of these numbers NaN.
+// Throws Error(DLM_ENGINE_FAILED) if one of the `count` numbers in top_probs is not finite. A NaN
+// anywhere in the denoiser makes at least one of these numbers NaN.
 void check_finite(const float* top_probs, size_t count);
 
 // Throws Error(DLM_INTERNAL) if the pass has sizes that the decoding loop never uses.

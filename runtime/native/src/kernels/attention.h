@@ -7,12 +7,12 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// The number of tasks of a pass that is enough to keep many threads equally busy.
+// If a pass has at least this many tasks, many threads can share them evenly.
 constexpr int64_t kEnoughTasks = 128;
 
-// Prepares one head x [D] of a query or key. If there are norm weights, first normalises x
-// (RMSNorm). Then rotates the first rotary_size numbers of x (rotate-half) by the angles of the
-// position, which are in the cos and sin tables.
+// Prepares one head x [D] of a query or key. First normalises x (RMSNorm), if there are norm
+// weights. Then rotates the first rotary_size numbers of x (rotate-half). The cos and sin tables
+// contain the angles for each position.
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
   alignas(64) float normed[dlm::kLargestHeadSize];
@@ -37,24 +37,24 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
   for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
 }
 
-// Computes the attention of one tile of queries. The kQueries queries of a tile are in kVectors
-// vectors, one query per lane. The softmax is updated with each group of keys (online softmax;
-// Milakov and Gimelshein, arXiv:1805.02867). So the attention scores of a query are never stored
-// all at once.
+// Computes the attention of one tile of queries. A tile consists of kQueries queries in kVectors
+// vectors, one query per lane. After each group of keys, the softmax is updated (online softmax;
+// Milakov and Gimelshein, arXiv:1805.02867). So only the attention scores of one group are in
+// memory at a time.
 template <int kVectors>
 class Softmax {
  public:
   static constexpr int kQueries = kVectors * kLanes;
-  // The number of keys whose products are summed in parallel, to hide the latency of multiply-add
-  // instructions.
+  // The number of keys whose dot products are computed in parallel. This hides the latency of
+  // multiply-add instructions.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
-  // The number of keys whose attention scores are stored at a time. If there are few queries,
-  // reading memory limits the speed. So the current keys and values and the prefetched keys and
-  // values must fit the first-level cache together.
+  // The number of keys whose attention scores are stored at a time. With few queries, memory
+  // bandwidth limits the speed. So the first-level cache must have room for the current keys and
+  // values and for the prefetched keys and values.
   static constexpr int kKeys = kVectors == 1 ? 16 : 64 / kBlock * kBlock;
 
-  // `scores` is memory for kKeys * kQueries floats, which several tiles may share. `queries` and
-  // `sums` are memory for head_size * kQueries floats each.
+  // `scores` points to scratch memory for kKeys * kQueries floats, which several tiles may share.
+  // `queries` and `sums` point to scratch memory for head_size * kQueries floats each.
   void start(int64_t head_size, float* scores, float* queries, float* sums) {
     head_size_ = head_size, scores_ = scores, queries_ = queries, sums_ = sums;
     for (int64_t i = 0; i < head_size * kQueries; i += kLanes) simd::store(sums_ + i, simd::zero());
@@ -62,13 +62,13 @@ class Softmax {
       largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
   }
 
-  // Stores one query [D], multiplied by `scale`, in the given lane.
+  // Stores one query [D] in the given lane, multiplied by `scale`.
   void set_query(int64_t lane, const float* query, float scale) {
     for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
   }
 
-  // Sets, for each lane, the first and the last position that its query sees. add_seen hides the
-  // keys at other positions.
+  // Sets the first and the last position that each lane's query sees. add_seen ignores keys at all
+  // other positions.
   void set_seen(const int32_t* first_seen, const int32_t* last_seen) {
     all_see_ = any_sees_ = {first_seen[0], last_seen[0]};
     for (int lane = 1; lane < kQueries; ++lane) {
@@ -81,15 +81,15 @@ class Softmax {
     for (int v = 0; v < kVectors; ++v) {
       first_seen_[v] = simd::iload(first_seen + v * kLanes);
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
-      // The first maximum is finite, because a lane may see none of the first keys. With -inf, the
-      // code would compute -inf minus -inf, which is NaN.
+      // The initial maximum is finite, because a lane may see none of the first keys. If the
+      // initial maximum were -inf, the code would compute -inf minus -inf, which is NaN.
       largest_[v] = simd::set(kLowest);
     }
   }
 
-  // Adds `count` keys and values, at most kKeys, to the result. Both arrays are [count, D]. Calls
-  // `between` after the keys and before the values. `next_values` and `next_keys` are rows to
-  // prefetch while the keys and while the values are read.
+  // Adds `count` keys and values to the result. `count` is at most kKeys. Both arrays are [count,
+  // D]. Calls `between` after it has used the keys, and before it uses the values. While the keys
+  // are read, prefetches `next_values`. While the values are read, prefetches `next_keys`.
   template <class Between>
   void add(const float* keys, const float* values, int64_t count, const void* next_values,
            const void* next_keys, Between between) {
@@ -98,8 +98,9 @@ class Softmax {
     weigh(values, next_keys, count);
   }
 
-  // Adds the keys and values of the positions in `positions` [count], at most kKeys, which may be
-  // in any order. Skips keys at the start and at the end that no lane sees.
+  // Adds the keys and values of the positions in `positions` [count]. `count` is at most kKeys, and
+  // the positions may be in any order. Skips the keys at the start and at the end that no lane
+  // sees.
   void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t count) {
     int64_t first = 0, end = count;
     while (end > 0 && !any_sees_.contain(positions[end - 1])) --end;
@@ -124,7 +125,7 @@ class Softmax {
 
  private:
   // Computes the attention scores of `count` keys. At the same time, prefetches the rows at `next`,
-  // which are needed afterwards. The rows at `next` are in memory, because the weights have
+  // which are needed afterwards. The prefetch is useful because the denoiser's weights have
   // displaced these rows from the processor's caches. With kHides, a lane ignores keys at positions
   // that its query does not see.
   template <bool kHides>
@@ -137,7 +138,7 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        // If the block has fewer keys, its last key is repeated.
+        // Only the last block may have fewer keys. It repeats its last key.
         rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
@@ -165,7 +166,7 @@ class Softmax {
           sums[i] = simd::select_greater(simd::max(behind, before), simd::zero(),
                                          simd::set(-__builtin_inff()), sums[i]);
         }
-        // This maximum ignores NaN. But the exponential below makes the result NaN if a score is
+        // This maximum ignores NaN. If a score is NaN, the exponential below still makes the result
         // NaN.
         largest[v] = simd::max(sums[i], largest[v]);
         simd::store(out + i * kLanes, sums[i]);
@@ -188,8 +189,7 @@ class Softmax {
     }
   }
 
-  // Prefetches the float with the index `number` from `rows`. `number` may be past the end of the
-  // rows.
+  // Prefetches the float rows[number]. `number` may be past the end of the rows.
   [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
   }
@@ -238,26 +238,25 @@ class Softmax {
     bool contain(int64_t position) const { return position >= first && position <= last; }
   };
   I first_seen_[kVectors], last_seen_[kVectors];
-  // The positions that all lanes see, and the positions from the first to the last that a lane
+  // The range of positions that all lanes see, and the range of positions that at least one lane
   // sees.
   Limits all_see_, any_sees_;
   float *scores_, *queries_, *sums_;
 };
 
-// Several tiles of queries that attend to the same keys. A few keys at a time, called a group, are
-// added to all tiles. So these keys are read from memory and widened only once for all tiles.
+// Several tiles of queries that attend to the same keys. The keys are processed in groups of a few
+// keys. Each group is read from memory and converted to floats once, and then added to all tiles.
 //
-// Groups do not depend on which rows are cached and which are new: each group is filled before the
-// next group starts, and may contain both. So with block-causal attention, a prompt that is
-// computed in several passes gives the same sums, to the last bit, as a prompt that is computed in
-// one pass.
+// Each group is filled completely before the next group starts, and may contain both cached and new
+// rows. So the groups do not depend on which rows are cached. With block-causal attention, a prompt
+// therefore gives the same sums, to the last bit, in one pass and in several passes.
 template <int kVectors>
 class QueryTiles {
  public:
   static constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
 
-  // Returns the largest number of tiles. The queries and sums of all tiles fit the second-level
-  // cache.
+  // Returns the largest number of tiles for which the queries and sums of all tiles fit the
+  // second-level cache.
   static int64_t most(int64_t head_size) {
     return kVectors == 1 ? 1 : least(kMostTiles, dlm::kLargestHeadSize / head_size);
   }
@@ -275,7 +274,7 @@ class QueryTiles {
   Softmax<kVectors>& operator[](int64_t tile) { return tiles_[tile]; }
 
   // Adds `rows` keys and values to the result. Both arrays are [rows, D]. If `positions` [rows] is
-  // not NULL, each query ignores the keys that it does not see.
+  // not NULL, each query ignores the keys at positions that it does not see.
   void add(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
     while (rows > 0) {
       const int64_t count = next(rows);
@@ -291,12 +290,13 @@ class QueryTiles {
     }
   }
 
-  // Adds `rows` keys and values that are in the format of the cache. Every query sees these keys.
+  // Adds `rows` keys and values that are stored in the cache's format. Every query sees these keys.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t size = head_size_, bytes = Rows::bytes(size);
     alignas(64) float wide_keys[kWidened], more[kVectors == 1 ? 1 : kWidened];
-    // A single tile needs the keys no more when it adds the values.
+    // If there is only one tile, the keys are no longer needed when the values are added. So the
+    // values may overwrite the keys.
     float* const wide_values = kVectors == 1 ? wide_keys : more;
     const auto widen = [size, bytes](const uint8_t* stored, int64_t count, float* wide)
                            __attribute__((always_inline)) {
@@ -321,7 +321,7 @@ class QueryTiles {
     }
   }
 
-  // Adds the rows of the last group. Call this function before the tiles return their results.
+  // Adds the rows of the last group, which may be incomplete. Call this function before get_result.
   void finish() {
     if (held_ == 0) return;
     add_group(held_keys_, held_values_, hides_ ? held_positions_ : nullptr, held_);
@@ -330,16 +330,17 @@ class QueryTiles {
 
  private:
   static constexpr int64_t kKeys = Softmax<kVectors>::kKeys, kMostTiles = kVectors == 1 ? 1 : 8;
-  // If there are few queries, reading memory limits the speed, so rows are not copied.
+  // True if rows are copied until a group is complete. With few queries, memory bandwidth limits
+  // the speed, so rows are not copied.
   static constexpr bool kHolds = kVectors > 1;
 
-  // The largest number of floats in the keys of a group. With one vector of queries, these floats
-  // fit the first-level cache. Otherwise they fit the second-level cache.
+  // The largest number of floats in the keys of a group. With one vector of queries, the floats fit
+  // the first-level cache. Otherwise they fit the second-level cache.
   static constexpr int64_t kWidened = kVectors == 1 ? 4096 : 8192;
 
   // Returns how many of the next `rows` rows belong to the current group.
   int64_t next(int64_t rows) const { return least(rows, group_ - held_); }
-  // Returns true if the next `count` rows are only a part of a group.
+  // Returns true if the next `count` rows must be copied, because they do not fill a whole group.
   bool is_held(int64_t count) const { return kHolds && count < group_; }
 
   // Copies rows of a group that is not complete yet.
@@ -347,7 +348,8 @@ class QueryTiles {
   void hold(int64_t count, const int64_t* positions, Copy copy) {
     for (int64_t row = 0; row < count; ++row, ++held_) {
       copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
-      // Every query sees cached rows, and every query sees position 0.
+      // Cached rows get position 0. Every query sees position 0, and every query sees all cached
+      // rows.
       held_positions_[held_] = positions == nullptr ? 0 : positions[row];
     }
     if (held_ == group_) finish();
@@ -367,7 +369,7 @@ class QueryTiles {
   alignas(64) float scores_[kKeys * kQueries];
   alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
-  // The first rows of a group that is not complete yet.
+  // rows that were copied for an incomplete group
   int64_t held_ = 0, held_positions_[kHolds ? kKeys : 1];
   alignas(64) float held_keys_[kHolds ? kWidened : 1];
   alignas(64) float held_values_[kHolds ? kWidened : 1];
@@ -383,9 +385,9 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
   }
 }
 
-// The tokens of one request, and the request's rows in one key/value head.
+// One request's tokens, and its rows of one key/value head.
 struct Part {
-  dlm::Segment segment;  // the first segment
+  dlm::Segment segment;  // the request's first segment
   int64_t number, batch, kv_head;
 
   Part(const dlm::CachedAttention& a, int64_t number, int64_t head)
@@ -394,8 +396,9 @@ struct Part {
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // Returns the index of the request's first new row, or of the first cached row of a segment, in
-  // an array [B, Hkv, rows]. Hkv is the number of key/value heads.
+  // first_new returns the index of the request's first new row in an array [B, Hkv, rows].
+  // first_past returns the index of a segment's first cached row. Hkv is the number of key/value
+  // heads.
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
@@ -404,7 +407,7 @@ struct Part {
   }
 };
 
-// Writes the new keys and values of one head twice: as floats, and in the format of the cache.
+// Writes the new keys and values of one head as floats, and also in the format of the cache.
 inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
@@ -423,7 +426,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
     store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
 }
 
-// Adds the cached keys and values of one segment and one head to the softmax.
+// Adds the cached keys and values of one segment and one head to the results of the queries.
 template <class Attending>
 void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segment& of,
               Attending& softmax) {
@@ -441,13 +444,13 @@ void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segmen
   }
 }
 
-// Runs attention for the requests that a.computes() selects. All query heads that share a key/value
-// head are processed together. Their queries are sorted by token and then by head.
+// Computes the attention of the requests that a.computes() selects. All query heads that share a
+// key/value head are processed together. Their queries are sorted by token, then by head.
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = QueryTiles<kVectors>::kQueries;
   const int64_t D = a.head_size, group = a.heads / a.kv_heads, parts = a.parts();
-  // A task has several tiles only if enough tasks remain for many threads.
+  // A task gets several tiles only if there are still enough tasks for many threads.
   const int64_t all = a.batch * a.tokens * a.heads / kQueries,
                 most_tiles = most(1, least(QueryTiles<kVectors>::most(D), all / kEnoughTasks)),
                 most_queries = most_tiles * kQueries;
@@ -459,16 +462,16 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     tasks += tasks_of(number);
     most_tasks = most(most_tasks, tasks_of(number));
   }
-  // If a head of a request has several tasks, all of them read the new rows. So the new rows must
-  // be written before the tasks start.
+  // If several tasks work on one head of a request, all of them read the new rows. So the new rows
+  // must be written before these tasks start.
   if (most_tasks > 1) {
     parallel.each(parts * a.kv_heads, [&](int64_t i) {
       const int64_t number = i / a.kv_heads;
       if (tasks_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
-  // The softmax uses powers of 2 instead of powers of e. So queries are multiplied by log2(e), as
-  // well as by the usual 1 / sqrt(D).
+  // The softmax uses powers of 2 instead of powers of e. So queries are multiplied by log2(e), and
+  // by the usual factor 1 / sqrt(D).
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
   parallel.each(tasks * a.kv_heads, [&](int64_t i) {
     // The tasks of one request and one key/value head have consecutive indices.
@@ -479,7 +482,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     const int64_t queries = a.queries(number);
     const int64_t first = at % own * most_queries, last = least(first + most_queries, queries);
     if (own == 1) keep_new_rows(a, part);
-    const auto offset = [&](int64_t query) {  // offset of the query's row in q and in y
+    const auto offset = [&](int64_t query) {  // Returns the offset of the query's row in q and in
+                                              // y.
       return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
     const int64_t tiles = (last - first + kQueries - 1) / kQueries;
@@ -488,7 +492,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     int32_t first_seen[kQueries], last_seen[kQueries];
     for (int64_t tile = 0; tile < tiles; ++tile) {
       for (int64_t lane = 0; lane < kQueries; ++lane) {
-        // A lane without a query repeats the last query.
+        // A lane for which there is no query repeats the last query.
         const int64_t query = least(first + tile * kQueries + lane, last - 1);
         const int64_t position = a.positions[part.token(a, query / group)];
         norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
@@ -511,9 +515,9 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-// If a request has few queries, all of them fit in one vector. The code that computes a request
-// depends only on this request. So its result does not depend on the requests that share its
-// passes.
+// If a request has few queries, all of them fit in one vector, and a faster version runs. The
+// choice of the version depends only on the request. So the result of a request does not depend on
+// the other requests in the pass.
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   a.split(
       kLanes, [&](const dlm::CachedAttention& few) { attend<1>(few, parallel); },

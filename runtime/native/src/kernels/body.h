@@ -1,9 +1,10 @@
 // Defines all kernels of kernels/kernels.h. The kernels are written once, with the vector
-// operations of the namespace `simd`. For each instruction set, a header defines these operations,
-// and a source file includes the header and then this file.
+// operations of the namespace `simd`. Each instruction set has a header that defines these
+// operations. The source file of an instruction set includes that header and then this file.
 //
 // All functions in this file have internal linkage, and call no function of the standard library.
-// Otherwise the linker could use code compiled for a newer processor in files for older processors.
+// Otherwise the linker could merge functions, and a file for older processors could run code that
+// was compiled for newer processors.
 #pragma once
 
 #include "kernels/attention.h"

@@ -11,7 +11,7 @@
 namespace {
 
 // Calls one_vector(in, out) for every kLanes numbers. If the last vector is incomplete, one_vector
-// works on a padded copy of the last vector.
+// gets a padded copy of it.
 template <class In, class Out, class OneVector>
 [[gnu::always_inline]] inline void each_vector(const In* in, int64_t count, Out* out,
                                                OneVector one_vector) {
@@ -41,8 +41,8 @@ struct Fp16Rows {
 };
 
 // The INT8 format. Each row consists of the codes, followed by two signed bytes m and e. The scale
-// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. In this case, all
-// numbers become NaN or infinite, and codes of 0 become NaN.
+// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. Then every number of
+// the row is infinite or NaN, and a code of 0 gives NaN.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 
@@ -66,8 +66,8 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // Rounds `wanted` up to the next scale that can be stored: a mantissa from 128 to 255, times a
-    // power of two. If rounding makes the mantissa larger than 255, the next power of two is used.
+    // Round `wanted` up to the next scale that can be stored, which is a number from 128 to 255
+    // times a power of two. If rounding gives 256, use 128 and the next power of two.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;
@@ -83,7 +83,7 @@ struct Int8Rows {
   }
 
  private:
-  // Returns the float 2 ^ (field - 127). `field` is the exponent field of the float, from 0 to 255.
+  // Returns the float 2 ^ (field - 127). `field` is the float's exponent field, from 0 to 255.
   static float power_of_two(int32_t field) {
     const uint32_t bits = static_cast<uint32_t>(field) << 23;
     float power;

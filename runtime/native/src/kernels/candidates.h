@@ -1,12 +1,12 @@
-// The kernel that finds the two most likely tokens of each row of logits, and the row's entropy.
+// The candidates kernel. For each row of logits, it finds the two most likely tokens and the
+// entropy.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The two largest logits that were read so far. If two logits are equal, the logit of the lower id
-// comes first.
+// The two largest logits so far. If two logits are equal, the logit of the lower id comes first.
 struct Best {
   float logits[2] = {-__builtin_inff(), -__builtin_inff()};
   int32_t ids[2] = {0, 0};
@@ -65,8 +65,9 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
     F total = simd::zero(), weighed = simd::zero();
     int64_t i = 0;
     while (i + kLanes <= c.vocab_size) {
-      // The sums are computed in parts, because adding small numbers to one large sum loses low
-      // bits. For 150000 tokens, a single sum would have a relative error of 3e-5.
+      // The sums are computed in parts. If small numbers were added one by one to a large sum, the
+      // low bits of the small numbers would be lost. For 150000 tokens, this would cause a relative
+      // error of 3e-5.
       F part = simd::zero(), part_weighed = simd::zero();
       for (const int64_t end = least(i + 64 * kLanes, c.vocab_size - kLanes + 1); i < end;
            i += kLanes) {

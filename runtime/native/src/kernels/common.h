@@ -1,5 +1,5 @@
-// Helpers that several kernels use. These helpers need the vector operations of the namespace
-// `simd`, so first include a header that defines this namespace.
+// Helpers that several kernels use. They need the vector operations of the namespace `simd`, so
+// include a header that defines this namespace first.
 #pragma once
 
 #include <utility>
@@ -17,9 +17,10 @@ using simd::kLanes;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Computes 2 ^ x for x <= 0 or slightly above. For x below -126, the result is 2 ^ -126, which is
-// too small to change a softmax. For NaN, the result is NaN. x is split into an integer n and a
-// fraction f in [-0.5, 0.5]. A polynomial of degree 6 computes 2 ^ f. The relative error is 1e-7.
+// Computes 2 ^ x for x <= 0 or slightly above 0. If x is below -126, the result is 2 ^ -126, which
+// is too small to change a softmax. If x is NaN, the result is NaN. The code splits x into an
+// integer n and a fraction f in [-0.5, 0.5], and computes 2 ^ f with a polynomial of degree 6. The
+// relative error is 1e-7.
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);
@@ -36,12 +37,12 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// If there are fewer numbers than this limit, one thread does all the work, because this thread
-// finishes before a second thread would wake up.
+// If there are fewer numbers than this, one thread does all the work. It finishes before a second
+// thread would wake up.
 constexpr int64_t kFewNumbers = 100'000;
 
-// Calls body(0), body(1), ..., body(kCount - 1). Each argument is a compile-time constant. So
-// arrays that are indexed with this argument stay in registers.
+// Calls body(0), body(1), ..., body(kCount - 1). Each argument is a compile-time constant. So the
+// compiler can keep arrays in registers if they are indexed with this argument.
 template <int... kNumbers, class Body>
 [[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
   (body(std::integral_constant<int, kNumbers>{}), ...);
@@ -51,8 +52,8 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-// The smallest magnitude that determines a scale. If all magnitudes of a row are smaller than
-// kSmallestRow, the row gets the scale of kSmallestRow.
+// The smallest magnitude that determines the scale of a row. If all magnitudes in a row are
+// smaller, the row gets the scale for kSmallestRow.
 constexpr float kSmallestRow = 1e-30f;
 
 // Returns the bits of the largest magnitude in a row, as an integer. If the row contains NaN or
@@ -76,10 +77,10 @@ inline int32_t largest_bits(const float* x, int64_t count) {
   return bits;
 }
 
-// Splits rows into tiles of at most `most` rows. The numbers of rows of two tiles differ by at most
-// one.
+// Splits rows into tiles of at most `most` rows. The sizes of two tiles differ by at most one row.
 struct Tiles {
-  // The first `larger` tiles consist of small + 1 rows. All later tiles consist of `small` rows.
+  // There are `count` tiles. The first `larger` tiles have small + 1 rows. The other tiles have
+  // `small` rows.
   int64_t count, small, larger;
 
   Tiles(int64_t rows, int64_t most)
@@ -88,18 +89,18 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
-// Prefetches the cache line that is `bytes` bytes after `at`. The prefetched address may be past
-// the end of the data. The function is inlined early. Otherwise GCC would delete the call as a call
-// without effect.
+// Prefetches the cache line that is `bytes` bytes after `at`. The address may be past the end of
+// the data. The function must be inlined. Otherwise GCC would delete the call, because the call has
+// no effect that GCC sees.
 [[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
-// Does the same as fetch_ahead, but prefetches into the second-level cache.
+// Like fetch_ahead, but prefetches into the second-level cache.
 [[gnu::always_inline]] inline void fetch_far_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes), 0, 2);
 }
 
-// Calls `body` with the value of `number`, from 1 to kMost, as a compile-time constant.
+// Calls `body` with `number`, which is from 1 to kMost, as a compile-time constant.
 template <int kMost, class Body>
 inline void with_constant(int64_t number, Body body) {
   if constexpr (kMost > 1) {
@@ -108,8 +109,8 @@ inline void with_constant(int64_t number, Body body) {
   body(std::integral_constant<int, kMost>{});
 }
 
-// Copies the results [rows, 32] of panel `number` to the panel's columns in the output `out`, which
-// has `all` columns.
+// Copies the results [rows, 32] of panel `number` to the columns of this panel in the output `out`.
+// `out` has `all` columns.
 inline void copy_panel(const float* results, int64_t rows, int64_t number, int64_t all,
                        float* out) {
   const int64_t column = number * kPanel;
@@ -118,9 +119,8 @@ inline void copy_panel(const float* results, int64_t rows, int64_t number, int64
     __builtin_memcpy(out + r * all + column, results + r * kPanel, bytes);
 }
 
-// The number of tiles that a task multiplies by one panel before the task goes on to the next
-// panel. The codes of these tiles stay in the second-level cache while the task reads panels from
-// memory.
+// The number of tiles that a task multiplies by one panel before it goes on to the next panel. The
+// codes of these tiles stay in the second-level cache while the task reads panels from memory.
 constexpr int64_t kTilesTogether = 20;
 
 }  // namespace

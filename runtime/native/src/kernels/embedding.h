@@ -1,12 +1,12 @@
-// Reads rows of an embedding table. The table is stored in panels, as the weight matrix of a tied
-// head. So the row of a token is one column of a panel.
+// Looks up rows of an embedding table. The table is stored in panels, like the weight matrix of a
+// tied head. So the row of a token is one column of a panel.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// Reads one row of a table in INT8 panels. Multiplies the codes by the scale of the column.
+// Looks up one row of a table in INT8 panels. Multiplies the codes by the scale of the column.
 inline void look_up_int8(const dlm::Embedding& table, int64_t id, float* y) {
   const int64_t panel = id / kPanel, column = id % kPanel;
   const uint8_t* code = table.panels + panel * table.hidden * kPanel + column * kDot;
@@ -15,7 +15,7 @@ inline void look_up_int8(const dlm::Embedding& table, int64_t id, float* y) {
     for (int64_t i = 0; i < kDot; ++i) y[k + i] = static_cast<float>(code[i] - 128) * scale;
 }
 
-// Reads one row of a table in INT4 panels. Multiplies the codes by the scales of their groups.
+// Looks up one row of a table in INT4 panels. Multiplies the codes by the scales of their groups.
 inline void look_up_int4(const dlm::Embedding& table, int64_t id, float* y) {
   const int64_t panel = id / kPanel, column = id % kPanel,
                 groups = dlm::groups_of(table.hidden, table.group_size);
@@ -36,7 +36,7 @@ inline void look_up_int4(const dlm::Embedding& table, int64_t id, float* y) {
 }
 
 inline void embedding(const dlm::Embedding& table, dlm::Parallel& parallel) {
-  constexpr int64_t kTogether = 64;  // tokens per task
+  constexpr int64_t kTogether = 64;  // number of tokens per task
   const int64_t tasks = (table.tokens + kTogether - 1) / kTogether;
   parallel.each(tasks, [&](int64_t task) {
     const int64_t first = task * kTogether, last = least(first + kTogether, table.tokens);

@@ -1,10 +1,10 @@
 // The kernel for mixtures of experts. Each row is routed to some of the experts. The kernel groups
-// rows by expert, runs two linear layers for each group, and adds up the weighted results of each
-// row.
+// the rows by expert, and runs the expert's linear layers on each group. Then it adds up the
+// weighted results of each row.
 //
-// The linear layers use the code of quantised layers (kernels/linear.h) or of float layers
-// (kernels/nvfp4.h). All experts share one list of tasks, so threads wait for each other four times
-// per mixture, not four times per expert.
+// The linear layers use the code for quantised layers (kernels/linear.h) or for float layers
+// (kernels/nvfp4.h). All experts share one list of tasks. So threads wait for each other four times
+// per mixture, and not four times per expert.
 #pragma once
 
 #include "kernels/linear.h"
@@ -12,8 +12,8 @@
 
 namespace {
 
-// An fp32 layer in the form that run_product needs. The struct has all members that run_product
-// requires of its class Product, but does not quantise.
+// An fp32 layer for run_product. The struct has all members that run_product requires of its
+// template argument Product, but does not quantise.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -23,8 +23,8 @@ struct FloatProduct {
   FloatProduct(const dlm::Linear& of, void*) : layer(of), tiles(of.rows, simd::kFloatRows) {}
   void quantise(int64_t) const {}
 
-  // Multiplies the rows of the tiles from `first` to `last` - 1 by panel `number` of a weight
-  // matrix. The panel is [K, 32] floats.
+  // Multiplies tiles of rows by panel `number` of a weight matrix. `first` is the first tile, and
+  // `last` - 1 is the last. The panel is [K, 32] floats.
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     float results[2][kTogether * simd::kFloatRows * kPanel];
     const int64_t K = layer.inputs, top = tiles.start(first), rows = tiles.start(last) - top;
@@ -40,18 +40,17 @@ struct FloatProduct {
   }
 };
 
-// The scratch memory of a mixture. The scratch memory contains the rows grouped by expert, the
-// intermediate results, and the grouping itself. A slot is one pair of a row and an expert that was
-// chosen for the row.
+// The scratch memory of a mixture: the rows grouped by expert, the intermediate results, and the
+// groups. A slot is a pair of a row and one of the experts that were chosen for this row.
 struct Routed {
   const dlm::Experts& mixture;
   int64_t slots;             // number of slots: rows * active
   float *inputs, *hidden;    // [slots, K], [slots, M]
-  float* results;            // [slots, K], before multiplication by the experts' weights
-  int64_t* place;            // [slots]: index of each slot after grouping by expert
-  dlm::ExpertGroup* groups;  // one group for each expert that was chosen
+  float* results;            // [slots, K], not yet multiplied by the experts' weights
+  int64_t* place;            // [slots]: the index that each slot has after grouping by expert
+  dlm::ExpertGroup* groups;  // one group for each expert that at least one row has chosen
   int64_t count;
-  char* codes;  // for the codes of a layer's quantised rows
+  char* codes;  // memory for the codes of quantised rows
 
   Routed(const dlm::Experts& of, void* scratch)
       : mixture(of), slots(of.rows * of.active), count(0) {
@@ -68,8 +67,8 @@ struct Routed {
       groups[expert].start = next;
       next += groups[expert].rows;
     }
-    // Within each expert, sorts the rows by token. This loop increases `start`, and the next loop
-    // resets `start`.
+    // Within each group, the rows stay in their original order. This loop increases `start`, and
+    // the next loop resets it.
     for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
     for (int64_t expert = 0; expert < of.count; ++expert) {
       if (groups[expert].rows == 0) continue;
@@ -79,7 +78,7 @@ struct Routed {
     }
   }
 
-  // One layer of a group: either the gate and up layers together, or the down layer.
+  // One step of the mixture: either the gate and up layers together, or the down layer.
   struct Layer {
     dlm::LinearWeight weights[2];
     float* outputs[2];

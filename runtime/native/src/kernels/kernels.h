@@ -1,14 +1,14 @@
 // Kernels for some parts of a pass: INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of
-// experts, attention over a cache, and the candidates of a row. Without these kernels, ONNX Runtime
-// runs these parts slowly, or uses much more memory than the weights need.
+// experts, attention with a cache, and candidates. Without these kernels, ONNX Runtime runs these
+// parts slowly, or needs much more memory than the weights.
 //
 // The kernels are written once (kernels/body.h), and compiled for the vector instructions of each
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
-// Every kernel computes the function with the same name in the exporter's functions.py, which
-// consists of ONNX operators. The kernel and the function compute bit-identical quantised numbers.
-// Sums of floats may differ, because the kernel adds the floats in a different order. Exponentials
-// have a relative error of 2e-7.
+// Every kernel computes the same as the function with the same name in the exporter's functions.py,
+// which consists of ONNX operators. The quantised numbers are bit-identical. Sums of floats may
+// differ, because the kernel adds the floats in a different order. Exponentials have a relative
+// error of 2e-7.
 #pragma once
 
 #include <cstddef>
@@ -33,18 +33,19 @@ class Parallel {
   }
 };
 
-// The number of columns in a panel. The matrices of linear layers are stored in panels.
+// The number of columns in a panel. A panel is a group of neighbouring columns of a weight matrix.
+// Linear layers store their matrices panel by panel.
 constexpr int64_t kPanel = 32;
 constexpr int64_t kDot = 4;  // number of products that one instruction adds up
 // The number of inputs whose INT4 codes share bytes. The group size of a layer is a multiple of
-// kPairs.
+// this number.
 constexpr int64_t kPairs = 2 * kDot;
-constexpr int64_t kGroup = 16;  // NVFP4: number of inputs of a column that share a scale
+constexpr int64_t kGroup = 16;  // NVFP4: number of inputs that share a scale, per column
 // The largest number of inputs of a linear layer. With more inputs, sums of products would overflow
 // 32 bits.
 constexpr int64_t kMostInputs = 1 << 16;
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
-// In an INT8 cache: the number of bytes of the scale, which follows the codes of a row.
+// In an INT8 cache, the number of bytes of a row's scale. The scale follows the codes of the row.
 constexpr int64_t kRowScaleBytes = 2;
 
 // Returns the number of columns of a stored weight matrix, including the zeros that pad the last
@@ -53,32 +54,33 @@ constexpr int64_t padded_columns(int64_t columns) {
   return (columns + kPanel - 1) / kPanel * kPanel;
 }
 
-// Returns the number of groups into which `inputs` inputs are divided. The last group may be
-// smaller than group_size.
+// Returns the number of groups in `inputs` inputs. The last group may be smaller than group_size.
 constexpr int64_t groups_of(int64_t inputs, int64_t group_size) {
   return (inputs + group_size - 1) / group_size;
 }
 
 // The weight matrix [K, N] of one linear layer, stored in panels, and its scales. K is the number
 // of inputs. N is the number of columns, padded to whole panels. The layout depends on the format:
-//   - INT8: codes + 128 [N / 32, K / 4, 32, 4]; scales [N]
-//   - INT4: codes + 8 [N / 32, K / 8, 32, 4]; scales [N / 32, groups, 32] in fp16. If the low
-//     nibble of a byte is the code of input i, the high nibble is the code of input i + 4.
+//   - INT8: codes + 128 as bytes [N / 32, K / 4, 32, 4]; scales [N]
+//   - INT4: codes + 8 as bytes [N / 32, K / 8, 32, 4]; scales [N / 32, groups, 32] in fp16. Each
+//     byte contains two codes. If the low four bits are the code of input i, the high four bits are
+//     the code of input i + 4.
 struct LinearWeight {
   const uint8_t* panels;
-  const void* scales;  // in fp32, or in fp16 for INT4
-  int64_t columns;     // N before padding
+  const void* scales;  // INT8: fp32; INT4: fp16
+  int64_t columns;     // number of columns before padding
 };
 
-// A linear layer with one or more weight matrices: y_i [rows, columns_i] = x [rows, inputs] @
-// weight_i. The rows of x are quantised to -127..127. `inputs` must be a multiple of 4, or of 8 for
-// INT4.
+// A linear layer with one or more weight matrices. It computes y_i [rows, columns_i] = x [rows,
+// inputs] @ weight_i. The kernel quantises the rows of x to -127..127. `inputs` must be a multiple
+// of 4, or of 8 for INT4.
 //
 // A gated layer has two weight matrices with the same number of columns, and one output: silu(x @
 // weight_0) * (x @ weight_1).
 //
-// For INT4, the products within a group are summed as integers. Then each sum is multiplied by the
-// group's scale, and added to the result in fp32 with a fused multiply-add, group by group.
+// INT4 layers have groups of inputs. Within a group, the products are summed as integers. Then the
+// sum is multiplied by the group's scale and added to the result, with one fused multiply-add in
+// fp32 per group.
 struct Linear {
   const float* x;
   int64_t rows, inputs;
@@ -86,12 +88,12 @@ struct Linear {
   float* const* outputs;
   size_t count;  // number of weight matrices
   bool is_gated;
-  // Number of inputs of a column that share a scale, a multiple of 8; 0 means INT8.
+  // INT4: number of inputs that share a scale, per column; a multiple of 8. INT8: 0.
   int64_t group_size;
 
-  // Returns a number of bytes of scratch memory that is enough for every kernel. The memory must be
-  // aligned to 64 bytes. The number is large enough for kernels that use two bytes per code, and
-  // for kernels that pad to 32 rows and 64 inputs.
+  // Returns a number of bytes of scratch memory that is enough for every kernel. Some kernels use
+  // two bytes per code, and some kernels pad to 32 rows and 64 inputs. The memory must be aligned
+  // to 64 bytes.
   size_t scratch_bytes() const {
     const int64_t by_rows = rows * (2 * inputs + 8),
                   filled_up = (rows + 31) / 32 * 32 * (inputs + inputs / 8 + 72);
@@ -99,42 +101,42 @@ struct Linear {
   }
 };
 
-// The format of the experts' weight matrices. int8 and int4 are stored as in LinearWeight. fp32 has
-// panels [N / 32, K, 32] without scales.
+// The format of the experts' weight matrices. int8 and int4 matrices are stored as in LinearWeight.
+// fp32 matrices are stored in panels [N / 32, K, 32] without scales.
 enum class ExpertFormat { fp32, int8, int4 };
 
-// The weight matrices of one layer of all experts, one expert after another.
+// The weight matrices of the same layer of all experts. The matrices are stored one after another.
 struct ExpertWeights {
   const uint8_t* panels;
   const void* scales;
 };
 
-// The rows that one expert processes. Rows are grouped by expert, and `start` is the index of the
-// first row of the group.
+// The rows that one expert processes. After grouping, these rows follow each other, and `start` is
+// the index of the first of them.
 struct ExpertGroup {
   int64_t expert, start, rows;
 };
 
 // A mixture of experts. For each row, y [rows, inputs] is the sum of weight * down(silu(gate(x)) *
-// up(x)) over the experts chosen for the row. gate, up and down are linear layers in the given
-// format. The kernel reads only the matrices of experts that at least one row has chosen.
+// up(x)) over the experts that were chosen for this row. gate, up and down are linear layers in the
+// given format. The kernel reads only the matrices of experts that at least one row has chosen.
 struct Experts {
   const float* x;
-  const int64_t* chosen;  // [rows, active], indices of experts, all below `count`
-  const float* weights;   // [rows, active]
+  const int64_t* chosen;  // [rows, active]: the experts of each row, as indices below `count`
+  const float* weights;   // [rows, active]: the weights of these experts
   int64_t rows, active, count, inputs, hidden;
-  // gate, up and down are arrays of `count` matrices. Each matrix of gate and up is [inputs,
-  // hidden]. Each matrix of down is [hidden, inputs].
+  // gate, up and down each contain `count` matrices. The matrices of gate and up are [inputs,
+  // hidden]. The matrices of down are [hidden, inputs].
   ExpertWeights gate, up, down;
   ExpertFormat format;
-  int64_t group_size;  // as in Linear, for INT4 matrices
+  int64_t group_size;  // for INT4 matrices, as in Linear
   float* y;
 
-  // Returns the largest number of rows that the kernel processes at once. The remaining rows use
-  // the same scratch memory afterwards.
+  // The largest number of rows that the kernel processes together. If there are more rows, the
+  // kernel processes them afterwards, in the same scratch memory.
   static constexpr int64_t kRowsTogether = 512;
 
-  // Returns true if all chosen experts exist. The kernel requires this condition.
+  // Returns true if all chosen experts exist. The kernel must not run otherwise.
   bool is_in_range() const;
 
   int64_t inputs_of(bool is_gated) const { return is_gated ? inputs : hidden; }
@@ -150,12 +152,12 @@ struct Experts {
            : format == ExpertFormat::int8 ? 4 * width
                                           : 2 * width * groups_of(K, group_size);
   }
-  // Returns the number of bytes of one row's codes, offsets and scale. This number is enough for
-  // every kernel, see Linear::scratch_bytes.
+  // Returns a number of bytes that is enough for one row's codes, offsets and scale with every
+  // kernel (see Linear::scratch_bytes).
   static int64_t code_bytes(int64_t K) { return 2 * K + 8; }
 
-  // Returns the number of bytes of scratch memory that is enough for every kernel. The memory must
-  // be aligned to 64 bytes.
+  // Returns a number of bytes of scratch memory that is enough for every kernel. The memory must be
+  // aligned to 64 bytes.
   size_t scratch_bytes() const {
     const int64_t slots = (rows < kRowsTogether ? rows : kRowsTogether) * active;
     const int64_t codes = code_bytes(inputs > hidden ? inputs : hidden),
@@ -165,58 +167,63 @@ struct Experts {
   }
 };
 
-// An NVFP4 linear layer: y [rows, columns] = x [rows, inputs] @ weight. `inputs` must be a multiple
-// of 16. Each element of the matrix `weight` is a product of three numbers: the element's E2M1
-// code, the scale of the element's group, and the tensor's scale. The product of the two scales is
-// computed first, in fp32. x is not quantised.
+// An NVFP4 linear layer. It computes y [rows, columns] = x [rows, inputs] @ weight. `inputs` must
+// be a multiple of 16. Each element of `weight` is the product of its E2M1 code, the scale of its
+// group, and the scale of the whole tensor. The two scales are multiplied first, in fp32. x is not
+// quantised.
 struct Nvfp4Linear {
   const float* x;
   int64_t rows, inputs, columns;
-  // [N / 32, K, 16]: low nibbles are columns 0 to 15, high nibbles are columns 16 to 31.
+  // [N / 32, K, 16]: the low four bits are columns 0 to 15, the high four bits are columns 16 to
+  // 31.
   const uint8_t* panels;
   const uint8_t* scales;  // E4M3 [N / 32, K / 16, 32]
   float global_scale;
   float* y;
 };
 
-// The format of a cached row. A row contains the D keys or values of one position and one head. A
-// row is stored as floats, as fp16, or as codes followed by a scale (kernels/cache_rows.h).
+// The format of a cached row. A row contains the D keys or the D values of one position and one
+// head. It is stored as floats, as fp16, or as INT8 codes followed by a scale
+// (kernels/cache_rows.h).
 enum class CacheType { fp32, fp16, int8 };
 
-// Attention of the new tokens over cached and new rows. q, k and v are [B, T, heads, D]: B
-// requests, T new tokens, and head size D. If there are norm weights, the kernel first normalises
-// each head of q and k. Then the kernel rotates the first rotary_size numbers of each head by the
-// token's position.
+// The attention of new tokens to cached and new rows. q, k and v are [B, T, heads, D]: B requests,
+// T new tokens, and head size D. If there are norm weights, the kernel first normalises each head
+// of q and k. Then the kernel rotates the first rotary_size numbers of each head by the angles of
+// the token's position.
 //
 // Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
-// new rows of its own block and of earlier blocks. If window is not 0, visible_block is 0, there
-// are no cached rows, and a query sees the new rows at most window positions away. With segments, B
-// is 1, and a query sees only the rows of its own segment. The kernel uses cached rows as they were
-// stored, so cached rows may be rounded. The kernel uses new rows as they were computed.
+// new rows of its own block and of earlier blocks. If window is not 0, a query sees only the new
+// rows that are at most `window` positions away. Then visible_block must be 0, and there must be no
+// cached rows. With segments, B is 1, and a query sees only the rows of its own segment. The kernel
+// uses new rows as they were computed, and cached rows as they are stored. Storing may round
+// numbers.
 struct CachedAttention {
   CacheType cache;
-  // q: [B, T, H, D]; k and v: [B, T, Hkv, D]; H query heads, Hkv key/value heads.
+  // q: [B, T, H, D]; k and v: [B, T, Hkv, D]. H is the number of query heads, and Hkv is the number
+  // of key/value heads.
   const float *q, *k, *v;
-  const void *past_keys, *past_values;  // [B, Hkv, S] rows; S cached tokens
-  const int64_t* positions;             // [B, T]
+  const void *past_keys, *past_values;  // [B, Hkv, S] rows, where S is the number of cached tokens
+  const int64_t* positions;             // [B, T]: the position of each token
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block,
       window;
-  // [segment_count] segments, which cover the T tokens in order. If segment_count is 0, each of the
-  // B requests is one segment. first_segments: [part_count + 1], as first_segments() returns them.
+  // segments: [segment_count], which together cover the T tokens in order. If segment_count is 0,
+  // each of the B requests is one segment. first_segments: [part_count + 1], returned by
+  // first_segments().
   const Segment* segments;
   int64_t segment_count;
   const int64_t* first_segments;
   int64_t part_count;
   float* y;                      // [B, T, H, D]
   float *new_keys, *new_values;  // [B, Hkv, T, D]
-  // [B, Hkv, T] rows in the cache's format. If the format is fp32, these rows equal the new keys
-  // and values.
+  // [B, Hkv, T] new rows in the cache's format. If the format is fp32, these rows equal the new
+  // keys and values.
   void *present_keys, *present_values;
-  const float *q_norm, *k_norm;  // [D], RMSNorm weights, the same for every head; nullptr: no norms
-  float epsilon;                 // for both norms
-  // Attention is computed only for the parts with this number of queries per key/value head.
+  const float *q_norm, *k_norm;  // [D], RMSNorm weights that all heads share; nullptr: no norms
+  float epsilon;                 // epsilon of both norms
+  // The kernel computes only the parts whose number of queries per key/value head is in this range.
   int64_t least_queries = 0, most_queries = INT64_MAX;
 
   int64_t row_bytes() const {
@@ -225,7 +232,8 @@ struct CachedAttention {
                                       : head_size + kRowScaleBytes;
   }
 
-  // A part is one request: one of the B requests, or all segments with the same tokens.
+  // A part is one of the B requests. With segments, a part is all segments that have the same
+  // tokens.
   int64_t parts() const { return segment_count == 0 ? batch : part_count; }
   // Returns the first segment of a part.
   Segment part(int64_t i) const {
@@ -235,14 +243,14 @@ struct CachedAttention {
     return segment_count == 0 ? 1 : first_segments[i + 1] - first_segments[i];
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
-  // Returns the number of queries of a part that share a key/value head.
+  // Returns the number of queries of a part that use the same key/value head.
   int64_t queries(int64_t i) const { return part(i).tokens * (heads / kv_heads); }
   bool computes(int64_t i) const {
     return queries(i) >= least_queries && queries(i) <= most_queries;
   }
 
-  // Calls `few` for the parts with at most `queries_of_few` queries per key/value head, if there
-  // are any. Then calls `many` for the other parts, if there are any.
+  // Calls `few` for the parts with at most `queries_of_few` queries per key/value head. Then calls
+  // `many` for the other parts. Skips a call for which there are no parts.
   template <class Few, class Many>
   void split(int64_t queries_of_few, Few few, Many many) const {
     CachedAttention small = *this, large = *this;
@@ -256,11 +264,11 @@ struct CachedAttention {
   }
 
   // Returns true if the segments cover all tokens, and the cached rows of all segments exist. The
-  // kernel requires this condition.
+  // kernel must not run otherwise.
   bool has_good_segments() const;
 
-  // Returns the last position that a query at `position` sees. The result is at most the last
-  // position in the cos and sin tables.
+  // Returns the last position that a query at `position` sees. The result is never after the last
+  // position of the cos and sin tables.
   int32_t last_seen(int64_t position) const {
     const int64_t end =
         window != 0 ? position + window + 1 : (position / visible_block + 1) * visible_block;
@@ -273,8 +281,8 @@ struct CachedAttention {
   }
   bool is_limited() const { return visible_block != 0 || window != 0; }
 
-  // Returns true if the cos and sin tables contain a row for every position. The kernel requires
-  // this condition.
+  // Returns true if the cos and sin tables contain a row for every position. The kernel must not
+  // run otherwise.
   bool is_in_table() const;
 };
 
@@ -287,36 +295,35 @@ struct AddNorm {
   float *sum, *normed;
 };
 
-// Finds the two most likely tokens of each row, the probabilities of these tokens, and the row's
-// entropy. `bias` is added to the raw logits before the softmax.
+// Finds the two most likely tokens of each row, their probabilities, and the entropy of the row.
+// `bias` is added to the logits before the softmax.
 struct Candidates {
   const float *logits, *bias;  // logits: [rows, V], bias: [V]
   int64_t rows, vocab_size;
-  int32_t* tokens;         // [rows, 2]; the lower id comes first if probabilities are equal
+  int32_t* tokens;         // [rows, 2]; if the probabilities are equal, the lower id comes first
   float *probs, *entropy;  // probs: [rows, 2]; entropy: [rows], the sum of p ln p
 };
 
-// Reads rows of an embedding table to y [tokens, hidden]. The table is the weight matrix [hidden,
-// V] of a tied head, stored in panels like a LinearWeight. Row `id` of the table is column `id` of
-// this matrix. The codes are multiplied by their scales in fp32.
+// Looks up rows of an embedding table, and writes them to y [tokens, hidden]. The table is the
+// weight matrix [hidden, V] of a tied head, stored in panels like a LinearWeight. Row `id` of the
+// table is column `id` of this matrix. The codes are multiplied by their scales in fp32.
 struct Embedding {
-  const int64_t* ids;  // [tokens], each id is in 0..rows - 1
+  const int64_t* ids;  // [tokens]; each id must be from 0 to rows - 1
   int64_t tokens, hidden, rows;
   const uint8_t* panels;
-  const void* scales;  // in fp32 for INT8, in fp16 for INT4
-  int64_t group_size;  // number of inputs of a column that share a scale; 0 means INT8
+  const void* scales;  // INT8: fp32; INT4: fp16
+  int64_t group_size;  // INT4: number of inputs that share a scale, per column; INT8: 0
   float* y;
 
-  bool is_in_range() const;  // true if the table contains a row for every id, which the kernel
-                             // requires
+  bool is_in_range() const;  // true if every id is a row of the table
 };
 
 // The number format in which a tied head's table is stored.
 enum class TableType { fp32, bf16, fp16, fp8 };
 
-// A tied head, which uses the denoiser's embedding table as its weight matrix: y [rows, columns] =
-// x [rows, inputs] @ transposed table. The table is stored once, with one row per token. Sums are
-// fp32.
+// A tied head uses the denoiser's embedding table as its weight matrix. It computes y [rows,
+// columns] = x [rows, inputs] @ transposed table. The table is stored once, with one row per token.
+// Sums are fp32.
 struct TiedHead {
   const float* x;
   int64_t rows, inputs, columns;
@@ -338,25 +345,24 @@ struct Kernels {
   void (*tied_head)(const TiedHead& head, Parallel& parallel);
 };
 
-// One of the kernel sets for this architecture. `refusal` is empty if the processor can run the
-// kernel set. Otherwise `refusal` is the reason why the processor cannot run the kernel set.
+// One of the kernel sets for this architecture. `refusal` says why the processor cannot run the
+// kernel set. It is empty if the processor can run the set.
 struct KernelSet {
   const char* name;
-  const Kernels* kernels;  // nullptr: the compiler could not compile these kernels
+  const Kernels* kernels;  // nullptr: the compiler did not support these instructions
   std::string refusal;
 };
 
-// Lists all kernel sets of this architecture, fastest first. The first call tests which kernel sets
-// can run.
+// Lists all kernel sets of this architecture, fastest first. The first call tests which sets can
+// run.
 const std::vector<KernelSet>& list_kernel_sets();
 
 // Lists the kernel sets that can run on this processor, fastest first.
 std::vector<const Kernels*> list_kernels();
 
-// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, the variable
-// contains the name of the set. If the variable is not set, returns the fastest set that can run.
-// Returns nullptr if no set can run on this processor, or if DLM_KERNELS is "none". Throws Error if
-// the name is unknown.
+// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, its value is the
+// name of the kernel set. Otherwise returns the fastest set that can run. Returns nullptr if no set
+// can run on this processor, or if DLM_KERNELS is "none". Throws Error if the name is unknown.
 const Kernels* find_kernels();
 
 }  // namespace dlm

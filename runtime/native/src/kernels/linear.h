@@ -1,15 +1,15 @@
-// The kernel for INT8 and INT4 linear layers. The kernel is written for a class `Codes` (simd::Int8
-// or simd::Int4), which defines how weights and rows are read and multiplied. `Codes` defines these
-// members:
+// The kernel for INT8 and INT4 linear layers. The kernel is a template with a class `Codes`
+// (simd::Int8 or simd::Int4), which defines how weights and rows are read and multiplied. `Codes`
+// has these members:
 //
-// - Code, kCodeOrder, store_codes: the type of a row's code, and the order in which four codes are
-//   stored.
-// - Weights, load<kPart>: the weights of one step. Each byte of a panel holds kParts weights.
+// - Code, kCodeOrder, store_codes: the type of a row's codes, and the order in which every four
+//   codes are stored.
+// - Weights, load<kPart>: the weights of one step. Each byte of a panel contains kParts weights.
 // - Activations, spread, dot: four codes of a row, and their products with weights.
-// - kWeightOffset: the constant that was added to the weights that `dot` multiplies.
-// - kMostInputs, widen: the largest number of inputs that `dot` can add before the sums must be
-//   widened to 32 bits. 0 means that there is no limit.
-// - kTileRows, kVectors: the numbers of rows and of weight vectors whose sums fit the registers.
+// - kWeightOffset: the constant that was added to the weights before `dot` multiplies them.
+// - kMostInputs, widen: the largest number of inputs whose products `dot` can add before the sums
+//   must be widened to 32 bits. 0 means that there is no limit.
+// - kTileRows, kVectors: the sums of kTileRows rows and kVectors weight vectors fit the registers.
 #pragma once
 
 #include <type_traits>
@@ -18,38 +18,38 @@
 
 namespace {
 
-// The quantised rows of one tile, with their scales.
+// The quantised rows of one tile, and their scales.
 template <class Codes>
 struct Tile {
-  const typename Codes::Code* codes;  // [K / 4, rows, 4], where the order of each four codes is
+  const typename Codes::Code* codes;  // [K / 4, rows, 4]; every four codes are in the order
                                       // kCodeOrder
-  const int32_t* offsets;             // [groups, rows]: initial value of the sum over each group
+  const int32_t* offsets;             // [groups, rows]: initial values of the sums of each group
   const float* scales;                // [rows]
 };
 
-// The type of the scales of columns. INT8 has one fp32 scale per column. INT4 has one fp16 scale
-// per group of a column.
+// The type of the columns' scales. INT8 has one fp32 scale per column. INT4 has one fp16 scale per
+// column and group.
 template <class Codes>
 using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
 
 inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
-// Weights are prefetched this many bytes ahead, because hardware prefetchers stop at 4 KiB pages.
-// On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched into the
-// second-level cache. With prefetching into the first-level cache, passes of 4 tokens took 2 to 5%
-// longer.
+// Weights are prefetched this many bytes ahead. The reason is that hardware prefetchers stop at 4
+// KiB pages. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched into
+// the second-level cache. When they were prefetched into the first-level cache, passes of 4 tokens
+// took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
 struct Panel {
   const uint8_t* codes;
   const Scale<Codes>* scales;  // [groups, 32]
-  uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for all later tiles
+  uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for all other tiles
 };
 
-// Quantises some rows of a tile. The rows of the tile are `stride` apart. kTogether codes of a row
-// are contiguous in memory. kTogether must be a power of two.
+// Quantises some rows of a tile. The rows of the tile are `stride` apart. Each kTogether codes of a
+// row are contiguous in memory. kTogether must be a power of two.
 template <class Codes, int64_t kTogether = kDot>
 void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
                    typename Codes::Code* codes, int32_t* offsets, float* scales) {
@@ -65,8 +65,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
     const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
-    // If the row contains NaN or infinity, all outputs of the row become NaN, so that the caller
-    // notices the error.
+    // If the row contains NaN or infinity, all outputs of the row become NaN. So the caller notices
+    // the error.
     if (bits >= 0x7f800000) {
       scales[row] = __builtin_nanf("");
       for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
@@ -103,7 +103,7 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
 }
 
 // Multiplies kRows rows by kVectors vectors of columns over `inputs` inputs, and adds the products
-// to `sums`. Moves `code` and `weight` to the next inputs.
+// to `sums`. Advances `code` and `weight` to the next inputs.
 template <class Codes, int kRows>
 [[gnu::always_inline]] inline void sum_products(const typename Codes::Code*& code,
                                                 const uint8_t*& weight, int64_t inputs,
@@ -148,7 +148,7 @@ template <class Codes, int kRows>
         sums[i] = simd::iset(offset[i / kVectors]);
       });
     };
-    if constexpr (Codes::kParts == 1) {  // INT8, which has one group
+    if constexpr (Codes::kParts == 1) {  // INT8 has only one group
       I sums[kSums];
       start(sums);
       sum_products<Codes, kRows>(code, weight, inputs, panel.ahead, sums);
@@ -198,8 +198,8 @@ template <class Codes, int kRows>
 
 inline F silu(F x) {
   const F scaled = x * simd::set(-kLog2e);
-  // exp2 must not get an exponent that is too large for a float. At this limit, the quotient is
-  // nearly 0 for all usual x.
+  // The argument of exp2 must not be too large for a float. At this limit, the quotient is nearly 0
+  // for all usual x.
   return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
 }
 
@@ -219,7 +219,7 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // The next arrays are in scratch memory. Each array contains the data of all tiles.
+  // The next arrays are in scratch memory. Each of them contains the data of all tiles.
   float* scales;
   int32_t* offsets;
   typename Codes::Code* codes;
@@ -240,8 +240,8 @@ struct Product {
                          codes + start * layer.inputs, offsets + start * groups, scales + start);
   }
 
-  // Multiplies the rows of the tiles from `first` to `last` - 1 by panel `number` of a weight
-  // matrix.
+  // Multiplies tiles of rows by panel `number` of a weight matrix. `first` is the first tile, and
+  // `last` - 1 is the last.
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     const int64_t all = layer.weights[weight].columns, column = number * kPanel;
     for (int64_t tile = first; tile < last; ++tile) {
@@ -280,12 +280,13 @@ struct Product {
 
 constexpr int64_t kTasks = 16;  // number of tasks into which a large layer is divided
 
-// Quantises the rows of a layer and multiplies them by every panel. The class Product must define
-// these members, like the struct Product above:
+// Quantises the rows of a layer, and multiplies them by every panel. The template argument Product
+// must define these members, like the struct Product above:
 //
 // - slices: the number of slices of rows. quantise(i) quantises slice i.
-// - tiles, kTogether: the tiles of rows, and the number of tiles that a task processes at once.
-// - Task: the data that a task's thread needs while it multiplies.
+// - tiles, kTogether: the number of tiles of rows, and the number of tiles that a task processes
+//   together.
+// - Task: a thread creates one object of this type for each task, and keeps it while it multiplies.
 // - multiply(weight, number, first, last): multiplies the tiles from `first` to `last` - 1 by panel
 //   `number` of a weight matrix.
 template <class Product>

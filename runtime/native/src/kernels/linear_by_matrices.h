@@ -1,12 +1,13 @@
-// Computes INT8 and INT4 linear layers of many rows with matrix registers. The header that defines
-// the namespace `matrix` must be included first. If there are few rows, or if the groups do not
-// suit the registers, the vector kernel of kernels/linear.h is used instead. The matrix kernel and
-// the vector kernel give bit-identical results.
+// Computes INT8 and INT4 linear layers of many rows with matrix registers. Include the header that
+// defines the namespace `matrix` first. If there are few rows, or if the groups do not suit the
+// registers, the vector kernel of kernels/linear.h runs instead. Both kernels give bit-identical
+// results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows each. A panel has 32 columns, which also
 // fill two registers. The bytes of a panel are already stored in the layout of these registers.
 // Each of the two tile registers is multiplied by each of the two panel registers. The sums of
-// these products need four more registers. So each loaded byte is used for 32 products.
+// these products need four more registers. So each byte is used for 32 products after it was
+// loaded.
 #pragma once
 
 #include "kernels/linear.h"
@@ -14,22 +15,22 @@
 namespace {
 
 constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
-// The number of rows that one task quantises, called a slice. A slice is smaller than a tile, so
-// that several threads can share the work on a single tile.
+// A slice is the number of rows that one task quantises. A slice is smaller than a tile, so that
+// several threads can quantise a single tile.
 constexpr int64_t kSliceRows = 8;
 constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies by each panel
 // The number of inputs whose INT4 weights are unpacked at a time. The unpacked weights use 8 KiB,
 // which fits the first-level cache.
 constexpr int64_t kUnpackedInputs = 256;
 
-// Layers with at most this many rows use the vector kernel, because matrix registers would be
-// padded with empty rows. On the vector units, a row takes 16 cycles per 2048 weights, so 16 rows
-// take 256 cycles. A core cannot read 2048 weights from memory in less than 256 cycles. At 3 GHz,
-// this would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share of
-// the memory bandwidth.
+// Layers with at most this many rows use the vector kernel, because most rows of the matrix
+// registers would be padding. The vector kernel needs 16 cycles per row and 2048 weights, so 16
+// rows need 256 cycles. In less time, a core cannot read 2048 weights from memory. At 3 GHz, that
+// would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share of the
+// memory bandwidth.
 constexpr int64_t kFewRows = 16;
 
-// The formats of codes. In both formats, the codes of rows are signed bytes, and weights are
+// The formats of codes. In both formats, the codes of rows are signed bytes, and the weights are
 // unsigned bytes. One product of two registers covers kStep inputs.
 struct MatrixInt8 : simd::Bytes {
   static constexpr bool kIsInt4 = false;
@@ -43,14 +44,13 @@ struct MatrixInt4 : simd::Bytes {
   static constexpr int64_t kStep = kInputs;
 };
 
-// The data to prefetch while products are computed. During each product, `lines` cache lines are
-// prefetched.
+// The data to prefetch while products are computed. Each product prefetches `lines` cache lines.
 struct Fetched {
   const uint8_t* next;
   int64_t lines;
 
-  // Prefetches `bytes` bytes that start at `from`, evenly distributed over `products` products.
-  // Stops at `end`.
+  // Prefetches `bytes` bytes from `from` on, evenly distributed over `products` products. Stops at
+  // `end`.
   Fetched(const uint8_t* from, int64_t bytes, const uint8_t* end, int64_t products)
       : next(from), lines((least(bytes, end - from) + 64 * products - 1) / (64 * products)) {}
 };
@@ -110,8 +110,8 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // The next arrays contain the data of all tiles. The shapes in the comments are per tile. Tiles
-  // are padded to 32 rows, and rows are padded to a multiple of `step` inputs.
+  // The next arrays contain the data of all tiles. The comments give the shapes per tile. Tiles are
+  // padded to 32 rows, and rows are padded to a multiple of `step` inputs.
   int8_t* codes;     // [K / step, 32, step]
   int32_t* offsets;  // [groups, 32]: numbers to add to the sums of each group
   float* scales;     // [32]
@@ -166,14 +166,14 @@ struct MatrixProduct {
     }
   }
 
-  // Multiplies tiles by one panel. Writes the results, [tiles, 32, 32].
+  // Multiplies tiles by one panel. Writes the results [tiles, 32, 32].
   void multiply_int8(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
                      float* results) const {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    // Holds the weights of the last, incomplete product, because the memory after the panel may not
-    // be readable.
+    // Contains a copy of the weights of the last, incomplete product. The kernel must not load a
+    // whole register from the panel there, because the memory after the panel may not be readable.
     alignas(64) uint8_t rest[kStep * kPanel];
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
     __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);
@@ -236,7 +236,7 @@ struct MatrixProduct {
         [&](auto v) __attribute__((always_inline)) { to[v] = load_scales(from + v * kLanes); });
   }
 
-  // Adds the offsets of the group to the sums of a tile. Then calls `body` for each vector of sums.
+  // Adds the offsets of a group to the sums of a tile. Then calls `body` for each vector of sums.
   // The arguments of `body` are the index of the vector's first sum in [32, 32], the index of the
   // vector in its row, and the vector itself.
   template <class Body>
@@ -252,8 +252,8 @@ struct MatrixProduct {
   }
 };
 
-// Computes a linear layer with matrix registers. If the layer does not suit matrix registers, uses
-// the vector kernel for the same processor.
+// Computes a linear layer with matrix registers. If the layer does not suit them, runs the vector
+// kernel for the same processor.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;

@@ -1,4 +1,4 @@
-// The kernel for NVFP4 linear layers, and products of float matrices that other kernels also use.
+// The kernel for NVFP4 linear layers. Other kernels also use its products of float matrices.
 #pragma once
 
 #include "kernels/common.h"
@@ -9,8 +9,7 @@ namespace {
 // fits the first-level cache.
 constexpr int64_t kStretch = 128;
 
-// Decodes a scale in the format E4M3. E4M3 uses the exponent bias 7, and a float uses the exponent
-// bias 127.
+// Decodes a scale in the format E4M3. The exponent bias is 7 in E4M3, and 127 in a float.
 inline float e4m3(uint8_t byte) {
   if ((byte & 0x7f) == 0x7f) return __builtin_nanf("");
   const uint32_t bits =
@@ -25,7 +24,7 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
                    float* weights) {
   constexpr int kVectors = kPanel / kLanes, kHalf = kPanel / 2;
   constexpr int8_t kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12,
-                               // twice each number that E2M1 can represent
+                               // the numbers that E2M1 can represent, times two
                                0, -1, -2, -3, -4, -6, -8, -12};
   const simd::Table table = simd::load_table(kTwice);
   for (int64_t from = 0; from < inputs; from += dlm::kGroup, scales += kPanel) {
@@ -71,9 +70,9 @@ template <int kRows>
   }
 }
 
-// Multiplies the rows of the tiles from `first` to `last` - 1 of x [rows, K] by a panel. Writes the
-// results to sums [rows, 32]. weights_of(k, inputs) returns the panel's weights [inputs, 32] for
-// the inputs that start at k.
+// Multiplies tiles of rows of x [rows, K] by a panel. `first` is the first tile, and `last` - 1 is
+// the last. Writes the results to sums [rows, 32]. weights_of(k, inputs) returns the panel's
+// weights [inputs, 32] for the inputs from k on.
 template <class WeightsOf>
 void sum_floats(const float* x, int64_t K, const Tiles& tiles, int64_t first, int64_t last,
                 float* sums, WeightsOf weights_of) {

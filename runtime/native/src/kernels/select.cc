@@ -28,7 +28,7 @@ bool CachedAttention::has_good_segments() const {
   for (const Segment* it = segments; it != segments + segment_count; ++it) {
     if (it->start < 0 || it->cached < 0 || it->cached > cached || it->start > cached - it->cached)
       return false;
-    // A further segment of the same request has the same tokens.
+    // Segments with the same tokens belong to the same request. Only the first of them counts.
     if (it != segments && it->first == it[-1].first && it->tokens == it[-1].tokens) continue;
     if (it->first != next || it->tokens < 1 || it->tokens > tokens - next) return false;
     next += it->tokens;
@@ -50,8 +50,8 @@ extern decltype(Kernels::linear) const kAmxLinear;
 
 namespace {
 
-// Describes a kernel set. `all` names the needed instruction sets. If the processor lacks one of
-// these instruction sets, the description contains a refusal.
+// Describes a kernel set. `all` names the instruction sets that the kernels need. If the processor
+// lacks one of them, the description contains a refusal.
 KernelSet make_set(const Kernels& kernels, bool has_all, const char* all) {
   return {kernels.name, &kernels, has_all ? "" : std::string("the processor has no ") + all};
 }
@@ -66,15 +66,15 @@ std::vector<KernelSet> find_kernel_sets() {
       has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
           __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl"),
           __builtin_cpu_supports("avx512vnni"));
-  // CPUID reports F16C in leaf 1, and AVX-VNNI in leaf 7, subleaf 1. This code uses CPUID, because
-  // older compilers cannot test for F16C and AVX-VNNI by name.
+  // CPUID reports F16C in leaf 1, and AVX-VNNI in leaf 7, subleaf 1. The code reads CPUID itself,
+  // because older compilers cannot test for these features by name.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1) != 0;
   const bool has_avx2 =
       has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
-  // This file creates the kernel set. The files of the kernels must not create the kernel set,
-  // because this processor may be unable to run code from these files.
+  // The kernel set is created here, and not in the files of the kernels, because this processor may
+  // be unable to run code from those files.
   static const Kernels amx = [] {
     Kernels kernels = kAvx512Kernels;
     kernels.name = "amx-int8", kernels.linear = kAmxLinear;

@@ -1,18 +1,18 @@
-// The kernel for a tied head. The kernel multiplies rows of activations by the rows of an embedding
-// table. The table is in the number format of the checkpoint, or in FP8. Sums are fp32.
+// The kernel for a tied head. It multiplies rows of activations by the rows of an embedding table.
+// The table is in the number format of the checkpoint, or in FP8. Sums are fp32.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The number of table rows and the number of activation rows that are multiplied at a time. The
-// sums of their products fit the registers.
+// The kernel multiplies kTableRows table rows by kHeadRows rows of activations at a time. The sums
+// of these products fit the registers.
 constexpr int kTableRows = 4, kHeadRows = simd::kFloatRows * simd::kFloatVectors / kTableRows;
 
 // Multiplies kRows rows of x by kTable rows of a table. Writes the products to y, whose rows are
-// `stride` apart. During the multiplication, prefetches the table rows at `ahead`. kLoad loads one
-// vector of the table.
+// `stride` apart. At the same time, prefetches the table rows at `ahead`. kLoad loads one vector of
+// the table.
 template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 [[gnu::noinline]] void multiply_by_table(const float* x, const Element* table, int64_t inputs,
                                          const Element* ahead, const float* scales, float* y,
@@ -70,7 +70,7 @@ void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
     for (int64_t n = from; n < to;) {
       const bool is_whole = n + kTableRows <= to;
       const int64_t together = is_whole ? kTableRows : 1;
-      // Prefetches the next rows of the table. At the end of the table, prefetches the current rows
+      // Prefetch the next rows of the table. At the end of the table, prefetch the current rows
       // again.
       const int64_t next = n + 2 * kTableRows <= N ? n + together : n;
       for (int64_t tile = first; tile < last; ++tile) {

@@ -1,8 +1,8 @@
 // Converts a conversation to text, in the form on which the denoiser was trained. The text ends at
 // the position where the assistant's reply starts.
 //
-// The chat template itself is not run. The bundle's text file contains the text that the template
-// puts before, between and after messages.
+// This code does not run the chat template. The bundle's text file contains the texts that the
+// template puts before, between and after messages.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@
 namespace dlm {
 
 struct ChatMessage {
-  std::string_view role, content;  // UTF-8
+  std::string_view role, content;  // both are UTF-8
 };
 
 struct RenderedChat {
@@ -25,9 +25,9 @@ struct RenderedChat {
   std::vector<std::pair<size_t, size_t>> contents;
 };
 
-// Throws Error(DLM_INVALID_ARGUMENT) for an unknown role. Throws Error(DLM_UNSUPPORTED) if the text
-// file does not contain the text for this conversation, or if the template does more than join
-// messages.
+// Returns the text of a conversation. Throws Error(DLM_INVALID_ARGUMENT) if a message is not valid,
+// for example because its role is unknown. Throws Error(DLM_UNSUPPORTED) if the bundle's text file
+// does not cover this conversation.
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -9,12 +9,13 @@
 namespace dlm {
 namespace {
 
-// In the NFC tables, the class of starters that may change. A starter is a character whose
-// combining class is 0.
+// In the NFC tables, this number marks the starters that composition may change. A starter is a
+// character whose combining class is 0.
 constexpr uint8_t kStarts = 255;
-constexpr char32_t kFirstChange = 0x300;  // text is already composed if all its code points are
-                                          // below this limit
-// Constants of Hangul, whose syllables are composed by arithmetic (section 3.12 of the standard).
+// If all code points of a text are below this limit, the text is already composed.
+constexpr char32_t kFirstChange = 0x300;
+// Constants for composing and decomposing Hangul syllables by arithmetic (section 3.12 of the
+// Unicode standard).
 constexpr char32_t kSyllables = 0xAC00, kLeads = 0x1100, kVowels = 0x1161, kTails = 0x11A7;
 constexpr char32_t kLeadCount = 19, kVowelCount = 21, kTailCount = 28,
                    kSyllableCount = kLeadCount * kVowelCount * kTailCount;
@@ -49,8 +50,8 @@ void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
   }
 }
 
-// Returns the character into which two characters compose. Returns 0 if the two characters do not
-// compose.
+// Returns the character that replaces two characters when they are composed. Returns 0 if the two
+// characters cannot be composed.
 char32_t composed(const TextFile& file, char32_t first, char32_t second) {
   if (first - kLeads < kLeadCount && second - kVowels < kVowelCount)
     return kSyllables + ((first - kLeads) * kVowelCount + (second - kVowels)) * kTailCount;
@@ -78,10 +79,12 @@ void sort_marks(std::vector<Point>& points) {
   }
 }
 
-// Composes each mark with its starter, unless there is a starter or a mark of the same class
-// between the mark and its starter.
+// Composes each character with the last starter before the character, if the two can be composed. A
+// mark that remains between the two prevents this, unless the combining class of the mark is lower
+// than the class of the character.
 void join(const TextFile& file, std::vector<Point>& points) {
-  // `start` is the index of the last starter. Before the first starter, it is an invalid index.
+  // `start` is the index of the last starter. Until the first starter is found, `start` is
+  // points.size(), which is not a valid index.
   size_t kept = 0, start = points.size();
   for (size_t i = 0; i < points.size(); ++i) {
     const Point point = points[i];

@@ -1,5 +1,5 @@
-// Normalises Unicode text: to its composed form (NFC, Unicode annex 15), or as BERT does. The code
-// uses the tables of a bundle's text file.
+// Normalises Unicode text. compose() converts text to its composed form (NFC, Unicode annex 15).
+// rewrite() normalises text as BERT does. Both functions use the tables of a bundle's text file.
 #pragma once
 
 #include <string>
@@ -9,11 +9,12 @@
 
 namespace dlm {
 
-// Writes the composed form of `text` to `out`. If `text` is already composed, returns false and
-// does not change `out`. `file` must contain the NFC tables.
+// Writes the composed form of `text` to `out`, and returns true. If all of `text` is certainly
+// composed already, returns false and does not change `out`. `file` must contain the NFC tables.
 bool compose(const TextFile& file, std::string_view text, std::string& out);
 
-// Writes `text` as BERT's normaliser changes it to `out`. `file` must contain WordPiece tables.
+// Normalises `text` as BERT's normaliser does, and writes the result to `out`. `file` must contain
+// WordPiece tables.
 void rewrite(const TextFile& file, std::string_view text, std::string& out);
 
 }  // namespace dlm

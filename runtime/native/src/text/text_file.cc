@@ -12,17 +12,17 @@ namespace {
 constexpr char kMagic[] = "DLMTEXT";
 constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
-// The largest number of code points in a decomposition. The longest decomposition in Unicode has 4
-// code points.
+// The largest number of code points that a text file may contain for one decomposition. The longest
+// decomposition in Unicode has 4 code points.
 constexpr int32_t kMostDecomposed = 18;
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
-constexpr int32_t kMostSplits = 64;  // largest number of splits; released tokenizers use up to four
-                                     // splits
-// The largest size of a token's text in bytes. Without this limit, a denoiser that repeats a token
-// could fill the memory.
+// The largest number of splits. Released tokenizers use up to four splits.
+constexpr int32_t kMostSplits = 64;
+// The largest size of a token's text in bytes. Without this limit, the decoded text could fill the
+// memory if a denoiser repeats one token.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
-// The numbers in the header of the file, in order. These numbers are the sizes of the tables.
+// The numbers in the header of the file, in order. Most of these numbers are the sizes of tables.
 struct Sizes {
   int32_t vocab, token_bytes, chars, merges, added, raw_added, added_bytes, classes, class_pages,
       splits, states, nfc_pages, decomposed, decomposition_points, compositions, prefix, suffix,
@@ -49,7 +49,7 @@ class Reader {
     return out;
   }
 
-  // Reads `count` numbers. Each number must be at least `lowest` and at most `highest`.
+  // Reads `count` numbers. Throws an error if a number is below `lowest` or above `highest`.
   Numbers numbers(const char* name, int64_t count, int32_t lowest, int32_t highest) {
     const Numbers out = take<int32_t>(count);
     for (const int32_t value : out)
@@ -59,9 +59,9 @@ class Reader {
     return out;
   }
 
-  // Reads `count` + 1 numbers: the starts of `count` lists, and the end of the last list. The first
-  // number must be 0, and the last must be `total`. Each number must be at least as large as the
-  // preceding number.
+  // Reads `count` + 1 numbers. These numbers are the starts of `count` lists, and the end of the
+  // last list. Throws an error unless the first number is 0, the last number is `total`, and no
+  // number is smaller than the number before it.
   Numbers starts(const char* name, int64_t count, int32_t total) {
     const Numbers out = numbers(name, count + 1, 0, total);
     if (out[0] != 0 || out[out.size - 1] != total || !std::is_sorted(out.begin(), out.end()))
@@ -99,8 +99,8 @@ void check_sizes(const Sizes& s, const Reader& reader) {
     reader.refuse("splits", "have no classes of characters");
 }
 
-// Reads the vocabulary. This function must be called first, because merges, characters and splits
-// refer to tokens.
+// Reads the tables of tokens, characters, merges and added texts. These are the first tables of the
+// file, so this function must be called first.
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;
@@ -153,11 +153,11 @@ void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
   file.decomposition_points =
       reader.numbers("decomposition_points", s.decomposition_points, 0, last);
   if (!std::all_of(file.decomposition_points.begin(), file.decomposition_points.end(), is_scalar))
-    reader.refuse("decomposition_points", "have half a character");
+    reader.refuse("decomposition_points", "contain an invalid code point");
   file.compositions = reader.numbers("compositions", int64_t{3} * s.compositions, 0, last);
   for (size_t i = 0; i < file.compositions.size; i += 3) {
     const int32_t* const entry = file.compositions.data + i;
-    if (!is_scalar(entry[2])) reader.refuse("compositions", "have half a character");
+    if (!is_scalar(entry[2])) reader.refuse("compositions", "contain an invalid code point");
     if (i > 0 && !std::lexicographical_compare(entry - 3, entry - 1, entry, entry + 2))
       reader.refuse("compositions", "do not ascend");
   }
@@ -186,16 +186,16 @@ void check_strings(const TextFile& file, const Reader& reader) {
     for (size_t i = 0; i < strings->size(); ++i)
       if (!is_utf8((*strings)[i])) reader.refuse("strings", "are not all UTF-8");
   for (size_t i = 0; i < file.added.size(); ++i) {
-    if (file.added[i].empty()) reader.refuse("added", "have an empty one");
+    if (file.added[i].empty()) reader.refuse("added", "contain an empty text");
     if (i > 0 && i != file.raw_added && file.added[i - 1] >= file.added[i])
       reader.refuse("added", "do not ascend");
   }
   for (const int32_t literal : file.literals)
-    if (file.chat_strings[literal].empty()) reader.refuse("literals", "have an empty one");
+    if (file.chat_strings[literal].empty()) reader.refuse("literals", "contain an empty text");
   for (size_t token = 0; token < file.tokens.size(); ++token) {
     const bool is_byte = (file.token_flags[token] & TextFile::byte) != 0;
     if (file.tokens[token].size() > kMostTokenBytes)
-      reader.refuse("tokens", "have one longer than 65536 bytes");
+      reader.refuse("tokens", "contain a token of more than 65536 bytes");
     if (is_byte && file.tokens[token].size() != 1)
       reader.refuse("tokens", "have an invalid byte token");
     if ((file.is_byte_fallback || file.has_word_pieces) && !is_byte && !is_utf8(file.tokens[token]))

@@ -3,8 +3,7 @@
 //
 // exporter/dlm_export/text/layout.py writes the file, and docs/reference/bundle.md documents it.
 // The file consists of a header with the sizes of the tables, then int32 numbers in little-endian
-// order, then bytes. The file contains only data, no code. All data is checked when the file is
-// read.
+// order, then bytes. The file contains only data, no code. read_text_file() checks all data.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +16,10 @@
 
 namespace dlm {
 
-using Numbers = View<int32_t>;  // an array of numbers in the file
+using Numbers = View<int32_t>;  // an array of int32 numbers in the file
 
-// A table with one byte for each code point. The table is stored in pages of 256 code points. A
-// table without pages is empty.
+// A table with one byte for each code point. The table is stored in pages of 256 code points. If
+// there are no pages, the table is empty.
 struct CodePointTable {
   Numbers pages;
   View<uint8_t> values;
@@ -43,48 +42,55 @@ struct Strings {
 struct TextFile {
   enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4, continues = 8 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
-  // How a chat uses the content of a message. The chat rejects the message, uses the content
-  // unchanged, or uses the content without surrounding white space.
+  // What the code does with the content of a message. `refused` rejects the message. `as_is` uses
+  // the content unchanged. `stripped` removes white space at both ends of the content.
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
   TextFile() = default;
-  TextFile(TextFile&&) = default;  // movable, but not copyable: a copy would point into the object
-                                   // from which it was copied
+  // A TextFile can be moved, but not copied. The fields of a copy would point into the storage of
+  // the original.
+  TextFile(TextFile&&) = default;
   TextFile& operator=(TextFile&&) = default;
 
-  std::vector<int32_t> storage;  // content of the file; all other fields point into this content
+  // The content of the file. The tables below point into this content.
+  std::vector<int32_t> storage;
 
   int32_t vocab_size = 0;
-  // The text of each token. If a token has the flag `whole`, and a piece equals the token's text,
-  // the piece is encoded as this token without merging.
+  // The text of each token. The tokenizer cuts a text into pieces, and encodes each piece
+  // separately. If a piece equals the text of a token with the flag `whole`, the piece becomes this
+  // token without merging.
   Strings tokens;
   View<uint8_t> token_flags;
-  // The tokens of a piece before merging. A character in char_points becomes one token. Any other
-  // character becomes one token for each of its bytes. -1 means that a byte has no token and is
-  // left out.
+  // The tokens of a piece before merging. If a character is in char_points, the character becomes
+  // the token at the same index of char_ids. Otherwise each byte of the character becomes the token
+  // that byte_ids lists for this byte. If byte_ids contains -1 for a byte, the byte has no token
+  // and is left out.
   Numbers byte_ids, char_points, char_ids;
-  Numbers merges;  // [M, 3]: left token, right token, merged token; earlier merges have priority
-  // Added texts, which are texts that are always encoded as one token. The first `raw_added` added
-  // texts are matched before normalisation. The remaining added texts are matched after
-  // normalisation. Each of these two parts is in ascending order.
+  // [M, 3]: the left token, the right token and the merged token of each merge. Earlier merges have
+  // priority.
+  Numbers merges;
+  // An added text is a text that is encoded as one token, without splits and merges. The tokenizer
+  // matches the first `raw_added` added texts before normalisation, and the remaining added texts
+  // after normalisation. Each of these two parts of the list is in ascending order.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
 
-  bool has_space_letter = false;   // U+2581 represents a space
-  bool starts_with_space = false;  // encoding adds a space at the start
-  // True if a word is encoded as its longest tokens from left to right (WordPiece). Then the flag
-  // `whole` marks the tokens of the vocabulary, and byte_ids[0] is the unknown token. The text of a
-  // token is its text after other tokens. If the token has the flag `continues`, it continues a
-  // word.
+  bool has_space_letter = false;   // true: U+2581 represents a space
+  bool starts_with_space = false;  // true: encoding adds a space at the start of the text
+  // True for WordPiece, which encodes a word as its longest tokens from left to right. With
+  // WordPiece, the flag `whole` marks the tokens of the vocabulary, and byte_ids[0] is the unknown
+  // token. `tokens` contains the text that each token adds if other tokens come before it. If a
+  // token has the flag `continues`, the token continues a word.
   bool has_word_pieces = false;
-  bool drops_space = false;  // pieces of white space are not encoded
-  // True if adjacent byte tokens are decoded together, so that each invalid byte becomes U+FFFD.
+  bool drops_space = false;  // true: pieces of white space are not encoded
+  // True if adjacent byte tokens are decoded together. If their bytes are not valid UTF-8, each of
+  // these bytes becomes U+FFFD.
   bool is_byte_fallback = false;
-  bool strips_space = false;  // decoding removes one space at the start
-  // Splits cut the text into pieces before merging, one split after another. A split cuts its text
-  // into matches and the parts between matches. `classes` contains the character class of each code
-  // point.
+  bool strips_space = false;  // true: decoding removes one space at the start of the text
+  // Before merging, splits cut the text into pieces. The first split cuts the whole text. Each
+  // later split cuts the pieces of the split before it. A split cuts a text into its matches, and
+  // the parts between these matches. `classes` contains the character class of each code point.
   CodePointTable classes;
   int32_t class_count = 0;
   // Each split is a state machine. The states of split s are numbered from split_starts[s] to
@@ -93,39 +99,45 @@ struct TextFile {
   // if there is no next state. If a match may end before the character, 1 is added to the entry.
   Numbers split_starts, split_tables;
 
-  // Tables for normalising text. In a WordPiece vocabulary, the class of a code point in `nfc` is
-  // one of RewriteClass, and `decomposed` contains the replacements of code points.
+  // Tables for normalising text. In a WordPiece vocabulary, `nfc` contains a RewriteClass for each
+  // code point. If the class is above `marks`, the number above `marks` is the order of a combining
+  // mark. `decomposed` contains the replacements of code points.
   enum RewriteClass : uint8_t { dropped = 1, breaks = 2, padded = 3, replaced = 4, marks = 8 };
   // In other vocabularies, these are the tables for composing text (NFC). `nfc` contains a class
   // for each code point. The class is 0 if the code point never changes, and 255 if the code point
   // is a starter that may change. Otherwise the class is the combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
-  // [F, 3]: first code point, second code point, composition; in ascending order.
+  // [F, 3]: two code points, and the code point into which they are composed. The rows are in
+  // ascending order.
   Numbers compositions;
 
-  Numbers prefix, suffix;  // token ids added before and after a prompt
+  Numbers prefix, suffix;  // token ids that are added before and after a prompt
 
   // Tables for chats. The context of a message is the number 2 * role, plus 1 if the message is the
-  // last message. The text before a message depends on its context and on the previous role. (The
-  // previous role is stored as role + 1. 0 means that there is no previous message.) The text after
-  // the last message depends on the role of that message. The entry -1 means that the conversation
-  // is not allowed.
+  // last message. The text before a message depends on the context of the message and on the role
+  // of the previous message. The previous role is stored as role + 1, or as 0 if there is no
+  // previous message. The text after the last message depends on the role of the last message. In
+  // these tables, -1 means that the conversation is not allowed.
   Strings chat_strings;
-  // [R]: the names of the R roles. If a name is listed twice, the first entry applies only to the
-  // first message of a conversation. If there are no roles, the first string of chat_strings says
-  // why chats are not supported.
+  // In this table and the next tables, strings are indices into chat_strings. [R]: the names of the
+  // R roles. If a name is listed twice, the first entry applies only to the first message of a
+  // conversation. If there are no roles, the first string of chat_strings says why chats are not
+  // supported.
   Numbers roles;
-  Numbers chat_transforms;             // [2 R]
-  Numbers chat_gaps;                   // [R + 1, 2 R]
-  Numbers chat_ends;                   // [R]
-  Numbers literal_contexts, literals;  // for each context: texts that the content of a message must
-                                       // not contain
-  Numbers empty_contexts;              // contexts in which the content must not be empty
+  Numbers chat_transforms;  // [2 R]: for each context, a Transform
+  // [R + 1, 2 R]: for each previous role and each context, the text before the message.
+  Numbers chat_gaps;
+  Numbers chat_ends;  // [R]: for each role, the text after the last message
+  // In the context literal_contexts[i], the content of a message must not contain the string
+  // literals[i].
+  Numbers literal_contexts, literals;
+  Numbers empty_contexts;  // contexts in which the content must not be empty
 };
 
-// Reads and checks the content of a text file. `where` is the start of error messages. Throws
-// Error(DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
+// Reads and checks the content of a text file. Error messages start with `where`. Throws
+// Error(DLM_BAD_BUNDLE) if the content is not valid. Throws Error(DLM_UNSUPPORTED) if the version
+// of the file is unknown.
 TextFile read_text_file(const void* data, size_t size, const std::string& where);
 
 }  // namespace dlm

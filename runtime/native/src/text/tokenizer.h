@@ -1,11 +1,10 @@
-// The tokenizer: converts text to token ids and back. The tokenizer uses the tables of a compiled
+// The tokenizer converts text to token ids and back. The tokenizer uses the tables of a compiled
 // text file. Each build of a bundle compares the results of this tokenizer with the results of the
 // Python tokenizer.
 //
-// The tokenizer implements WordPiece and byte pair encoding. With byte pair encoding, in some
-// vocabularies, tokens are sequences of bytes.
-// In other vocabularies, tokens are sequences of characters. If a vocabulary of characters lacks a
-// character, the character is encoded as bytes.
+// The tokenizer implements WordPiece and byte pair encoding. In some vocabularies for byte pair
+// encoding, tokens are sequences of bytes. In others, tokens are sequences of characters. If such a
+// vocabulary lacks a character, the tokenizer encodes the bytes of the character.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +18,15 @@
 
 namespace dlm {
 
-constexpr size_t kMostTextBytes = size_t{1} << 28;  // largest number of bytes of text that one call
-                                                    // encodes
+// The largest size of a text that one call encodes, in bytes.
+constexpr size_t kMostTextBytes = size_t{1} << 28;
 
-// An open-addressing hash index of numbers. The load factor is at most 1/2.
+// A hash index of numbers with open addressing. The load factor is at most 1/2.
 class Index {
  public:
   void reserve(size_t count);
-  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are so many hash collisions that the
-  // numbers must have been chosen on purpose.
+  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are more hash collisions than chance
+  // explains.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -44,22 +43,23 @@ class Index {
 
 struct Encode {
   bool is_prompt = false;
-  bool special_tokens = false;  // true: the text of a special token becomes that token
+  // True: the text of a special token is encoded as that special token.
+  bool special_tokens = false;
 };
 
 class Text {
  public:
-  // Reads and checks the content of a text file. Throws the same errors as read_text_file.
+  // Reads and checks the content of a text file. Throws the same errors as read_text_file().
   Text(const void* data, size_t size, const std::string& where);
 
   const TextFile& file() const { return file_; }
 
   // Appends the ids of a text to `out`. If `how.is_prompt` is true, also adds the tokens that the
-  // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) if the text is invalid UTF-8
-  // or encodes to a special token that is not allowed.
+  // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) if the text is not valid
+  // UTF-8, or if the result would contain a special token that is not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
   // Appends the ids of a chat to `out`. Special tokens are recognised only in the template's text.
-  // If a text includes a part of a message's content, the text is never encoded as a special token.
+  // Text from a message's content never becomes part of a special token.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
@@ -68,7 +68,8 @@ class Text {
     return (file_.token_flags[token] & TextFile::special) != 0;
   }
 
-  // For WordPiece: true if a token continues a word; and the text of the token in a word.
+  // The next two functions are for WordPiece. continues() returns true if a token continues a word.
+  // piece() returns the part of a word that the token encodes.
   bool continues(int32_t token) const {
     return (file_.token_flags[token] & TextFile::continues) != 0;
   }
@@ -81,19 +82,20 @@ class Text {
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  // For each byte: 1 if an added text can start with this byte. One table is for the text before
-  // normalisation, and one table is for the text after normalisation.
+  // Two tables with an entry for each byte. The entry is 1 if an added text starts with the byte.
+  // Table 0 is for added texts that are matched before normalisation. Table 1 is for added texts
+  // that are matched after normalisation.
   uint8_t starts_added_[2][256] = {};
 };
 
-// Decodes token ids to text, in batches. Each batch returns only whole characters. So different
-// splits into batches give the same text.
+// Decodes token ids to text, in batches. Each batch returns only whole characters. So the decoded
+// text does not depend on the sizes of the batches.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
   // Decodes the next `count` ids, and appends their text to `out`. Skips unknown and special ids.
-  // is_last means that no ids follow.
+  // If is_last is true, these are the last ids.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 
  private:
@@ -101,7 +103,7 @@ class TextDecoder {
   void put(std::string_view whole, std::string& out);
 
   std::shared_ptr<const Text> text_;
-  std::string held_;  // bytes that may be the start of a character
+  std::string held_;  // bytes that are not decoded yet
   bool is_at_start_ = true;
 };
 

@@ -4,7 +4,7 @@
 namespace dlm {
 namespace {
 
-constexpr std::string_view kContinues = "##";  // the start of the names of tokens with `continues`
+constexpr std::string_view kContinues = "##";  // prefix of the names of tokens that continue a word
 
 }  // namespace
 
@@ -29,8 +29,8 @@ void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std
     put(file.tokens[token], out);
   }
   if (file.is_byte_fallback) {
-    // Adjacent byte tokens are decoded together, so bytes are checked only when no more bytes can
-    // follow.
+    // Adjacent byte tokens are decoded together. So the bytes in held_ are decoded only when no
+    // more bytes can follow them.
     if (is_last) end_bytes(out);
     return;
   }

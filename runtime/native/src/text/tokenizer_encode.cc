@@ -11,13 +11,14 @@
 namespace dlm {
 namespace {
 
-// The largest number of probes in a hash table. A few dozen probes are enough, unless the keys were
-// chosen to collide.
+// The largest number of slots of a hash table that one insertion may probe. A few dozen probes are
+// enough, unless the keys were chosen to collide.
 constexpr size_t kMostProbes = 1024;
-constexpr size_t kStepsPerChar = 64;  // largest number of steps of a split, per character of the
-                                      // text
-constexpr size_t kLongestWord = 100;  // a word with more characters is unknown (WordPiece)
-constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
+// The largest number of steps that a split may take per byte of the text.
+constexpr size_t kStepsPerChar = 64;
+// In WordPiece, a word with more characters than this becomes the unknown token.
+constexpr size_t kLongestWord = 100;
+constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581 in UTF-8
 
 uint64_t mixed(uint64_t value) {
   value *= 0x9E3779B97F4A7C15;
@@ -46,7 +47,7 @@ uint64_t piece_hash(std::string_view text, bool continues) {
   return hash_of(text) ^ (continues ? 1 : 0);
 }
 
-// Returns the position where the trailing white space of `text` starts.
+// Returns the offset where the white space at the end of `text` starts.
 size_t space_before(std::string_view text) {
   size_t end = text.size();
   while (end > 0) {
@@ -59,7 +60,7 @@ size_t space_before(std::string_view text) {
   return end;
 }
 
-// Returns the number of bytes of leading white space in `text`.
+// Returns the size of the white space at the start of `text`, in bytes.
 size_t space_behind(std::string_view text) {
   size_t end = 0;
   for (size_t at = 0; at < text.size() && is_space(next_char(text, at));) end = at;
@@ -79,7 +80,7 @@ void Index::insert(uint64_t hash, int32_t number) {
   size_t slot = hash & mask_;
   for (size_t probes = 0; slots_[slot] >= 0; slot = (slot + 1) & mask_)
     if (++probes > kMostProbes)
-      fail(DLM_BAD_BUNDLE, "its hashes collide more often than chance explains");
+      fail(DLM_BAD_BUNDLE, "it has more hash collisions than chance explains");
   slots_[slot] = number;
 }
 
@@ -153,7 +154,8 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // Returns true if the text of a special token at this offset must be encoded as ordinary text.
+  // The bytes from `start` to `end` - 1 are the text of a special token. Returns true if this text
+  // must be encoded as ordinary text.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
@@ -175,13 +177,13 @@ class Encoding {
     return found != contents.end() && found->first < end;
   }
 
-  // Returns the index of the longest added text that `text` starts with. Searches the indices from
+  // Returns the index of the longest added text with which `text` starts. Searches the indices from
   // `first` to `last` - 1. Returns `last` if there is no such text.
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
-      // Added texts that start with the same bytes are neighbours, and the shortest of these added
-      // texts comes first.
+      // Added texts are sorted. So all added texts that start with the same bytes are neighbours,
+      // and the shortest of them comes first.
       const auto next = static_cast<uint8_t>(text[length - 1]);
       const auto bound = [&](bool is_upper) {
         size_t low = first, high = last;
@@ -222,7 +224,8 @@ class Encoding {
     return spaced_;
   }
 
-  // Splits `text` with the split of index `number`, and then with all later splits.
+  // Cuts `text` with the split that has the index `number`, and with all later splits. Encodes the
+  // resulting pieces.
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
@@ -262,9 +265,9 @@ class Encoding {
     });
   }
 
-  // Merges the tokens of a piece (byte pair encoding). Each step merges two neighbouring tokens:
-  // the pair that comes first in the list of merges. If the pair occurs several times, the step
-  // merges the leftmost occurrence.
+  // Encodes a piece with byte pair encoding. Each step merges one pair of neighbouring tokens. The
+  // step chooses the pair that comes first in the list of merges. If this pair occurs several
+  // times, the step merges the leftmost occurrence.
   void merge(std::string_view text) {
     if (file_.has_word_pieces) return cut_word(text);
     const int32_t whole = text_.wholes_.find(
@@ -282,7 +285,7 @@ class Encoding {
       const auto at = static_cast<size_t>(top & 0xFFFFFFFF);
       Symbol& left = symbols_[at];
       if (left.merge != static_cast<int32_t>(top >> 32))
-        continue;  // one of the two symbols was already merged
+        continue;  // one of the two tokens was already merged
       const size_t behind = left.next;
       left.id = file_.merges[3 * static_cast<size_t>(left.merge) + 2];
       left.next = symbols_[behind].next;
@@ -294,8 +297,8 @@ class Encoding {
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
   }
 
-  // Encodes a word as its longest tokens from left to right (WordPiece). If a part of the word is
-  // not in the vocabulary, the whole word becomes the unknown token.
+  // Encodes a word with WordPiece. Each step takes the longest token with which the rest of the
+  // word starts. If there is no such token, the whole word becomes the unknown token.
   void cut_word(std::string_view word) {
     size_t start = 0;
     if (file_.drops_space && is_space(next_char(word, start))) return;
@@ -307,7 +310,7 @@ class Encoding {
       size_t end = word.size();
       for (; end > start; --end) {
         const bool is_cut = end < word.size() && (static_cast<uint8_t>(word[end]) & 0xC0) == 0x80;
-        if (is_cut) continue;  // a character must not be cut
+        if (is_cut) continue;  // `end` is inside a character
         found = piece_of(word.substr(start, end - start), start > 0);
         if (found >= 0) break;
       }
@@ -317,7 +320,8 @@ class Encoding {
     }
     if (start == word.size()) return;
     out_.resize(before);
-    out_.push_back(file_.byte_ids[0]);  // allowed everywhere, although it may be a special token
+    // The unknown token is always allowed, even if it is a special token.
+    out_.push_back(file_.byte_ids[0]);
   }
 
   // Returns the token with this text, or -1. `continues` says whether the token continues a word.
@@ -327,9 +331,9 @@ class Encoding {
     });
   }
 
-  // Appends an id. Throws an error if the id belongs to a special token, and special tokens are not
-  // allowed. Merging can produce the id of a special token if the vocabulary also contains the text
-  // of the special token as an ordinary token.
+  // Appends an id. Throws an error if special tokens are not allowed and the id belongs to a
+  // special token. Merging can produce the id of a special token if the vocabulary also contains
+  // the text of the special token as an ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
@@ -362,8 +366,7 @@ class Encoding {
     }
   }
 
-  // If a merge of the symbol at index `at` with the next symbol exists, adds the merge to the
-  // queue.
+  // If the symbol at index `at` can be merged with the next symbol, adds this merge to the queue.
   void offer(size_t at, bool is_heap) {
     Symbol& left = symbols_[at];
     left.merge = left.next < symbols_.size() ? merge_of(left.id, symbols_[left.next].id) : -1;
@@ -373,7 +376,8 @@ class Encoding {
   }
 
   struct Symbol {
-    int32_t id, merge;  // merge: index of the merge with the next symbol; -1 if no merge exists
+    // `merge` is the index of the merge with the next symbol, or -1 if there is no such merge.
+    int32_t id, merge;
     uint32_t previous, next;
   };
 
@@ -382,9 +386,9 @@ class Encoding {
   const bool special_tokens_;
   const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
-  // The start and the size of the piece in the text that is being normalised.
+  // The offset and the size, in bytes, of the part of the text that was normalised last.
   size_t piece_start_ = 0, piece_size_ = 0;
-  bool is_changed_ = false;  // true if normalisation changed the text
+  bool is_changed_ = false;  // true if normalisation changed this part
   std::string composed_, spaced_;
   std::vector<Symbol> symbols_;
   std::vector<uint64_t> heap_;

@@ -1,7 +1,6 @@
-//! schedule BUNDLE PRESET AUTOMATON PROMPT... submits all prompts to a scheduler at once and prints
-//! one answer per line. PRESET is the name of a preset. If PRESET is -, the bundle's default preset
-//! is used. AUTOMATON is a file that `dlm-export compile` wrote. If AUTOMATON is -, there is no
-//! constraint.
+//! schedule BUNDLE PRESET AUTOMATON PROMPT... submits all prompts to a scheduler at the same time,
+//! and prints one answer per line. PRESET is the name of a preset, or - for the bundle's default
+//! preset. AUTOMATON is a file that `dlm-export compile` wrote, or - for no constraint.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-// Writes the arrays of one case (see writer.h). Some of the first items may each have a separate
+// Writes the arrays of one case (see writer.h). Each of the first items can have a different
 // schema. All remaining items have the same schema.
 #include <algorithm>
 
@@ -8,15 +8,17 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr size_t kMostMatches = 3;  // largest number of keywords such as `contains` in one array
-constexpr size_t kMostStates = 20'000;   // largest number of states in array_with_matches()
-constexpr size_t kMostMixed = 6;         // the items of a larger set are written in one order only
+// The largest number of schemas in array_with_matches().
+constexpr size_t kMostMatches = 3;
+constexpr size_t kMostStates = 20'000;  // largest number of states in array_with_matches()
+// unique_array() writes the items of a larger set in one order only.
+constexpr size_t kMostMixed = 6;
 constexpr uint64_t kMostIntegers = 100;  // largest number of integers that finite() lists
 
 }  // namespace
 
-// Returns the formula of the item with the given index, and a bool. The bool is true if a schema
-// describes this item.
+// Returns the formula for the item with the given index. Also returns true if a schema describes
+// this item, otherwise false.
 std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   std::vector<Formula> parts;
   bool is_described = false;
@@ -39,11 +41,11 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   return {formulas_.all(parts), is_described};
 }
 
-// Returns the number of items at the start of an array that a schema evaluates. In the
-// specification, a schema evaluates an item if a keyword such as `items` applies to the item. If an
-// inner schema, for example in allOf, evaluates an item, the outer schema evaluates the item too.
-// `by` is the schema that contains the keyword unevaluatedItems. unevaluatedItems applies only to
-// items that are not evaluated.
+// Returns the number of evaluated items at the start of an array, or SIZE_MAX if all items are
+// evaluated. In the specification, a schema evaluates an item if a keyword such as `items` applies
+// to the item. If an inner schema evaluates an item, for example a schema in allOf, the outer
+// schema evaluates the item too. The keyword unevaluatedItems applies only to the items that are
+// not evaluated. `by` is the schema that contains this keyword.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
   if (schema.is_boolean()) return 0;
@@ -100,12 +102,12 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
                   : std::nullopt;
     if (made.has_value()) return *made;
     if (low > 1)
-      document_.refuse(*unique->schema, Keyword::unique_items,
-                       "is supported for items of a finite set, such as an enum: give one, or "
-                       "leave it out");
+      document_.refuse(
+          *unique->schema, Keyword::unique_items,
+          "is only supported for items of a finite set: give the items an enum, or leave it out");
     document_.warn("schema: " + document_.place(*unique->schema->value) +
-                   ": keyword 'uniqueItems' is not regular for these items: at most one is "
-                   "written. An enum of items, or no uniqueItems, allows more");
+                   ": keyword 'uniqueItems' is not regular for these items: at most one item is "
+                   "written. To allow more, give the items an enum, or leave out uniqueItems");
     high = 1;
   }
   const Layout::Around around = options_.layout.around(place.level, true);
@@ -159,9 +161,9 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
 }
 
 // Writes an array in which a given number of items must match a given schema, as `contains`
-// requires. The function from() builds an automaton. A state of this automaton consists of the
-// number of items so far and, for each schema, the number of matching items so far. The automaton
-// does not count further than necessary.
+// requires. There may be several such schemas. The function from() builds an automaton. A state of
+// this automaton consists of the number of items so far, and the number of items so far that match
+// each schema. The automaton counts only as far as necessary.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -171,7 +173,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
   for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
   if (high != kUnbounded) last = high;
-  std::vector<uint64_t> most;  // for each schema: largest number of matching items to count
+  // For each schema: the largest number of matching items that the automaton counts.
+  std::vector<uint64_t> most;
   double states = static_cast<double>(last + 1);
   for (const Term* const term : matches) {
     most.push_back(term->high == kNoLimit ? term->low : term->high);
@@ -208,8 +211,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
         if (is_matching) {
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
-          // If there is a maximum but no minimum, an item that is counted as matching need not
-          // match. Fewer items may then match than are counted, which the maximum allows.
+          // If there is only a maximum, an item that is counted as matching need not match. The
+          // count may then be too high, but the number of matching items never exceeds the maximum.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -237,8 +240,9 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   return {expressions_.sequence(expressions_.bytes("["), items), size};
 }
 
-// Lists the distinct values for which a formula is true. `keyed` maps the keys of these values to
-// their texts, and `order` lists the keys. Returns false if the values cannot be listed.
+// Lists the distinct values for which a formula is true. Adds the text of each value to `keyed`,
+// under the key of the value. Adds the keys to `order`. Returns false if the function cannot list
+// the values.
 bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
                     std::vector<std::string>& order) {
   const Term& term = formulas_[formula];
@@ -291,7 +295,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
     for (int64_t number = from; number <= to; ++number) {
       const std::string text = std::to_string(number);
-      // Makes the key that key_of() makes for this number.
+      // This code makes the same key as key_of().
       const Decimal decimal = Decimal::parse(text);
       add(decimal.is_zero() ? "#0"
                             : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
@@ -304,8 +308,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// Writes an array of distinct items from a finite set. If the set is small, the items may come in
-// any order. If the set is large, the items come in the order of the set.
+// Writes an array of distinct items from a finite set. Items of a small set may come in any order.
+// Items of a large set come in the order of the set. Returns nullopt if the set is not finite.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

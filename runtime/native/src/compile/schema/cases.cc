@@ -8,7 +8,8 @@ namespace {
 
 constexpr size_t kMostCases = 4096;  // largest number of cases of one array or object
 constexpr size_t kMostCasesInAll = 50'000;
-constexpr size_t kMostClauses = 64;  // largest number of clauses of one choice, and of one object
+// The largest number of clauses of one choice. Also the largest number of clauses of one object.
+constexpr size_t kMostClauses = 64;
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
@@ -16,7 +17,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 }  // namespace
 
-// Adds formulas to a case as new requirements. Each choice and each atom is added only once.
+// Adds formulas to a case as new requirements, but each formula only once. A choice is a formula
+// with alternatives, as for anyOf.
 void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   std::reverse(todo.begin(), todo.end());
   while (!todo.empty() && !found.is_dead) {
@@ -43,8 +45,8 @@ void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   }
 }
 
-// Simplifies a formula, given the facts that the case has already decided. If `names` is not null,
-// the function assumes that the object has no properties except the properties in `names`.
+// Simplifies a formula, using the facts that the case has already decided. If `names` is not null,
+// assumes that the object has no other properties than the properties in `names`.
 Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
   expressions_.budget().check();
   if (found.asserted.count(formula) != 0) return Formulas::kYes;
@@ -83,8 +85,8 @@ Formula Writer::reduced(Formula formula, const Case& found, const std::vector<st
   return formula;
 }
 
-// Returns a formula that is true if at least one of the properties in `names` violates
-// patternProperties or additionalProperties.
+// Returns a formula that is true if at least one property in `names` violates patternProperties or
+// additionalProperties.
 Formula Writer::violation(const Term& term, const std::vector<std::string>& names) {
   const Schema& schema = *term.schema;
   std::vector<Formula> ways;
@@ -109,8 +111,8 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   return formulas_.any(ways);
 }
 
-// Does the same as reduced(), but for a choice that the case already requires. For a required
-// choice, reduced() would return kYes.
+// Does the same as reduced(), but for a choice that the case requires. For such a choice, reduced()
+// would always return kYes.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;
@@ -119,8 +121,8 @@ Formula Writer::reduced_choice(Formula choice, const Case& found,
   return formulas_.any(ways);
 }
 
-// Removes the decided choices. A choice is decided if the choice is certainly true, or if only one
-// alternative of the choice is still possible. Returns true if the case has changed.
+// Removes the decided choices from a case. A choice is decided if it is certainly true, or if only
+// one of its alternatives is still possible. Returns true if the case has changed.
 bool Writer::propagate(Case& found) {
   std::vector<Formula> choices;
   choices.swap(found.choices);
@@ -134,8 +136,8 @@ bool Writer::propagate(Case& found) {
       if (rest == Formulas::kYes) is_true = true;
       if (rest != Formulas::kNo) left.push_back(way);
     }
-    // The case no longer requires a decided choice. So a property that only this choice names may
-    // be written like any property that the schema does not name.
+    // After this line, the case no longer requires a decided choice. So if only this choice names a
+    // property, the property may be written like any other property that the schema does not name.
     if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
       is_changed = true;
@@ -150,9 +152,9 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Returns true if a branch constrains the content of an array or object. If so, the case must be
-// split before the branch can be written. If `with_names` is true, also returns true if the branch
-// requires a property that is not in `names`.
+// Returns true if a branch of a choice constrains the content of an array or object. If so, the
+// case must be split before it can be written. If `with_names` is true, also returns true if the
+// branch requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
   expressions_.budget().check();
@@ -176,9 +178,10 @@ bool Writer::adds_structure(Formula formula, const std::vector<std::string>& nam
   }
 }
 
-// Converts a choice to clauses, and appends them to `out`. Returns false if there are too many
-// clauses. Also returns false if the choice is about more than the presence of the properties in
-// `names`.
+// Converts a choice to clauses, and appends the clauses to `out`. A clause is a list of conditions,
+// and at least one of them must be true. Each condition says that a property is present, or that it
+// is absent. Returns false if there are too many clauses, or if the choice is about more than the
+// presence of properties in `names`.
 bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
                         std::vector<Clause>& out) {
   std::vector<Clause> made = {{}};
@@ -202,8 +205,8 @@ bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
   return out.size() <= kMostClauses;
 }
 
-// Returns the names of the properties to write. First come the names in `properties`, in the order
-// of `properties`. Then come all required names that are not in `properties`.
+// Returns the names of the properties to write. The names in the keyword `properties` come first,
+// in the order of the keyword. Required names that are not in `properties` follow.
 std::vector<std::string> Writer::names_of(const Case& found) {
   std::vector<std::string> names;
   std::unordered_set<std::string_view> seen;
@@ -252,8 +255,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
     if (found.is_dead) continue;
     if (type == kObject && expand_violation(found, names, open)) continue;
     if (!found.choices.empty() && formulas_.listed(formulas_.all(found.atoms)) == nullptr) {
-      // At this line, each remaining choice is about the presence of properties, or is certainly
-      // true.
+      // At this line, each remaining choice is either certainly true, or only about the presence of
+      // properties.
       std::vector<Clause> clauses;
       bool is_changed = false;
       std::optional<size_t> other;
@@ -261,7 +264,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
         const Formula rest = reduced_choice(found.choices[i], found, names);
         if (rest == Formulas::kYes) {
-          // Requires the alternative that is true if the object has no properties except the
+          // Requires the alternative that is true if the object has no other properties than the
           // properties in `names`.
           for (const Formula way : formulas_.alternatives(found.choices[i])) {
             if (reduced(way, found, &names) != Formulas::kYes) continue;
@@ -280,8 +283,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         continue;
       }
       if (is_changed) {
-        // Requires the alternatives that are certainly true, and processes the case again. The
-        // second processing removes the choices that these alternatives decide.
+        // Requires the alternatives that are certainly true, and processes the case again. This
+        // removes the choices that these alternatives decide.
         assert_all(found, certain);
         open.push_back(std::move(found));
         continue;
@@ -298,8 +301,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
   return either(out);
 }
 
-// Returns the index of the choice by which the case must be split next. Returns nullopt if all
-// remaining choices are only about the presence of properties.
+// Returns the index of the choice by which the case must be split next. Returns nullopt if no
+// choice requires a split.
 std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
                                           const std::vector<std::string>& names) {
   if (formulas_.listed(formulas_.all(found.atoms)) != nullptr) return std::nullopt;
@@ -312,9 +315,10 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
   return std::nullopt;
 }
 
-// Handles a requirement that some property violates patternProperties or additionalProperties.
-// Replaces this requirement by one alternative for each property in `names`. Returns false if the
-// case contains no such requirement, or if the values of the case are listed.
+// A case may require that some property violates patternProperties or additionalProperties. This
+// function replaces the requirement by a choice with one alternative for each property in `names`,
+// and returns true. Returns false if the case contains no such requirement, or if the case contains
+// a list of its values.
 bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
                               std::vector<Case>& open) {
   const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {
@@ -337,7 +341,7 @@ bool Writer::expand_violation(Case& found, const std::vector<std::string>& names
 
 void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   const std::vector<Formula> ways = formulas_.alternatives(found.choices[choice]);
-  // The last alternative is pushed first, so that the first alternative is written first.
+  // The loop pushes the last alternative first, so that the first alternative is written first.
   for (size_t i = ways.size(); i-- > 0;) {
     expressions_.budget().check();
     Case made = found;
@@ -348,9 +352,9 @@ void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   }
 }
 
-// Does the same as split(), but for a choice that is not only about the presence of properties.
-// Assumes that only the properties in `names` are written. Splits the case by the alternatives that
-// are still possible.
+// Does the same as split(), but assumes that only the properties in `names` are written. Splits the
+// case only by the alternatives that are then still possible. Call this function if the choice
+// cannot be converted to clauses.
 void Writer::split_with_names(const Case& found, size_t choice,
                               const std::vector<std::string>& names, std::vector<Case>& open) {
   const Formula rest = reduced_choice(found.choices[choice], found, names);
@@ -415,8 +419,8 @@ Writer::Made Writer::listed_values(const Case& found, const ValueSet& values, co
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Returns true if a formula is certainly true in a case. Returns false if the formula may be false,
-// or if the function cannot decide this.
+// Returns true if a formula is certainly true in a case. Otherwise returns false. The function may
+// also return false for a formula that is always true.
 bool Writer::is_asserted(Formula formula, const Case& found, uint8_t type) {
   for (const Formula part : formulas_.conjuncts(formulas_.restricted(formula, type))) {
     if (found.asserted.count(part) != 0) continue;

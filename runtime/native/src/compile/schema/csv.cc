@@ -11,8 +11,8 @@ using json::Value;
 
 constexpr int64_t kMostRows = 1'000'000;
 
-// Returns the value of a member of the description. The value must be one of the texts in `known`.
-// The first of these texts is the default.
+// Returns the value of the member `name` of the description. Throws an error if the value is not in
+// `known`. If the member is missing, returns the first element of `known`.
 std::string chosen(const Value& description, const char* name,
                    std::initializer_list<const char*> known) {
   const Value* const given = description.find(name);
@@ -57,9 +57,8 @@ class Table {
   }
 
  private:
-  // Writes one field. If `is_alone` is true, the field is the only field of its line. This field
-  // must not be empty, because its line would then be empty, and programs that read CSV skip empty
-  // lines.
+  // Writes one field. If `is_alone` is true, the field is the only field of its line. In this case,
+  // an empty text is written with quotes, because programs that read CSV skip empty lines.
   Node field(Node texts, bool is_alone) {
     const Node needs_no_quotes =
         is_alone ? expressions_.without(plain_, expressions_.empty()) : plain_;
@@ -82,7 +81,7 @@ class Table {
   Expressions& expressions_;
   Described described_;
   const std::string delimiter_, line_end_;
-  Node plain_;  // texts that need no quotes
+  Node plain_;  // the texts that need no quotes
 };
 
 }  // namespace

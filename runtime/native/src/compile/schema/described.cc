@@ -14,7 +14,7 @@ using json::Value;
 
 constexpr int kMostReferences = 100;  // largest number of references in a chain
 
-// Removes the quotes of JSON strings and decodes their escapes.
+// Returns the texts of JSON strings without quotes, and with decoded escapes.
 ByteAutomaton unquoted(const ByteAutomaton& strings, Budget& budget) {
   constexpr std::pair<char, char> kEscapes[] = {{'b', '\b'}, {'f', '\f'}, {'n', '\n'}, {'r', '\r'},
                                                 {'t', '\t'}, {'"', '"'},  {'\\', '\\'}};
@@ -81,8 +81,8 @@ bool Described::is_of_type(const Schema& resolved, std::string_view type) {
 }
 
 void Described::allow(const Schema& schema, std::initializer_list<Keyword> keywords) {
-  // The keywords from Keyword::schema on, such as $id, do not constrain values. So the code does
-  // not test these keywords.
+  // Keyword::schema and the keywords after it, such as $id, do not constrain values. So the loop
+  // does not test these keywords.
   for (size_t i = 0; i < static_cast<size_t>(Keyword::schema); ++i) {
     const auto keyword = static_cast<Keyword>(i);
     if (schema[keyword] != nullptr &&

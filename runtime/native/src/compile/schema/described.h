@@ -28,14 +28,14 @@ struct Property {
 
 class Described {
  public:
-  // `format` is the name of the text format for error messages, such as "csv".
+  // Error messages contain `format`, the name of the text format, such as "csv".
   Described(Expressions& expressions, const json::Value& schema, const Options& options,
             const char* format);
 
   const Schema& root() { return document_.root(); }
-  // Returns the target of a schema's $ref. Without a $ref, returns the schema itself.
+  // Returns the target of a schema's $ref. If there is no $ref, returns the schema itself.
   const Schema& resolved(const Schema& schema);
-  // Returns true if the keyword `type` of a schema is exactly this type.
+  // Returns true if the keyword `type` of a schema contains only this type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
   // Throws an error if the schema contains a keyword that constrains values, unless the keyword is
   // in `keywords`.
@@ -43,17 +43,17 @@ class Described {
   // Returns the properties of an object, in the order of the schema.
   std::vector<Property> properties(const Schema& object);
   // Returns the texts of the values that a schema allows. Strings are written without quotes and
-  // escapes. null is the empty text. The schema must not allow arrays or objects.
+  // escapes, and null is written as the empty text. The schema must not allow arrays or objects.
   Node scalars(const Schema& schema);
   [[noreturn]] void refuse(const Schema& at, const std::string& why);
-  // Returns true if a schema is recursive, which means that its values can contain values of the
-  // same schema.
+  // Returns true if references inside a schema lead to a recursive schema. A schema is recursive if
+  // its values can contain values of the same schema.
   bool is_recursive(const Schema& schema) { return !recursion_.below(*schema.value).empty(); }
 
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Returns a node together with all warnings so far. Throws an error if the node contains no text.
+  // Returns a node and all warnings so far. Throws an error if the node contains no text.
   Texts texts(Node node);
 
  private:
@@ -66,9 +66,9 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node after replacing some bytes by different spellings. For example, XML
-// writes & as &amp;. A spelling must not be the start of a different spelling. The first byte of
-// each spelling must be one of the replaced bytes.
+// Returns the texts of a node, with some bytes replaced by spellings. For example, XML writes & as
+// &amp;. No spelling may be the start of another spelling. The first byte of each spelling must be
+// one of the replaced bytes.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

@@ -1,5 +1,5 @@
-// Parses the text of a schema. Finds the resources and their drafts, the position of each value,
-// and the subschemas. keyword_shapes.cc checks the keywords, and references.cc resolves the
+// Parses the text of a schema. Finds the resources and their drafts, the subschemas, and the
+// position of each value. keyword_shapes.cc checks the keywords, and references.cc resolves the
 // references.
 #include "compile/schema/document.h"
 
@@ -18,9 +18,10 @@ using Kind = Value::Kind;
 
 constexpr int kMostNesting = 256;       // largest nesting depth of the schema's JSON text
 constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
-// Memory of the parsed JSON per byte of its text, see base/json.h.
+// The largest number of bytes of memory that parsed JSON needs per byte of text (see base/json.h).
 constexpr size_t kBytesPerByte = 100;
-constexpr size_t kMostShown = 60;  // largest number of characters of a value that a message shows
+// The largest number of characters of a value that a message contains.
+constexpr size_t kMostShown = 60;
 
 int draft_of(const Value& value, int otherwise, bool* is_named) {
   const Value* const named = value.kind() == Kind::object ? value.find("$schema") : nullptr;
@@ -42,7 +43,7 @@ int draft_of(const Value& value, int otherwise, bool* is_named) {
   return otherwise;
 }
 
-// Appends a value as JSON text. Stops once `out` is longer than a message needs.
+// Appends a value as JSON text. Stops when `out` is longer than a message needs.
 void append_shown(const Value& value, std::string& out) {
   if (out.size() > 4 * kMostShown) return;
   switch (value.kind()) {
@@ -76,8 +77,7 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// Returns the first `most` code points of a text. If the text is longer, appends dots to the
-// result.
+// Returns the first `most` code points of a text. If the text is longer, the result ends with dots.
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -121,8 +121,8 @@ void Document::read_root() {
   index(*root_, nullptr, resources_[0].get(), true);
 }
 
-// Returns the resource of an object. If the object contains $id, creates and returns a new
-// resource. Otherwise returns `around`.
+// Returns the resource of an object. If the object has its own URI because of $id, creates a new
+// resource and returns it. Otherwise returns `around`, the resource around the object.
 Resource* Document::resource_of(const Value& value, Resource* around) {
   bool is_named = around->names_draft;
   const bool is_root = around->root == &value;
@@ -150,8 +150,8 @@ Resource* Document::resource_of(const Value& value, Resource* around) {
   }
   if (made == around && !is_root && draft != around->draft)
     throw Error(DLM_INVALID_ARGUMENT, "schema: " + place(value) +
-                                          ": keyword '$schema' names another draft than the "
-                                          "schema around it: give it an $id too");
+                                          ": keyword '$schema' selects a different draft than the "
+                                          "schema around it: add an $id to this schema");
   for (const char* const keyword : {"$anchor", "$dynamicAnchor"}) {
     const Value* const anchor = value.find(keyword);
     if (anchor == nullptr || anchor->kind() != Kind::string) continue;

@@ -1,9 +1,9 @@
-// Parses a JSON Schema: finds its subschemas and their keywords, and resolves references such as
+// Parses a JSON Schema. Finds the subschemas and their keywords, and resolves references such as
 // {"$ref": "#/$defs/a"}.
 //
-// The target of a reference must be inside the same document. Other documents are never retrieved.
-// `$schema` selects the draft of the specification that defines the keywords. The default is Draft
-// 2020-12.
+// The target of a reference must be inside the same document. The code never retrieves other
+// documents. `$schema` selects the draft of the specification that defines the keywords. The
+// default is Draft 2020-12.
 #pragma once
 
 #include <array>
@@ -90,24 +90,24 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A resource, which the specification defines as the whole document, or as a subschema with its own
-// $id. References are relative to the URI of their resource.
+// A resource is the whole document, or a subschema that has its own $id. A reference is relative to
+// the URI of the resource that contains the reference.
 struct Resource {
   const json::Value* root;
   std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // true if $schema selects the draft
+  bool names_draft;  // true if the keyword $schema selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
-// A subschema. For each keyword, `keywords` contains the keyword's value, or nullptr if the
-// subschema does not contain the keyword. The parser has already checked that the shapes of these
-// values follow the specification.
+// A subschema. For each keyword, `keywords` contains the keyword's value, or nullptr if the keyword
+// is missing. The parser has already checked that each value has the shape that the specification
+// requires.
 struct Schema {
   const json::Value* value;
   const Resource* resource;
   std::array<const json::Value*, static_cast<size_t>(Keyword::count)> keywords{};
-  // The members of the keyword "properties", which can be found by name.
+  // Maps the names in the keyword "properties" to their schemas.
   std::unordered_map<std::string_view, const json::Value*> properties;
 
   const json::Value* operator[](Keyword keyword) const {
@@ -135,13 +135,13 @@ class Document {
 
   // Returns the position of a value in the document, as a JSON pointer such as "#/properties/a".
   std::string place(const json::Value& value) const;
-  // Throws "schema: #/a: keyword 'x' <why>".
+  // Throws an error with a message such as "schema: #/a: keyword 'x' <why>".
   [[noreturn]] void refuse(const Schema& at, Keyword keyword, const std::string& why) const;
   void warn(const std::string& text);
   const std::vector<std::string>& warnings() const { return warnings_; }
 
-  // Returns the targets of all references inside a value, at any depth. The result leaves out
-  // references without a valid target.
+  // Returns the targets of all references inside a value, at any depth. Ignores references without
+  // a valid target.
   std::vector<const json::Value*> destinations_below(const json::Value& value);
   static std::string_view name(Keyword keyword);
 
@@ -150,7 +150,8 @@ class Document {
   struct Place {
     const json::Value* parent;
     const Resource* resource;
-    uint32_t first, last;  // range in references_: the references inside this value
+    // The references inside this value are references_[first] to references_[last - 1].
+    uint32_t first, last;
   };
   void index(const json::Value& value, const json::Value* parent, Resource* resource,
              bool is_schema);
@@ -167,7 +168,8 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  std::unordered_map<const json::Value*, Place> places_;  // contains only arrays and objects
+  // For each array and each object of the document.
+  std::unordered_map<const json::Value*, Place> places_;
   // The objects that contain a $ref, $dynamicRef or $recursiveRef.
   std::vector<const json::Value*> references_;
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;
@@ -176,7 +178,7 @@ class Document {
   std::unordered_set<std::string> warned_;
 };
 
-// Returns a value as JSON text for messages. A long text is cut.
+// Returns a value as JSON text for messages. Cuts long texts.
 std::string shown(const json::Value& value);
 
 }  // namespace dlm::compile::schema

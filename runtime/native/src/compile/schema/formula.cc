@@ -11,7 +11,7 @@ namespace {
 
 using json::Value;
 
-// Returns true if an atom depends on the keywords of one particular schema.
+// Returns true if the meaning of an atom depends on the keywords of Term::schema.
 bool belongs_to_schema(Atom atom) {
   switch (atom) {
     case Atom::items:
@@ -154,7 +154,8 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
     budget_.check();
     std::string key = key_of(*value);
     if (!set.lookup.insert(key).second) continue;
-    // A value is identified by its address, because equal values may be written in different ways.
+    // The code identifies a value by its address, because equal values may be written in different
+    // ways.
     content.append(reinterpret_cast<const char*>(&value), sizeof value);
     set.values.push_back(value);
     set.keys.push_back(std::move(key));
@@ -175,8 +176,8 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
   return add(std::move(term));
 }
 
-// Returns a formula that is true for all values that differ from `value`, which is an array or
-// object. Values differ if their types, sizes or contents differ.
+// Returns a formula that is true for all values except `value`, which is an array or object. The
+// formula says that the type, the size or the content of the value is different.
 Formula Formulas::differs(const Value& value, const Schema& schema) {
   budget_.check();
   const bool is_array = value.kind() == Value::Kind::array;
@@ -198,15 +199,17 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   }
   if (is_array) {
     ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
-  } else {  // an object with all properties of `value` and at least one more property
+    // An object is also different if it has all properties of `value` and at least one more
+    // property.
+  } else {
     names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
     ways.push_back(all(names));
   }
   return any({type(static_cast<uint8_t>(kAllKinds & ~kind)), all({type(kind), any(ways)})});
 }
 
-// Returns a schema that allows only `value`, which is a value of an enum or const. Error messages
-// about the returned schema give the position of `schema`, which contains the enum or const.
+// Returns a schema that allows only `value`, a value of the enum or const of `schema`. Error
+// messages about the returned schema contain the position of `schema`.
 const Schema& Formulas::constant(const Value& value, const Schema& schema) {
   const auto [at, is_new] = constants_.try_emplace(&value);
   if (is_new) {
@@ -236,8 +239,8 @@ uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwi
 }
 
 // Returns the statement that a count is at least `low` and at most `high`. If `positive` is false,
-// returns the negated statement. A count is a property of values of one type. For example, the
-// number of items is a count of arrays.
+// returns the negated statement. `kind` selects the count, for example the number of items. The
+// count exists only for values of the type `type_`, for example arrays.
 Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
                         bool positive) {
   const auto within = [&](uint64_t from, uint64_t to) {
@@ -362,12 +365,12 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
   return made.parts.size() == 1 ? made.parts[0] : add(std::move(made));
 }
 
-// Returns a formula that is true if exactly one branch is true. `pairs` lists each branch, followed
-// by its negation.
+// Returns a formula that is true if exactly one branch is true. `pairs` contains the branches. Each
+// branch is followed by its negation.
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
-  std::vector<Formula> others;  // conditions to add to the branches
+  std::vector<Formula> others;  // conditions that must be true in addition to the branches
   Formula always = kNo;
   size_t always_true = 0;
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -396,7 +399,7 @@ Formula Formulas::one(const std::vector<Formula>& pairs) {
   return all(others);
 }
 
-// Returns a formula that is true if at least two of the branches from index `from` to index `to` -
+// Returns a formula that is true if at least two of the branches with the indices `from` to `to` -
 // 1 are true.
 Formula Formulas::several(const std::vector<Formula>& branches, size_t from, size_t to) {
   if (to - from < 2) return kNo;

@@ -1,12 +1,12 @@
 // Expresses a JSON Schema as a logical formula about one value. For example, the schema {"type":
 // "string", "minLength": 2} becomes the formula "the value is a string, and if the value is a
 // string, it contains at least two code points". The parts of a formula are joined by "and" and
-// "or". Only the smallest parts can be negated (negation normal form).
+// "or". Only the smallest parts of a formula can be negated (negation normal form).
 //
-// A schema has two formulas, because some keywords cannot be expressed exactly. If the first
-// formula is true for a value, the value is certainly valid. If the second formula is true for a
-// value, the value is certainly invalid. For some values, both formulas are false. Formulas::of()
-// returns the first formula if `positive` is true, and the second formula if `positive` is false.
+// Some keywords cannot be expressed exactly. So a schema has two formulas. The positive formula is
+// true only for values that are certainly valid. The negative formula is true only for values that
+// are certainly invalid. For some values, both formulas are false. Formulas::of() returns the
+// positive or the negative formula.
 #pragma once
 
 #include <cstdint>
@@ -28,28 +28,30 @@ using Formula = uint32_t;
 enum class Op : uint8_t { no, yes, atom, all, any, one };
 
 // The kinds of atoms. Atoms are the smallest parts of a formula. Each atom makes one statement
-// about a value. Like keywords, most atoms apply only to values of some types, and are true for all
-// other values. For example, `length` is true for every number. The atoms `enter`, `type` and
+// about a value. Most atoms apply only to values of some types, and are true for all values of
+// other types. For example, `length` is true for every number. The atoms `enter`, `type` and
 // `values` apply to all values.
 //
-// In the comments, "(or not)" marks statements that can be negated. In a negated atom, `positive`
-// is false. But if the comment mentions "inner", the negated atom has `inner` == false instead.
-// `schema` means Term::schema, the schema that contains the keywords.
+// In the comments below, "(or not)" marks statements that can be negated. In a negated atom,
+// Term::positive is false. For the comments with "(or not: inner)", Term::inner is false instead.
+// The comments name other members of Term, such as `low` and `schema`.
 enum class Atom : uint8_t {
-  enter,       // is always true; records that a recursive reference enters target `low`
-  type,        // the value has one of `kinds`; if low is not 0, 1.0 is not an integer (Draft 4)
-  values,      // the value is in a list of values (or not)
-  integer,     // the value is an integer (or a fraction); `low` has the same meaning as in `type`
-  bound,       // `number` is a minimum (high is 0) or a maximum; it is exclusive if low is not 0
-  multiple,    // the value is a multiple of `number` (or not)
-  length,      // the string has `low` to `high` code points
-  pattern,     // the string matches the pattern `text` (or not)
-  format,      // the string has the format `text`
-  item_count,  // the array has `low` to `high` items
-  items,       // the array satisfies `items` and `prefixItems` of `schema`
-  item,        // if there is an item with index `low`, `schema` allows it (or not: inner)
-  matches,     // from index `first` on, `schema` allows (or not: inner) `low` to `high` items
-  unique,      // all items are different
+  enter,  // always true; records that a recursive reference enters the target with number `low`
+  // The value has one of the kinds in `kinds`. If `low` is not 0, 1.0 is not an integer (Draft 4).
+  type,
+  values,   // the value is in a list of values (or not)
+  integer,  // the number is an integer (or not); `low` has the same meaning as in `type`
+  // `number` is a minimum if `high` is 0, otherwise a maximum. It is exclusive if `low` is not 0.
+  bound,
+  multiple,        // the value is a multiple of `number` (or not)
+  length,          // the string has `low` to `high` code points
+  pattern,         // the string matches the pattern `text` (or not)
+  format,          // the string has the format `text`
+  item_count,      // the array has `low` to `high` items
+  items,           // the array satisfies `items` and `prefixItems` of `schema`
+  item,            // if there is an item with index `low`, `schema` allows it (or not: inner)
+  matches,         // from index `first` on, `schema` allows `low` to `high` items (or not: inner)
+  unique,          // all items are different
   property_count,  // the object has `low` to `high` properties
   has,             // the object has the property `text` (or not)
   members,         // the object satisfies properties, patternProperties and additionalProperties
@@ -58,17 +60,18 @@ enum class Atom : uint8_t {
   names,           // the object satisfies propertyNames of `schema`
   unevaluated_items,
   unevaluated_properties,
-  rejected  // placeholder: no formula can express `keyword` of `schema`
+  rejected  // a placeholder, because no formula can express `keyword` of `schema`
 };
 
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
-// The distinct values of an enum, with their keys from key_of().
+// The distinct values of an enum. `keys` contains the results of key_of().
 struct ValueSet {
   std::vector<const json::Value*> values;
   std::vector<std::string> keys;
   std::unordered_set<std::string> lookup;
-  uint8_t kinds = 0;  // the kinds of the values; a number such as 1.0 has both kinds of numbers
+  // The kinds of the values. A number such as 1.0 is both an integer and a fraction.
+  uint8_t kinds = 0;
 };
 
 struct Term {
@@ -76,16 +79,16 @@ struct Term {
   Atom atom = Atom::enter;
   bool positive = true;
   bool inner = true;
-  uint8_t kinds = kAllKinds;  // the term is false for values of all other kinds
-  uint8_t speaks_of = 0;      // the kinds of values to which the keywords of the term apply
-  bool is_typed = false;      // true if the term itself limits the kinds, as "type" does
+  uint8_t kinds = kAllKinds;  // the formula is false for values of other kinds
+  uint8_t speaks_of = 0;      // the kinds of values to which the formula's keywords apply
+  bool is_typed = false;      // true if the formula limits the kinds, like "type"
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;
   uint64_t low = 0, high = kNoLimit, first = 0;
   std::string text;
   Decimal number;
   const ValueSet* values = nullptr;
-  // For `all` and `any`: the parts. For `one`: each branch, followed by its negation.
+  // For `all` and `any`: the parts. For `one`: the branches, each followed by its negation.
   std::vector<Formula> parts;
 };
 
@@ -97,14 +100,14 @@ class Formulas {
   static constexpr Formula kNo = 0, kYes = 1;
   const Term& operator[](Formula formula) const { return terms_[formula]; }
 
-  // If `positive` is true, returns the formula for the valid values of a schema. If `positive` is
-  // false, returns the formula for the schema's invalid values.
+  // Returns the formula for the valid values of a schema. If `positive` is false, returns the
+  // formula for the invalid values.
   Formula of(const Schema& schema, bool positive);
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
-  // Returns the statement that a schema allows a property, if the object has this property. If
-  // is_valid is false, the statement is that the schema does not allow the property.
+  // Returns the statement that `schema` allows the property `name`, if the object has this
+  // property. If is_valid is false, the statement is that `schema` does not allow the property.
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
   // If "and" joins the parts of a formula, returns these parts. Otherwise returns a list that
@@ -113,28 +116,28 @@ class Formulas {
   // Returns the alternatives of a formula of kind `any` or `one`. The formula is true if and only
   // if at least one of these alternatives is true.
   const std::vector<Formula>& alternatives(Formula formula);
-  // Simplifies a formula for values of a single type. The type is kNull, kBoolean, kNumber,
-  // kString, kArray or kObject.
+  // Simplifies a formula for values of a single type, which is kNull, kBoolean, kNumber, kString,
+  // kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
   // Removes the branches that enter the target of a recursive reference more often than `max_depth`
-  // allows. `counts` contains pairs of a target's number and a count. The count says how many
-  // values of the target are around the value.
+  // allows. `counts` contains a pair for each target: the target's number, and the number of values
+  // of this target that are around the value.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
-  // Returns the numbers of the recursive targets that a formula enters, either for the value itself
-  // or for values inside the value.
+  // Returns the numbers of the recursive targets that a formula enters, for the value itself or for
+  // values inside it.
   const std::vector<uint32_t>& numbers(Formula formula);
 
   // Returns true if `other` is certainly true for every value for which `one` is true. Returns
-  // false if `other` may be false, or if the function cannot decide this quickly.
+  // false if this is not so, or if the function cannot decide quickly.
   bool implies(Formula one, Formula other, int depth = 8);
-  // Returns a formula for the property `name` of an object. If `formula` is true for an object, the
-  // returned formula is true for the object's property. The returned formula contains only
-  // conditions that are easy to derive, so it may allow more values than necessary.
+  // Returns a formula for the value of the property `name`. If `formula` is true for an object, the
+  // returned formula is true for this property of the object. The returned formula contains only
+  // conditions that are easy to derive, so it may be true for more values than necessary.
   Formula property(Formula formula, const std::string& name);
 
-  // Returns a list that contains all values for which the formula is true. Returns nullptr if no
-  // part of the formula contains such a list.
+  // Returns a list of values that contains all values for which the formula is true. Returns
+  // nullptr if the formula contains no such list.
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }

@@ -28,8 +28,8 @@ Formula Formulas::of(const Schema& schema, bool positive) {
 
 Formula Formulas::written(const Schema& schema, bool positive) {
   std::vector<Formula> out;
-  // Up to Draft 7, the specification ignores the keywords beside a $ref. But many schemas contain
-  // keywords beside a $ref, and many validators obey these keywords. So the formula for valid
+  // Up to Draft 7, the specification says that validators ignore the keywords beside a $ref. But
+  // many schemas contain such keywords, and many validators obey them. So the formula for valid
   // values requires these keywords. The formula for invalid values ignores these keywords, because
   // a value that violates only these keywords is not certainly invalid.
   const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];

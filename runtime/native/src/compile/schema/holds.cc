@@ -19,8 +19,8 @@ size_t code_points(const std::string& text) {
 
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
-// Returns true if `number` is a multiple of `of`. If the computation would take long, sets
-// *is_decided to false. The returned value is then meaningless.
+// Returns true if `number` is a multiple of `of`. If the computation would take too long, sets
+// *is_decided to false. In this case, the returned value has no meaning.
 bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   if (number.is_zero()) return true;
   const int64_t shift = number.exponent - of.exponent;
@@ -30,9 +30,10 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
     *is_decided = false;
     return false;
   }
-  // `number` is a multiple of `of` if its digits, times 10^shift, are a multiple of the digits of
-  // `of`. If the shift is negative, `number` cannot be a multiple of `of`: the digits of `number`
-  // would have to be divisible by a power of ten, but the last digit is not zero.
+  // Both numbers are digits times a power of ten. `number` is a multiple of `of` if its digits
+  // times 10^shift are a multiple of the digits of `of`. If the shift is negative, `number` cannot
+  // be a multiple, because its digits would have to be divisible by a power of ten. But the last
+  // digit of `number` is not zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;
@@ -57,7 +58,7 @@ bool Holds::connected(const Term& term, const Test& test) {
     case Op::any:
       return std::any_of(parts.begin(), parts.end(), test);
     case Op::one: {
-      // `parts` lists each branch, followed by its negation.
+      // `parts` contains the branches, each followed by its negation.
       size_t valid = 0, undecided = 0;
       for (size_t i = 0; i < parts.size() && valid < 2; i += 2) {
         if (test(parts[i])) {
@@ -240,8 +241,8 @@ bool Holds::array(const Term& term, const Value& value_) {
   }
 }
 
-// Returns true if a property satisfies the keywords patternProperties and additionalProperties of a
-// schema.
+// Returns true if a property of an object satisfies the keywords patternProperties and
+// additionalProperties of a schema.
 bool Holds::member(const Schema& schema, const Value& member_) {
   bool is_listed = schema.properties.count(member_.key()) != 0;
   Document& document = formulas_.document();

@@ -18,9 +18,10 @@ class Holds {
       : expressions_(expressions), formulas_(formulas), automata_(expressions) {}
 
   bool value(Formula formula, const json::Value& value);
-  bool text(Formula formula, const std::string& text);  // does the same as value(), for a string
-  // Returns true if a pattern is found in the name of a property. Throws an error if regex engines
-  // disagree about the match.
+  // Does the same as value(), for a value that is a string.
+  bool text(Formula formula, const std::string& text);
+  // Returns true if a pattern matches the name of a property. Throws an error if regex engines
+  // disagree about this.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }
@@ -39,7 +40,8 @@ class Holds {
   Expressions& expressions_;
   Formulas& formulas_;
   Automata automata_;
-  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // the index is a Found value
+  // For each Found: a node for each pattern.
+  std::array<std::unordered_map<std::string, Node>, 2> patterns_;
   std::unordered_map<std::string, Node> formats_;
 };
 

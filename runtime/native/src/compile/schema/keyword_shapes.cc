@@ -1,5 +1,5 @@
-// Checks the keywords of a subschema: their names and the shapes of their values. Warns about names
-// that look misspelled.
+// Checks the shapes of the values of a subschema's keywords. Warns about keywords that look
+// misspelled.
 #include "compile/schema/keyword_shapes.h"
 
 #include <algorithm>
@@ -17,7 +17,8 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr size_t kShortestWord = 4;  // shorter keywords are not suggested as corrections
+// The code does not suggest keywords as corrections if they are shorter than this.
+constexpr size_t kShortestWord = 4;
 
 struct Entry {
   const char* name;
@@ -79,8 +80,8 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// The annotations of the specification and of OpenAPI. Annotations do not constrain values. The
-// compiler gives no warning for annotations.
+// The annotations of the specification and of OpenAPI. Annotations do not constrain values, so the
+// compiler ignores them without a warning.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",
@@ -116,9 +117,9 @@ bool is_type(const Value& value) {
          std::find(std::begin(kTypes), std::end(kTypes), value.string()) != std::end(kTypes);
 }
 
-// Returns the edit distance of two words, which is the restricted Damerau-Levenshtein distance:
-// swapping two neighbouring letters is one edit, and swapped letters are not edited again. All
-// differences between upper and lower case count as one edit in total.
+// Returns the edit distance of two words. This is the restricted Damerau-Levenshtein distance, in
+// which swapping two neighbouring letters is one edit. If two words differ only in case, their
+// distance is 1.
 size_t distance(std::string_view one, std::string_view other) {
   const auto lower = [](std::string_view text) {
     std::string out(text);
@@ -176,7 +177,7 @@ void Document::read_keywords(Schema& schema) {
   }
   if (schema[Keyword::prefix_items] != nullptr && schema.draft() < kDraft2020)
     refuse(schema, Keyword::prefix_items,
-           "does not exist in the draft that $schema names: items is what it has");
+           "does not exist in the draft that $schema selects: use items instead");
 }
 
 void Document::check_shape(const Schema& schema, Keyword keyword, const Value& value) const {

@@ -1,5 +1,6 @@
-// Checks that the values of keywords have the shapes that the specification requires, for example a
-// list of names for `required`. The shapes also show where a schema contains subschemas.
+// Lists the shapes that the specification requires for the values of keywords. For example, the
+// value of `required` must be a list of names. The shapes also show where a schema contains
+// subschemas.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +25,11 @@ enum class Shape : uint8_t {
   schema,
   schemas,
   map,
-  items,          // a schema; before Draft 2020-12 also a list of schemas
-  names_by_name,  // an object whose values are lists of names; for dependentRequired
-  dependencies    // an object whose values are schemas or lists of names
+  // A schema. Before Draft 2020-12, the value may also be a list of schemas.
+  items,
+  // An object whose values are lists of names, as in dependentRequired.
+  names_by_name,
+  dependencies  // an object whose values are schemas or lists of names
 };
 
 Shape shape_of(Keyword keyword);

@@ -5,10 +5,10 @@
 
 namespace dlm::compile::schema {
 
-// The schemas of an array's items. Some of the first items may each have a separate schema. All
-// remaining items have the same schema.
+// The schemas of an array's items. Each of the first items can have a different schema. All
+// remaining items have the schema `others`, or may have any value if `others` is nullptr.
 struct ItemSchemas {
-  const json::Value* prefix = nullptr;  // list of the schemas of the first items, or nullptr
+  const json::Value* prefix = nullptr;  // the list of the first items' schemas, or nullptr
   const json::Value* others = nullptr;
 
   size_t count() const { return prefix == nullptr ? 0 : prefix->elements().size(); }
@@ -20,14 +20,15 @@ struct ItemSchemas {
 
 inline ItemSchemas item_schemas(const Schema& schema) {
   const json::Value* const items = schema[Keyword::items];
-  if (items != nullptr && items->kind() == json::Value::Kind::array)  // before Draft 2020-12
+  // Before Draft 2020-12, `items` could be the list of the first items' schemas.
+  if (items != nullptr && items->kind() == json::Value::Kind::array)
     return {items, schema[Keyword::additional_items]};
   return {schema[Keyword::prefix_items], items};
 }
 
 // Returns true if the draft of a schema defines a keyword. Validators for this draft ignore
-// undefined keywords. But the author of the schema expects that values obey all keywords of the
-// schema.
+// keywords that it does not define. But the author of the schema expects that valid values obey all
+// keywords.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

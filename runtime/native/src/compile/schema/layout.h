@@ -11,20 +11,22 @@ namespace dlm::compile::schema {
 
 struct Layout {
   std::string item_separator = ",";  // the text between items of an array and between properties
-  std::string key_separator = ":";   // between a property's name and its value
-  // Spaces of indentation per level, with each item on a line of its own. If `indent` is negative,
-  // there are no line breaks.
+  std::string key_separator = ":";   // the text between a property's name and its value
+  // The number of spaces by which each level is indented. Each item is then on a separate line. If
+  // `indent` is negative, there are no line breaks.
   int32_t indent = -1;
-  bool has_lines = false;  // true: each item of a top-level array is on a line of its own
+  bool has_lines = false;  // true: each item of a top-level array is on a separate line
 
-  // The texts around the items of a container that is not empty: after the opening bracket, between
-  // two items, and before the closing bracket. `level` is the number of containers around this
-  // container. Empty containers are always written as [] and {}.
+  // The texts around the items of a container (an array or object) that is not empty. `start` comes
+  // after the opening bracket, `between` comes between two items, and `end` comes before the
+  // closing bracket. `level` is the number of containers around this container. Empty containers
+  // are always written as [] and {}.
   struct Around {
     std::string start, between, end;
   };
   Around around(uint32_t level, bool is_array) const;
-  // Returns an ID for the layout of a level. Levels with the same ID have the same layout.
+  // Returns a number for the layout of a level. If two levels have the same number, they have the
+  // same layout.
   uint32_t kind_of_level(uint32_t level) const;
 };
 
@@ -33,11 +35,11 @@ struct Layout {
 std::string text_of(const json::Value& value, const Layout& layout, uint32_t level);
 
 // Returns a text that identifies a value. Two values have the same key if and only if the two
-// values are equal. 1 and 1.0 are equal, but true and 1 are different.
+// values are equal. For example, 1 and 1.0 are equal, but true and 1 are different.
 std::string key_of(const json::Value& value);
 
-// Returns the texts of a container that contains `low` to `high` repetitions of `item`. For an
-// object, `item` is a property together with its name.
+// Returns the texts of an array or object with `low` to `high` items. `item` contains the texts of
+// one item. For an object, an item is a property with its name.
 Node container(Expressions& expressions, const Layout::Around& around, bool is_array, Node item,
                uint32_t low, uint32_t high);
 

@@ -1,5 +1,5 @@
-// Writes the objects of one case (see writer.h). An object is written as a row of properties in the
-// order of the schema.
+// Writes the objects of one case (see writer.h). An object is written as a row of properties, in
+// the order of the schema.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -12,8 +12,8 @@ using json::Value;
 
 constexpr size_t kMostNameClasses = 64;  // largest number of name classes in more_properties()
 
-// The smallest number of states of a property without the characters of its name: for the quotes,
-// the colon, the value and the comma.
+// The smallest number of states that a property needs in addition to the characters of its name.
+// These states are for the quotes, the colon, the value and the comma.
 constexpr size_t kStatesBesideName = 6;
 
 }  // namespace
@@ -30,14 +30,14 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
   });
 }
 
-// Returns true if a schema evaluates a property. In the specification, a schema evaluates a
-// property if a keyword such as `properties` applies to the property. If an inner schema, for
-// example in allOf, evaluates a property, the outer schema evaluates the property too. `by` is the
-// schema that contains the keyword unevaluatedProperties. unevaluatedProperties applies only to
-// properties that are not evaluated.
+// Returns true if a schema evaluates the property `name`. In the specification, a schema evaluates
+// a property if a keyword such as `properties` applies to the property. If an inner schema
+// evaluates a property, for example a schema in allOf, the outer schema evaluates the property too.
+// The keyword unevaluatedProperties applies only to the properties that are not evaluated. `by` is
+// the schema that contains this keyword.
 //
-// If `name` is null, the function returns the result for all properties that are not listed in
-// `properties`, and whose names match all of `patterns` and no other pattern.
+// If `name` is null, the result is for each property that `properties` does not list, and whose
+// name matches all of `patterns` and no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();
@@ -61,8 +61,8 @@ bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::str
   return any_applied(schema, found, kObject, is_by);
 }
 
-// Returns true if `test` is true for at least one of the inner schemas that apply to every value to
-// which `schema` applies, such as the schemas of allOf.
+// Calls `test` for the inner schemas of `schema` that apply to the same value as `schema`, such as
+// the schemas of allOf. Returns true if `test` returns true for one of them.
 bool Writer::any_applied(const Schema& schema, const Case& found, uint8_t type,
                          const std::function<bool(const Value&)>& test) {
   for (const Keyword keyword : {Keyword::ref, Keyword::dynamic_ref, Keyword::recursive_ref}) {
@@ -132,8 +132,8 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
 }
 
 // Writes one property that no schema lists in `properties`. If `are_all` is false, the name of the
-// property must match patternProperties. The code divides the possible names into classes. All
-// names of a class match the same patterns.
+// property must match a pattern of patternProperties. The code divides the possible names into
+// classes, so that all names of a class match the same patterns.
 Writer::Made Writer::more_properties(const Case& found, const std::vector<std::string>& names,
                                      bool are_all, const Place& place) {
   struct Class {
@@ -225,8 +225,8 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   return either(out);
 }
 
-// Calls `exclude` for each name that occurs in the case. The name of a property that the schema
-// does not list must not be one of these names.
+// Calls `exclude` for each name of a property that occurs in the case. If the schema does not list
+// a property, its name must not be one of these names.
 void Writer::exclude_names(const Case& found,
                            const std::function<void(const std::string&)>& exclude) {
   std::vector<Formula> todo(found.asserted.begin(), found.asserted.end());
@@ -264,7 +264,8 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  if (names.empty() && made.low > 1)  // all unlisted properties may have the same name
+  // All unlisted properties may have the same name, and then count as one property.
+  if (names.empty() && made.low > 1)
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");
   size_t states = 0;

@@ -1,6 +1,6 @@
-// Derives facts from formulas alone, without testing values. The functions find the parts of a
-// formula that matter for a type, the branches that exclude each other, and the references that are
-// nested too deeply.
+// Derives facts from formulas, without testing values. The functions simplify a formula for one
+// type of values, find branches that exclude each other, and remove references that are nested too
+// deeply.
 #include <algorithm>
 
 #include "compile/schema/formula.h"
@@ -227,10 +227,11 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
   return false;
 }
 
-// Returns a set of excluded values. The formula is true for every value outside of this set. If
+// Returns a set of values such that the formula is true for every value outside of this set. If
 // `within` is true, the set contains values of the property `name`. In this case, the formula is
-// true for every object whose property `name` has a value outside of the set. *is_typed is set to
-// true if the formula also requires the type object. Returns nullptr if there is no such set.
+// true for every object whose property `name` has a value outside of the set. Sets *is_typed to
+// true if the formula also requires that the value is an object. Returns nullptr if there is no
+// such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];
@@ -261,11 +262,10 @@ const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, boo
   return found;
 }
 
-// Returns true if at most one branch can be true because each branch allows different constants.
-// For example, the branches {"const": 1} and {"const": 2} exclude each other. The constants are
-// constants for the value itself, or for one property that all branches require. The function
-// ignores all other differences between branches. So the time is only proportional to the number of
-// branches.
+// Returns true if at most one branch can be true, because each branch allows different constants.
+// For example, the branches {"const": 1} and {"const": 2} exclude each other. The constants must be
+// for the value itself, or for a property that all branches require. The function does not compare
+// the branches in any other way. So its time is proportional to the number of branches.
 bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   std::vector<std::string> names;
   bool are_listed = listed(pairs[0]) != nullptr;
@@ -279,8 +279,8 @@ bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   for (size_t number = 0; number < names.size(); ++number) {
     const bool within = !(are_listed && number == 0);
     const std::string& name = names[number];
-    // For each key of a value: the index of the only branch that excludes the value, or SIZE_MAX if
-    // several branches exclude the value.
+    // For the key of each excluded value: the index in `pairs` of the only branch whose negation
+    // excludes the value. SIZE_MAX if there are several such branches.
     std::unordered_map<std::string_view, size_t> owners;
     std::vector<const ValueSet*> sets;
     bool is_decided = true, are_objects = true, is_any_typed = false;

@@ -1,5 +1,5 @@
-// Builds the regular languages (sets of texts) of CSV and XML. A JSON Schema describes the data in
-// the texts.
+// Builds the regular languages (sets of texts) of CSV tables and XML elements. A JSON Schema
+// describes the data in these texts.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 namespace dlm::compile::schema {
 
 // Returns the members "low" and "high" of a description, for example of {"csv": ..., "low": 1,
-// "high": 9}. Each of these two members must be between 0 and `most`. The parameter `low` is the
-// default for "low". If "high" is missing, there is no upper limit.
+// "high": 9}. Throws an error if one of these members is not between 0 and `most`. If "low" is
+// missing, returns the parameter `low` instead. If "high" is missing, there is no upper limit.
 std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t low, int64_t most);
 
-// Returns `low` to `high` repetitions of a part, with a separator between two repetitions.
+// Returns the texts of `low` to `high` repetitions of `part`, with `separator` between them.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
-// The two functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and the
-// position of the keyword in the schema.
+// If the two functions below do not support a schema, they throw Error(DLM_INVALID_ARGUMENT). The
+// message contains the keyword that is not supported, and its position in the schema.
 
 // Returns the texts of all CSV tables (RFC 4180) that `description` allows. The description
 // contains these members:
@@ -32,14 +32,15 @@ Node separated(Expressions& expressions, Node part, Node separator, uint32_t low
 //   "low"        smallest number of rows (default: 1)
 //   "high"       largest number of rows (default: unlimited)
 //
-// Fields have quotes only if necessary. A null and a missing property are both written as an empty
-// field.
+// Fields have quotes only if necessary. A null is written as an empty field, and a missing property
+// too.
 Texts csv_texts(Expressions& expressions, const json::Value& description, const Options& options);
 
-// Returns the XML texts of an element. There is no white space between elements. The properties of
-// an object are child elements, in the order of the schema. An array is written by repeating its
-// element. The keyword `xml` of OpenAPI (https://spec.openapis.org/oas/v3.1.0#xml-object) can
-// rename elements, turn properties into attributes, and put an element around an array.
+// Returns the texts of the XML elements that a schema describes. There is no white space between
+// elements. The properties of an object are child elements, in the order of the schema. An array is
+// written by repeating its element. The keyword `xml` of OpenAPI
+// (https://spec.openapis.org/oas/v3.1.0#xml-object) can rename elements, turn properties into
+// attributes, and put an element around an array.
 Texts xml_texts(Expressions& expressions, const json::Value& schema, const Options& options);
 
 }  // namespace dlm::compile::schema

@@ -1,10 +1,10 @@
 // Finds the recursive references of a schema, such as {"$ref": "#"}, so that their nesting can be
 // limited.
 //
-// The targets of references form a graph. A schema can contain itself if the graph has a cycle.
-// This class chooses some targets to be counted. While the writer writes a value, the writer counts
-// how many values of each counted target are around this value, and stops at `max_depth`. Each
-// counted target has a number.
+// The targets of references form a graph. A target that is in a cycle of this graph can contain
+// itself. The class Recursion chooses some of these targets as counted targets. For each counted
+// target, the writer counts how many values of the target are around the current value, and stops
+// at `max_depth`. Each counted target has a number.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,18 @@ class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
 
-  // Chooses the targets to count, and numbers them. Usually, all targets that are in a cycle are
-  // counted. Each value then has one counter per target, and the number of combinations of counters
-  // grows quickly. If a group of connected cycles would have too many combinations, only some
-  // targets of the group are counted. These targets are enough to break all cycles of the group. If
-  // there are still too many combinations, all counted targets of the group share one number.
+  // Chooses the counted targets, and numbers them. Usually, these are all targets that are in a
+  // cycle. Targets whose cycles are connected form a group. The writer has one counter for each
+  // counted target, and each combination of counter values needs separate states. If a group would
+  // have too many combinations, the function counts only some of its targets. These targets are
+  // enough to break all cycles of the group. If there are still too many combinations, the counted
+  // targets of the group share one number.
   void count(uint32_t max_depth);
 
-  // Returns the number of a counted target. Returns kNotCounted for a target that is not counted.
+  // Returns the number of a target, or kNotCounted if the target is not counted.
   uint32_t number(const json::Value& target) const;
-  // Returns the numbers of the counted targets that can be reached from the references inside a
-  // value, directly or through further references. The numbers are in ascending order.
+  // Returns the numbers of the counted targets to which the references inside a value lead,
+  // directly or through other references. The numbers are in ascending order.
   const std::vector<uint32_t>& below(const json::Value& value);
 
  private:
@@ -44,15 +45,16 @@ class Recursion {
   std::unordered_map<const json::Value*, uint32_t> vertices_;
   std::vector<const json::Value*> targets_;
   std::vector<std::vector<uint32_t>> edges_;
-  // For each vertex: the component that contains the vertex. Components are in reverse topological
-  // order.
+  // For each vertex: the number of the component that contains the vertex. The components are
+  // numbered in reverse topological order.
   std::vector<uint32_t> component_;
   std::vector<uint8_t> is_cyclic_;  // for each vertex: 1 if the vertex is in a cycle
-  std::vector<uint8_t> is_head_;    // for each vertex: 1 if a back edge of the search leads to it
+  // For each vertex: 1 if a back edge of the depth-first search leads to the vertex.
+  std::vector<uint8_t> is_head_;
   uint32_t components_ = 0;
-  std::vector<uint32_t> numbers_;  // for each vertex: the number of the counted target, or
-                                   // kNotCounted
-  // For each component: the numbers of the counted targets that can be reached from the component.
+  // For each vertex: the number of the counted target, or kNotCounted.
+  std::vector<uint32_t> numbers_;
+  // For each component: the numbers of the counted targets that can be reached from it.
   std::vector<std::vector<uint32_t>> reached_;
   std::unordered_map<const json::Value*, std::vector<uint32_t>> below_;
 };

@@ -24,8 +24,8 @@ const std::vector<const Value*>& Document::destinations(const Value& holder) {
     try {
       at->second.push_back(&target_value(from, keyword));
     } catch (const Error&) {
-      // A missing target is ignored here, because the reference may be in a schema that is never
-      // used.
+      // The code ignores a missing target here, because the reference may be in a schema that is
+      // never used.
     }
   }
   return at->second;
@@ -86,7 +86,7 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   const auto resource = by_uri_.find(uri);
   if (resource == by_uri_.end())
     refuse_it(
-        "is not in this schema, and other documents are never retrieved: copy what it names into "
+        "is not in this schema, and other documents are never retrieved: copy the target into "
         "$defs");
   const Value* found = nullptr;
   const bool is_pointer = fragment.has_value() && (fragment->empty() || (*fragment)[0] == '/');
@@ -99,11 +99,11 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (found == nullptr) refuse_it("leads nowhere");
   if (keyword == Keyword::ref) return *found;
 
-  // The target of a dynamic reference depends on the path by which the validator reached the
-  // reference. If the outermost resource on this path contains the same anchor, the anchor in this
-  // resource is the target. The root of the document is always the outermost resource. If the root
-  // lacks the anchor, but several resources inside the document contain the anchor, the target is
-  // unknown. The compiler then rejects the reference.
+  // The target of a dynamic reference depends on the path by which a validator reaches the
+  // reference. The target is the anchor in the outermost resource on this path that contains the
+  // same anchor. The root of the document is on every path, so if the root contains the anchor, the
+  // target is known. If the root lacks the anchor, but several other resources contain it, the
+  // target is unknown. In this case, the compiler rejects the reference.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()
@@ -128,7 +128,7 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   }
   if (same.size() > 1)
     refuse(from, keyword,
-           "leads to different schemas, as it depends on how it is reached: name one with $ref");
+           "leads to different schemas, depending on the path to it: select one of them with $ref");
   return *found;
 }
 

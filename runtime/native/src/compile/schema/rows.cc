@@ -1,6 +1,6 @@
-// Writes rows of optional parts between brackets. The parts are the properties of an object, or the
-// items of an array whose items must all be different. A slot is the position of one possible part
-// in the row.
+// Writes rows of parts between brackets. The parts are the properties of an object, or the items of
+// an array whose items must all be different. A slot is one possible part of a row, which may be
+// present or absent.
 #include <algorithm>
 #include <map>
 
@@ -8,15 +8,16 @@
 
 namespace dlm::compile::schema {
 
-// Returns the texts of a row after the last slot, which consist of unlisted properties and the
-// closing bracket. `count` is the number of parts that the row already contains.
+// Returns the texts that come after the last slot of a row. These texts consist of unlisted
+// properties and the closing bracket. `count` is the number of parts that the row already contains.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // All unlisted properties may have the same name. If so, programs keep only one of these
-  // properties. So for the minimum, all unlisted properties together count as one property.
+  // An unlisted property is a property that the schema does not list. All unlisted properties may
+  // have the same name, and programs then keep only one of them. So all unlisted properties
+  // together count as one property towards the minimum.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -38,14 +39,14 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
 
 Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
-  // The row is built from an automaton that processes one slot after another. A state consists of
-  // the number of parts so far, and of a bit mask of the clauses that are already true. The
-  // automaton counts parts only as far as a minimum or maximum requires.
+  // The function builds an automaton that processes one slot after another. A state of the
+  // automaton consists of the number of parts so far, and a bit mask of the clauses that are
+  // already true. The automaton counts parts only as far as a minimum or maximum requires.
   using State = std::pair<uint64_t, uint64_t>;
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();
-  // For each slot: the clauses about the slot. The bool is true if the clause requires that the
-  // slot is present.
+  // For each slot: the indices of the clauses about the slot. The bool is true if the presence of
+  // the slot makes the clause true, and false if its absence does.
   std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);
   // For each slot: a bit mask of the clauses that no later slot can make true.
   std::vector<uint64_t> closed(slots, 0);
@@ -61,7 +62,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   constexpr uint32_t kNone = UINT32_MAX;
   struct Step {
     State state;
-    // Next states without and with the slot, as indices into the next layer.
+    // The next state if the slot is absent, and the next state if the slot is present. Both are
+    // indices into the next layer.
     uint32_t without = kNone, with = kNone;
   };
   std::vector<std::vector<Step>> layers(slots + 1);
@@ -114,8 +116,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   return expressions_.sequence(expressions_.bytes(is_array ? "[" : "{"), behind[0]);
 }
 
-// Does the same as row(), but the slots may come in any order. A state is the set of the slots that
-// are already written. So there are 2^n states for n slots, and the number of slots must be small.
+// Does the same as row(), but the slots may come in any order. A state is the set of slots that are
+// already written. So n slots need 2^n states, and the number of slots must be small.
 Node Writer::row_in_any_order(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   std::vector<Slot> slots;

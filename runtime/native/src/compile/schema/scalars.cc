@@ -9,7 +9,8 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr uint64_t kMostCount = 10'000;  // largest count of characters, items or properties
+// The largest supported count of characters, items or properties.
+constexpr uint64_t kMostCount = 10'000;
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
   ByteSet set;
@@ -17,10 +18,9 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// The largest numbers of digits in a number that is written without an exponent. Integers have up
-// to 15 digits. All other numbers have up to 9 digits before the decimal point and up to 6 digits
-// after the decimal point. If two different numbers within these limits are rounded to doubles, the
-// doubles are different too.
+// Limits for the digits of a number without an exponent. Integers have up to 15 digits. Other
+// numbers have up to 9 digits before the decimal point, and up to 6 digits after it. Within these
+// limits, different numbers are rounded to different doubles.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -38,7 +38,7 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Returns the numbers within the limits above that are not integers.
+// Returns all numbers within these limits that are not integers.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -49,8 +49,8 @@ Node plain_fractions(Expressions& expressions) {
 
 }  // namespace
 
-// Returns a minimum count as a 32-bit number. Throws an error if the minimum is too large, because
-// a minimum must not be reduced.
+// Returns the minimum of a count. Throws an error if the minimum is too large, because the compiler
+// must not reduce a minimum.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   if (term.low > kMostCount)
     document_.refuse(
@@ -59,14 +59,15 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(term.low);
 }
 
-// Returns a maximum count as a 32-bit number. If the maximum is too large, returns a smaller
-// maximum, and warns that longer values are left out.
+// Returns the maximum of a count. If the maximum is too large, adds a warning and returns the
+// largest supported maximum.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
   if (term.high > kMostCount)
     document_.warn("schema: " + document_.place(*term.schema->value) + ": keyword '" +
                    std::string(Document::name(keyword)) + "' = " + std::to_string(term.high) +
-                   " is more than " + std::to_string(kMostCount) + ", which counts instead");
+                   " is more than " + std::to_string(kMostCount) +
+                   ", so this smaller number is used instead");
   return static_cast<uint32_t>(std::min(term.high, kMostCount));
 }
 
@@ -195,20 +196,20 @@ Node Writer::not_multiple(const Term& term) {
   return expressions_.either(others, plain_fractions(expressions_));
 }
 
-// Returns the numbers without an exponent that differ from all values in a list.
+// Returns the numbers without an exponent that are different from all numbers in `values`.
 Node Writer::other_numbers(const ValueSet& values) {
   std::vector<Node> excluded;
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // If a value has more digits than this limit, comparing digits is not enough, because a number
-    // with fewer digits may round to the same double. So the function returns no numbers at all.
+    // If a value has more digits than this, another number may be rounded to the same double. So
+    // comparing digits is not enough, and the function returns no numbers at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      constexpr int64_t kMostZeros = 400;  // a finite double, written as a decimal, has at most
-                                           // this many zeros
+      // A finite double has fewer decimal digits before the decimal point than this.
+      constexpr int64_t kMostZeros = 400;
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
       const auto places = static_cast<size_t>(-number.exponent);
@@ -232,8 +233,8 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  // If the pattern must not match, the strings in which at least one engine finds a match are
-  // excluded.
+  // If the pattern must not match, the code excludes all strings in which at least one engine finds
+  // a match.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
   const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
   const std::string key = kind + term.text;

@@ -23,15 +23,16 @@ constexpr int64_t kMostLines = 1'000'000;
 struct Extent {
   uint32_t recursion, any, characters;
 };
-// A list of limits for depths and string lengths. The first entry gives the largest automaton, and
-// the last entry gives the smallest automaton. The first entries only shorten strings, because the
-// decoded text rarely has room for long strings.
+// A list of limits for depths and string lengths. The first entry leads to the largest automaton,
+// and the last entry leads to the smallest. The first entries only limit the lengths of strings,
+// because the decoded text rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-// By default, the estimated number of states should be at most 1 / kComfort of the limit of states.
+// By default, the estimated number of states should be at most 1 / kComfort of the limit for
+// states.
 constexpr double kComfort = 4;
-// Smaller limits are used only if they reduce the estimate to at most this fraction of the first
-// estimate.
+// The code uses smaller limits only if they reduce the estimate to at most this fraction of the
+// first estimate.
 constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {
@@ -83,8 +84,8 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
     for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
       if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
-  // The estimate may be too high. So the schema is rejected only if the estimate is far above the
-  // limit.
+  // The estimate may be too high. So the code rejects the schema only if the estimate is far above
+  // the limit.
   constexpr double kTooMany = 100;
   if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,
@@ -176,14 +177,15 @@ class Tree {
     return options;
   }
 
-  // Returns texts that consist of several values of a schema, each on a line of its own.
+  // Returns texts that contain several values of a schema. Each value is on a separate line.
   Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
     const auto [low, high] = times;
     Options options = options_;
     options.layout.indent = -1, options.layout.has_lines = false;
     for (const std::string& mark : {options.layout.item_separator, options.layout.key_separator})
       if (mark.find_first_of("\r\n") != std::string::npos)
-        schema.refuse("a line has no line breaks, and the JSON layout has one");
+        schema.refuse(
+            "a line must not contain line breaks, but the JSON layout contains a line break");
     Document document(schema, expressions_.budget());
     Texts made = texts_of(expressions_, document, options);
     made.node = separated(expressions_, made.node, expressions_.bytes("\n"), low, high);
@@ -208,7 +210,8 @@ class Tree {
   Expressions& expressions_;
   const Options& options_;
   std::vector<std::string> warnings_;
-  double size_ = 0;  // estimated number of states, summed over all schemas
+  // The sum of the estimated numbers of states of all schemas.
+  double size_ = 0;
   bool is_smallest_ = true;
 };
 

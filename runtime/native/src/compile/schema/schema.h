@@ -25,15 +25,16 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // The largest number of times that a schema may contain itself. In a value that the schema does
-  // not constrain, max_depth is the largest nesting depth of arrays and objects. The default is 3.
-  // If the automaton would exceed the limits with this default, a smaller depth is used.
+  // The largest number of times that a schema may contain itself. Also the largest nesting depth of
+  // arrays and objects in a value that the schema does not constrain. The default is 3. If the
+  // automaton would exceed the limits with this default, a smaller depth is used.
   std::optional<uint32_t> max_depth;
-  // The desired maximum of the estimated number of states. If the estimate is higher, the compiler
-  // reduces depths and the lengths of strings. 0 means a quarter of the limit of states.
+  // If the estimated number of states is higher than this, the compiler reduces depths and the
+  // lengths of strings. 0 means a quarter of the limit of states.
   double most_states = 0;
-  uint32_t level = 0;            // number of containers around the value
-  bool any_order = false;        // objects with up to 6 properties may have them in any order
+  uint32_t level = 0;  // number of arrays and objects around the value
+  // Objects with up to 6 properties may have their properties in any order.
+  bool any_order = false;
   bool more_properties = false;  // objects may have properties that the schema does not name
 };
 
@@ -46,8 +47,8 @@ struct Texts {
   bool is_smallest = true;  // true if a smaller most_states would not reduce `size`
 };
 
-// All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and the
-// position of the keyword in the schema.
+// All functions below throw Error(DLM_INVALID_ARGUMENT) if a schema is not valid or not supported.
+// The message contains the keyword, and its position in the schema.
 
 // Returns the texts of the values that are valid against a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);
@@ -55,8 +56,8 @@ Texts schema_texts(Expressions& expressions, std::string_view schema, const Opti
 // Returns all JSON objects.
 Texts object_texts(Expressions& expressions, const Options& options);
 
-// Returns the strings of a JSON list as plain text, without quotes. For example, ["a","b"] returns
-// the texts a and b.
+// Returns the strings of a JSON list as plain texts, without quotes. For example, the list
+// ["a","b"] gives the texts a and b.
 Texts listed_texts(Expressions& expressions, std::string_view list);
 
 // Returns the texts that a tree describes. A tree combines constraints with fixed text. A tree is

@@ -88,8 +88,7 @@ std::string resolved(std::string_view base, std::string_view reference,
   Uri to = split(reference);
   std::string path;
   if (to.has_scheme || to.has_authority || (!to.path.empty() && to.path[0] == '/')) {
-    // If the path does not start with "/", as in a URN, the path contains no "." and ".." to
-    // remove.
+    // A path that does not start with "/", as in a URN, stays unchanged.
     path = to.has_scheme && !to.has_authority && to.path.substr(0, 1) != "/"
                ? std::string(to.path)
                : without_dots(to.path);

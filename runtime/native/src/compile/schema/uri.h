@@ -9,8 +9,8 @@
 
 namespace dlm::compile::schema {
 
-// Returns the absolute URI of `reference`, which is in a document with the URI `base`. The result
-// contains no fragment. `fragment` is set to the decoded fragment, or to nullopt if the
+// Returns the absolute URI of `reference`, without its fragment. `base` is the URI of the document
+// that contains the reference. Sets `fragment` to the decoded fragment, or to nullopt if the
 // percent-encoding of the fragment is not valid.
 std::string resolved(std::string_view base, std::string_view reference,
                      std::optional<std::string>& fragment);

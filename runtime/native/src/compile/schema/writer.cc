@@ -6,7 +6,7 @@ namespace dlm::compile::schema {
 namespace {
 
 constexpr uint32_t kMostLevels = 200;  // largest nesting depth of values
-constexpr size_t kMostSplits = 4096;   // largest number of splits of one formula that has no type
+constexpr size_t kMostSplits = 4096;   // largest number of splits of a formula without a type
 constexpr double kSizeOfString = 10, kSizeOfNumber = 12, kSizeOfCharacter = 10;
 
 }  // namespace
@@ -31,8 +31,8 @@ Writer::Made Writer::either(const std::vector<Made>& some) {
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Returns all JSON values up to the nesting depth any_depth. `around` counts the containers around
-// the value that the schema does not constrain.
+// Returns all JSON values up to the nesting depth any_depth. `level` is the number of containers
+// around the value. `around` is the number of these containers that the schema does not constrain.
 Writer::Made Writer::anything(uint32_t level, uint32_t around) {
   const uint32_t depth = options_.any_depth > around ? options_.any_depth - around : 0;
   const std::pair<uint32_t, uint32_t> key{options_.layout.kind_of_level(level), depth};
@@ -40,9 +40,10 @@ Writer::Made Writer::anything(uint32_t level, uint32_t around) {
   if (known != any_.end()) return known->second;
   constexpr uint32_t kMostDepth = 100;
   if (depth > kMostDepth)
-    throw Error(DLM_INVALID_ARGUMENT,
-                "max_depth " + std::to_string(options_.any_depth) +
-                    " is too much for values that a schema leaves open: 3 is usual");
+    throw Error(
+        DLM_INVALID_ARGUMENT,
+        "max_depth " + std::to_string(options_.any_depth) +
+            " is too large for values that the schema does not constrain: the default is 3");
   const Node scalar = expressions_.either({any_string(expressions_), any_number(expressions_),
                                            expressions_.bytes("true"), expressions_.bytes("false"),
                                            expressions_.bytes("null")});
@@ -69,7 +70,8 @@ Writer::Made Writer::any_object(uint32_t level) {
           inner.size + kSizeOfString};
 }
 
-// `is_described` means that the value has a schema, even if the schema allows all values.
+// Writes the values for which a formula is true. `is_described` is true if the value has a schema,
+// even if this schema allows all values.
 Writer::Made Writer::value(Formula formula, const Place& place, bool is_described) {
   formula = formulas_.entered(formula, place.counts, options_.max_depth);
   if (formula == Formulas::kNo) return {};
@@ -101,10 +103,10 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
   const Term& term = formulas_[formula];
   uint8_t kinds = term.kinds;
   if (!term.is_typed) {
-    // If the schema does not give a type, only values of the types to which the schema's keywords
-    // apply are written. For example, only strings are written for {"minLength": 2}. Each branch of
-    // a choice is handled separately, because the keywords of a branch may apply to different types
-    // than the keywords of the other branches.
+    // If the schema does not give a type, the writer writes only values of the types to which the
+    // schema's keywords apply. For example, it writes only strings for {"minLength": 2}. The code
+    // handles each branch of a choice separately, because the keywords of different branches may
+    // apply to different types.
     size_t splits = 1, at = parts.size();
     for (size_t i = parts.size(); i-- > 0;) {
       const Op op = formulas_[parts[i]].op;
@@ -141,7 +143,7 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
         for (const std::string& each : set->keys) size += static_cast<double>(each.size());
       }
       uint64_t characters = 0;
-      double states = kSizeOfCharacter;  // estimated number of states of each character
+      double states = kSizeOfCharacter;  // the estimated number of states for each character
       for (const Formula part : formulas_.conjuncts(found)) {
         const Term& each = formulas_[part];
         if (each.op != Op::atom) continue;

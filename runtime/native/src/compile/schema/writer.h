@@ -1,12 +1,14 @@
-// Writes the values for which a formula is true as a regular language (a set) of JSON texts.
+// Converts a formula to a regular language, the set of all JSON texts whose values make the formula
+// true. In this class, "to write" a value means to build the node for its texts.
 //
-// The formula of an array or object is split into cases. In a case, "or" occurs only in conditions
-// on the presence of properties. For example, the writer splits {"anyOf": [A, B]} into two cases.
-// An object is written as a row, which lists its properties in the order of the schema. An array is
-// written as a row of items. The language is the union of all cases.
+// The writer splits the formula of an array or object into cases. In a case, "or" occurs only in
+// conditions on the presence of properties. For example, the writer splits {"anyOf": [A, B]} into
+// two cases. The language is the union of all cases. In each case, an object is written as a row of
+// properties in the order of the schema, and an array as a row of items.
 //
-// A case writes only properties that its schemas name, unless the options say otherwise. If a
-// formula occurs at several places with the same layout, these places share one node.
+// Objects contain only properties that a schema of the case names, unless the options say
+// otherwise. If a formula occurs at several places with the same layout, these places share one
+// node.
 #pragma once
 
 #include <functional>
@@ -28,8 +30,8 @@ struct WriterOptions {
   Layout layout;
   uint32_t max_depth = 3;  // largest number of times that a schema may contain itself
   uint32_t any_depth = 3;  // largest nesting depth of values that a schema does not constrain
-  // The largest length of a string that has a maxLength. Longer strings are written only if
-  // minLength requires longer strings.
+  // If a string has a maxLength, the string is not longer than this, unless its minLength is
+  // larger.
   uint32_t most_characters = kUnbounded;
   // Objects with up to kMostInAnyOrder properties may have them in any order.
   bool any_order = false;
@@ -48,8 +50,9 @@ class Writer {
 
   Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
 
-  // Returns the values for which a formula is true. `level` is the number of containers around the
-  // values. `root` is the number of the schema of these values in Recursion, or kNotCounted.
+  // Writes the values for which a formula is true. `level` is the number of containers (arrays and
+  // objects) around the values. `root` is the number that Recursion gives to the schema of these
+  // values, or kNotCounted.
   Made values(Formula formula, uint32_t level, uint32_t root);
   // Returns all JSON objects.
   Made any_object(uint32_t level);
@@ -57,18 +60,19 @@ class Writer {
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
-  // Each pair consists of a schema's number in Recursion, and a count. The pairs are in ascending
-  // order of the numbers.
+  // Each pair consists of a schema's number in Recursion, and a count. The numbers are in ascending
+  // order.
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
-  // The containers and schemas around a value.
+  // Describes the containers and schemas around a value.
   struct Place {
     uint32_t level;
-    Counts counts;  // for each counted schema: how many values of the schema are around this value
+    // For each counted schema: the number of its values that are around this value.
+    Counts counts;
   };
 
   // One case of an array or object. All atoms and all choices of the case must be true. A choice is
-  // a formula whose parts are joined by "or".
+  // a formula with alternatives, at least one of which must be true.
   struct Case {
     std::vector<Formula> atoms, choices;
     std::unordered_set<Formula> asserted;  // every formula that the case requires
@@ -76,8 +80,8 @@ class Writer {
     bool is_dead = false;
   };
 
-  // One possible part of a row: a property of an object. In an array whose items must all be
-  // different, a slot is a possible item.
+  // One possible part of a row: a property of an object, or an item of an array whose items must
+  // all be different.
   struct Slot {
     Node node;
     bool is_required;
@@ -92,7 +96,7 @@ class Writer {
     std::vector<Slot> slots;
     std::vector<Clause> clauses;  // in each clause, at least one literal must be true
     uint64_t low = 0, high = kNoLimit;
-    // One property that the schema does not list. Properties that the schema does not list come
+    // The texts of any one property that the schema does not list. Several such properties may come
     // after the slots.
     Node more = 0;
   };
@@ -102,7 +106,7 @@ class Writer {
   Made anything(uint32_t level, uint32_t around);
   Made either(const std::vector<Made>& some);
 
-  // These functions write strings, numbers, booleans and null.
+  // The next functions write strings, numbers, booleans and null.
   Node scalar(Formula formula, uint8_t type);
   Node scalar_case(const std::vector<Formula>& parts, uint8_t type);
   Node number_case(const std::vector<Formula>& parts);
@@ -113,7 +117,7 @@ class Writer {
   uint32_t low_count(const Term& term, Keyword keyword);
   uint32_t high_count(const Term& term, Keyword keyword);
 
-  // These functions write arrays and objects.
+  // The next functions write arrays and objects.
   Made container_values(Formula formula, uint8_t type, const Place& place);
   std::optional<size_t> next_choice(const Case& found, uint8_t type,
                                     const std::vector<std::string>& names);

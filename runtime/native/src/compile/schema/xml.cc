@@ -21,9 +21,9 @@ constexpr uint32_t kMostNesting = 300;
 const CodePoints kCharacters = {
     {0x9, 0xA}, {0xD, 0xD}, {0x20, 0xD7FF}, {0xE000, 0xFFFD}, {0x10000, 0x10FFFF}};
 
-// XML parsers change line breaks to \n. In attributes, XML parsers also change white space to
-// spaces. But XML parsers do not change character references such as &#13;. So all characters that
-// parsers would change are written as character references.
+// XML parsers change line breaks to \n, and change white space in attributes to spaces. But they do
+// not change character references such as &#13;. So all characters that parsers would change are
+// written as character references.
 const Spellings kInElements = {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'\r', "&#13;"}};
 const Spellings kInAttributes = {{'&', "&amp;"},  {'<', "&lt;"},  {'>', "&gt;"},  {'\r', "&#13;"},
                                  {'\n', "&#10;"}, {'\t', "&#9;"}, {'"', "&quot;"}};
@@ -102,8 +102,8 @@ class Elements {
     return node;
   }
 
-  // Writes the part of an element after its name: the attributes, the end of the start tag, and the
-  // content.
+  // Writes the part of an element between its name and its end tag: the attributes, the end of the
+  // start tag, and the content.
   Node content(const Schema& schema, uint32_t level) {
     const Node closed = expressions_.bytes(">");
     if (is_array(schema))
@@ -167,7 +167,7 @@ class Elements {
   Expressions& expressions_;
   Described described_;
   const uint32_t max_depth_;
-  // For each schema: the number of elements of this schema that are open at the moment.
+  // For each schema: the number of open elements of this schema.
   std::unordered_map<const Schema*, uint32_t> open_;
   std::map<std::pair<const Value*, std::string>, Node> kept_;
 };

@@ -1,8 +1,8 @@
-// The part of CUDA's driver API that engines use. libcuda is loaded at run time. This file declares
-// the functions of libcuda, because CUDA's headers are installed on few build machines. The
-// functions have the same names as in libcuda. The types and values are the same as in cuda.h. If
-// cuda.h is installed, tests/cuda_calls_check.cc compares this file with cuda.h. Enums are passed
-// as int.
+// The part of CUDA's driver API that engines use. libcuda is loaded at run time. CUDA's headers are
+// installed on few build machines, so this file declares the functions of libcuda itself. The
+// functions have the same names as in libcuda, and the types and values are the same as in cuda.h.
+// If cuda.h is installed, tests/cuda_calls_check.cc compares this file with cuda.h. Enums are
+// passed as int.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 #include <new>
 #include <string>
 
-// These types are declared, but not defined. The types have the same names as in cuda.h, so that
-// the test can compare signatures.
+// These types are only declared. Their names are the same as in cuda.h, so that the test can
+// compare signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -87,7 +87,7 @@ class Cuda {
   Cuda();
 
   // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message contains the name of the
-  // function that was called and the driver's name of the error.
+  // called function, and the driver's name for the error.
   void check(CUresult result, const char* call) const;
 
 #define DLM_CUDA_MEMBER(name, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
@@ -98,8 +98,8 @@ class Cuda {
 // A CUDA device and its primary context. TensorRT and ONNX Runtime use the same context.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) if the machine has no CUDA device. Throws
-  // Error(DLM_INVALID_ARGUMENT) if the machine has no device with this index.
+  // Throws Error(DLM_ENGINE_MISSING) if the machine has no CUDA device, and
+  // Error(DLM_INVALID_ARGUMENT) if no device has this index.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
@@ -109,15 +109,15 @@ class CudaDevice {
   int32_t sm() const { return sm_; }  // compute capability; 89 means 8.9
   const std::string& name() const { return name_; }
 
-  // Makes the device's context current in the thread that creates the Use object, as long as the
-  // object exists.
+  // While a Use object exists, the device's context is current in the thread that created the
+  // object.
   class Use {
    public:
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // Destructors use this constructor, because destructors must not throw. If the context cannot
-    // be made current, the context's memory was already freed.
+    // For destructors, which must not throw. If the context cannot be made current, all memory of
+    // the context has already been freed.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
@@ -147,8 +147,8 @@ class CudaDevice {
   std::string name_;
 };
 
-// Frees objects of the CUDA driver. The device's context must be current when these objects are
-// created and when they are freed.
+// Frees objects of the CUDA driver. The device's context must be current when such an object is
+// created, and when it is freed.
 struct CudaDelete {
   const Cuda* cuda;
   void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
@@ -159,8 +159,8 @@ using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
 using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
 using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 
-// Creates a stream. Unlike the default stream, this stream does not wait for other streams. Throws
-// the same errors as Cuda::check.
+// Creates a stream that does not wait for other streams, unlike the default stream. Throws the same
+// errors as Cuda::check.
 CudaStream create_stream(const Cuda& cuda);
 
 // A block of device memory, or of host memory that the device can access directly.

@@ -40,8 +40,8 @@ void DeviceCache::keep_outside(int32_t first, int32_t last, CUstream stream) {
   const int32_t length = kept_ + hole_.tokens();
   first = std::min(first, length);
   last = std::min(last, length);
-  // If the range is the same as in the last call, `past` already contains exactly the rows outside
-  // of the range.
+  // If the range is the same as in the last call, `past` already contains exactly the selected
+  // rows.
   if (first == hole_.first && last == hole_.last) return;
   const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
   if (!is_filled && (first > hole_.first || last < hole_.last))
@@ -92,8 +92,8 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
     copy_rows(from, from_rows, to, to_rows, rows, heads, row, stream);
   };
   copy(past, kept_, present + staged, kept_, kept_);
-  // Copies the rows of the positions from `low` to `high` - 1, except the rows of the positions
-  // from `first` to `last` - 1. The first row of the source belongs to position `at`.
+  // Copies the rows of positions `low` to `high` - 1, but not those of positions `first` to `last`
+  // - 1. The first row in `from` belongs to position `at`.
   const auto take = [&, past = past](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low,
                                      int32_t high) {
     const auto part = [&](int32_t begin, int32_t end, int32_t to) {

@@ -1,5 +1,5 @@
-// The cache of keys and values on a CUDA device. The cache has two parts. `past` contains the rows
-// that passes read. `present` contains the rows that the last pass wrote.
+// Keys and values on a CUDA device. They are stored in two parts: `past` contains the rows that
+// passes read, and `present` contains the rows that the last pass wrote.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@
 
 namespace dlm {
 
-// Lays out several parts in one allocation. Returns the offset of each part, followed by the size
-// of the allocation. `bytes` contains the sizes of the parts. TensorRT requires that offsets are
-// multiples of 256 bytes, and that all tensors, even empty ones, have distinct addresses.
+// Lays out several parts in one allocation. `bytes` contains the sizes of the parts. Returns the
+// offset of each part, and then the size of the allocation. TensorRT requires that offsets are
+// multiples of 256 bytes, and that all tensors have different addresses, even empty tensors.
 inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
   std::vector<size_t> offsets = {0};
   for (const size_t part : bytes)
@@ -25,10 +25,10 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // The addresses of one key or value tensor in `past` and in `present`. In `past`, the tensor has
-  // the shape [B, kv_heads, S, head_size], for B requests and S cached tokens. In `present`, the
-  // tensor has the shape [B, kv_heads, T, head_size], for T new tokens. Both parts have room for S
-  // + T rows of each head.
+  // The addresses of one tensor of keys or values in `past` and in `present`. In `past`, the tensor
+  // has the shape [B, kv_heads, S, head_size], for B requests and S cached tokens. In `present`, it
+  // has the shape [B, kv_heads, T, head_size], for T new tokens. Each part has room for S + T rows
+  // of each head.
   struct Place {
     CUdeviceptr past, present;
   };
@@ -39,27 +39,27 @@ class DeviceCache {
   // layer 1, and so on. Drops all cached rows.
   void place(std::vector<Place> places);
 
-  // Does the same as place(), but copies the cached rows to the new memory. The copies are queued
-  // on the stream.
+  // Like place(), but copies the cached rows to the new memory. The copies are queued on the
+  // stream.
   void move(std::vector<Place> places, CUstream stream);
   const std::vector<Place>& places() const { return places_; }
 
-  // The caller calls begin() before each pass and end() after each pass. If the pass throws, the
-  // caller does not call end(). `use` is the argument of Context::run.
+  // Call begin() before each pass, and end() after each pass. If the pass throws, do not call
+  // end(). `use` is the argument of Context::run.
   void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
-  // Does the work of Context::keep_outside. The copies are queued on the stream, and the function
-  // does not wait for the copies. Rows stay in the order of their positions.
+  // Does the work of Context::keep_outside. Queues the copies on the stream, and does not wait for
+  // them. Rows stay in the order of their positions.
   //
-  // First, the function copies all of `past` to the memory after the rows of `present`. Then the
-  // function copies the rows to keep back to `past`, with the new number of rows per head. This
-  // method needs a few copies per tensor. In host memory, only the rows whose place changes are
-  // moved (cache/slots.h). On a device, moving only such rows would need several copies per head,
-  // which is thousands of copies. Each copy takes microseconds.
+  // First, all of `past` is copied to the memory after the rows of `present`. Then the selected
+  // rows are copied back to `past`, with the new number of rows per head. This takes a few copies
+  // per tensor. In host memory, only the rows that change their place are moved (cache/slots.h). On
+  // a device, that would take several copies per head, which is thousands of copies of some
+  // microseconds each.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
-  // Returns the number of bytes that `past` and `present` currently use.
+  // Returns the number of bytes that `past` and `present` use now.
   uint64_t bytes() const;
 
  private:
@@ -78,12 +78,12 @@ class DeviceCache {
   std::vector<Place> places_;
   int32_t batch_ = 1;
   int32_t kept_ = 0;                  // rows per head in `past`; their positions are outside hole_
-  Range hole_{0, 0}, written_{0, 0};  // written_ contains the positions of the rows in `present`
+  Range hole_{0, 0}, written_{0, 0};  // positions of the rows in `present`
 };
 
-// Opens a context of the engine. The context's cache is in device memory. All other arrays of a
-// pass are in host memory. The engine must outlive the context. The engine's `run` must not return
-// before the pass is complete. `longest` is the argument of Engine::open_context.
+// Opens a context of the engine. Its cache is in device memory. All other arrays of a pass are in
+// host memory. The engine must outlive the context. The engine's `run` must not return before the
+// pass is complete. `longest` is the argument of Engine::open_context.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

@@ -40,7 +40,7 @@ class DeviceContext final : public Context {
     cache_.end(pass, use);
   }
 
-  // The engine uses different streams, so this function waits until the copies are finished.
+  // The engine uses other streams, so this function must wait until the copies are finished.
   void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
     cache_.keep_outside(first, last, stream_.get());
@@ -51,7 +51,7 @@ class DeviceContext final : public Context {
 
  private:
   // Allocates `past` and `present`, each with room for one canvas per request. Frees the old memory
-  // before it allocates new memory.
+  // first.
   void make_room(int32_t batch, int32_t length) {
     const std::vector<size_t> offsets = offsets_of(batch, length);
     const CudaDevice::Use use(device_);
@@ -114,8 +114,8 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // Tensor sizes are rounded up. `rounding` is the largest number of bytes that rounding up can
-    // add, for any length.
+    // Tensor sizes are rounded up. `rounding` is an upper limit for the total number of bytes that
+    // this adds, for any length.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,

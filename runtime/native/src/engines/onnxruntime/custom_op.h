@@ -1,10 +1,10 @@
 // The custom operators of the domain dlm_export for ONNX Runtime. The operators run the kernels of
 // kernels/kernels.h.
 //
-// A bundle's graph also defines these operators as functions of standard ONNX operators, so that
-// any engine can run the graph. If the processor has kernels, the runtime registers the custom
-// operators. ONNX Runtime then uses a registered operator instead of the graph's function with the
-// same name.
+// A bundle's graph also defines each of these operators as a function of standard ONNX operators,
+// so that any engine can run the graph. If there are kernels for the processor, the runtime
+// registers the custom operators. ONNX Runtime then uses a custom operator instead of the function
+// with the same name.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +19,10 @@
 
 namespace dlm::ops {
 
-// The element types that no port uses. engines/graph_contract.h defines the element types that
-// ports use.
+// Element types that no port has. engines/graph_contract.h defines the element types of ports.
 constexpr int kUint8 = 2, kFloat8 = 17;
 constexpr size_t kMostWeights = 3, kMostDims = 5;
-constexpr size_t kSegments = 8;  // index of attention's optional input with the segments
+constexpr size_t kSegments = 8;  // index of the optional input `segments` of attention
 
 // An input tensor of one operator call.
 template <class Element>
@@ -42,8 +41,8 @@ struct Tensor {
   }
 };
 
-// One call of an operator. A Call object gives access to the call's inputs and outputs, and runs
-// tasks on the session's threads.
+// One call of an operator. A Call gives access to the inputs and outputs, and runs tasks on the
+// session's threads.
 class Call final : public Parallel {
  public:
   Call(const ort::Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
@@ -89,7 +88,7 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // Each task is a separate batch for ONNX Runtime, so a thread that starts late runs fewer
+    // ONNX Runtime gets each task as a separate batch. So a thread that starts late runs fewer
     // tasks.
     ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
@@ -102,7 +101,7 @@ class Call final : public Parallel {
   OrtKernelContext* const context_;
 };
 
-// Scratch memory for one call, aligned to 64 bytes. The session's allocator allocates this memory.
+// Scratch memory for one call, aligned to 64 bytes. It comes from the session's allocator.
 class Scratch {
  public:
   Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
@@ -134,8 +133,8 @@ class Scratch {
 
 struct Op;
 
-// The attributes of one node of the graph. The comment before or after a field names the operators
-// that use the attribute.
+// The attributes of one node of the graph. The comment on a field names the operators that have the
+// attribute.
 struct Node {
   const Op& op;
   // Linear layers: number of columns of each weight matrix.
@@ -150,14 +149,14 @@ struct Node {
 struct Definition {
   const char* name;
   std::vector<int> inputs, outputs;  // element types
-  // The function that reads the attributes of a node. NULL if the operator has no attributes.
+  // Reads the attributes of a node. NULL if the operator has no attributes.
   void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;
 };
 
-// An operator: the struct that ONNX Runtime requires, and our own data after it. The struct must
-// come first, because ONNX Runtime passes pointers to this struct.
+// An operator. The struct that ONNX Runtime requires comes first, because ONNX Runtime passes
+// pointers to it. Our own data follows.
 struct Op {
   ort::CustomOp entry;
   Definition is;
@@ -168,7 +167,8 @@ struct Op {
 
 void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node);
 
-// Return the definitions of the operators, one function per kind. Each function is in its own file.
+// These functions return the definitions of the operators, one kind per function. Each function is
+// in a file of its own.
 std::vector<Definition> linear_operators();
 std::vector<Definition> expert_operators();
 std::vector<Definition> attention_operators();

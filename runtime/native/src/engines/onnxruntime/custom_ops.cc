@@ -1,5 +1,5 @@
-// Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted. So the
-// operators check all shapes in every pass, before a kernel gets a pointer.
+// Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted. So in every
+// pass, the operators check all shapes before they pass pointers to a kernel.
 #include <cstdio>
 #include <exception>
 #include <memory>

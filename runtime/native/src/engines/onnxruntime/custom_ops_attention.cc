@@ -1,5 +1,5 @@
-// Custom operators for attention over a cache, for sums that are normalised with RMSNorm, and for
-// the candidates of a row.
+// Custom operators for attention with a cache, for sums that are normalised with RMSNorm, and for
+// candidates.
 #include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
@@ -7,7 +7,7 @@
 namespace dlm::ops {
 namespace {
 
-constexpr int64_t kSegmentNumbers = 4;  // a stored segment consists of this many numbers
+constexpr int64_t kSegmentNumbers = 4;  // numbers per segment in the input `segments`
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeInt64>(api, info, "heads", &node.heads);
@@ -47,7 +47,8 @@ template <CacheType kCache>
 void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
   const auto past_keys = call.input<uint8_t>(3),
-             past_values = call.input<uint8_t>(4);  // the kernel does not use the element type here
+             past_values = call.input<uint8_t>(4);  // as bytes, because the kernel does not use the
+                                                    // element type
   const auto positions = call.input<int64_t>(5);
   const auto cos = call.input<float>(6), sin = call.input<float>(7);
   Tensor<const int64_t> segments{nullptr, {0, kSegmentNumbers}, 2};
@@ -74,7 +75,7 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
     fail(DLM_BAD_BUNDLE,
          "the shapes of %" PRId64 " query heads and %" PRId64 " key heads do not match", H, G);
-  // The positions of cached rows are not known, so the kernel could not apply the window to them.
+  // The window cannot be applied to cached rows, because their positions are not known here.
   if (node.window != 0 && S > 0)
     fail(DLM_UNSUPPORTED,
          "this denoiser has attention in a window, which cannot use a cache: choose a policy with "
@@ -151,7 +152,7 @@ constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
 using Read = decltype(Definition::read);
 using Compute = decltype(Definition::compute);
 
-// Defines an attention operator. `row` is the element type of cached rows.
+// Defines an attention operator. `row` is the element type of the cached rows.
 Definition attention(const char* name, int row, Read read, Compute compute) {
   return {name, {F, F, F, row, row, L, F, F, L}, {F, row, row}, read, compute, true};
 }

@@ -1,7 +1,7 @@
-// The entry point for programs that load this library as a library of custom operators. Such
-// programs call SessionOptions.register_custom_ops_library in Python, or
-// OrtApi::RegisterCustomOpsLibrary_V2 in C. ONNX Runtime then calls the function below. After that,
-// the program's own sessions can run a bundle's graph with our kernels.
+// The entry point for programs that load this library into their own ONNX Runtime as a library of
+// custom operators. In Python, these programs call SessionOptions.register_custom_ops_library. In
+// C, they call OrtApi::RegisterCustomOpsLibrary_V2. ONNX Runtime then calls the function below.
+// After that, the program's sessions can run a bundle's graph with our kernels.
 #include <exception>
 #include <map>
 #include <memory>
@@ -15,17 +15,16 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  // This version of ONNX Runtime is too old. When the program creates a session, ONNX Runtime
-  // rejects the graph with its own error message.
+  // The program's ONNX Runtime is too old. When the program creates a session, ONNX Runtime rejects
+  // the graph with an error message of its own.
   if (table == nullptr) return nullptr;
   const dlm::ort::Api api(table);
   try {
     const dlm::Kernels* const kernels = dlm::find_kernels();
-    // Without kernels, ONNX Runtime runs the functions in the graph.
+    // Without kernels, ONNX Runtime runs the functions that the graph contains.
     if (kernels == nullptr) return nullptr;
-    // Sessions do not report when they stop using the operators, so the operators are never freed.
-    // The operators are created once for each copy of ONNX Runtime in the process and each kernel
-    // set.
+    // The operators are never freed, because sessions do not report when they stop using them. They
+    // are created once for each copy of ONNX Runtime in the process and each kernel set.
     static std::mutex mutex;
     static auto& registered =
         *new std::map<std::pair<const void*, const dlm::Kernels*>, std::unique_ptr<dlm::CustomOps>>;

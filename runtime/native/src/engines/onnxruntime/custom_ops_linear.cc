@@ -1,5 +1,5 @@
-// Custom operators for linear layers, and for embedding tables that are stored as the weight matrix
-// of a tied head.
+// Custom operators for linear layers, and for embedding tables that are stored like the weight
+// matrix of a tied head.
 #include <array>
 #include <cinttypes>
 
@@ -8,12 +8,12 @@
 namespace dlm::ops {
 namespace {
 
-// Returns the number of weight matrices of a layer. After the input x, the operator has two inputs
-// for each matrix: codes and scales. An NVFP4 layer has only one matrix, which has a third input.
+// Returns the number of weight matrices of a layer. The first input of the operator is x. Then each
+// matrix has two inputs, the codes and the scales. An NVFP4 layer has one matrix with three inputs.
 size_t weights_of(const Definition& layer) { return (layer.inputs.size() - 1) / 2; }
 
 // The rows of a layer's input x [..., inputs], and the outputs [..., columns] that are allocated
-// for them.
+// for these rows.
 struct Rows {
   Call& call;
   Tensor<const float> x = call.input<float>(0);
@@ -43,8 +43,8 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   read_group_size(api, info, node);
 }
 
-// Returns true if the shapes of codes and scales fit a weight matrix [inputs, columns] that is
-// stored in panels. If group_size is not 0, the matrix is INT4.
+// Returns true if codes and scales have the right shapes for a weight matrix [inputs, columns] that
+// is stored in panels. If group_size is not 0, the matrix is INT4.
 bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const uint8_t>& scales,
                   int64_t inputs, int64_t columns, int64_t group_size) {
   const int64_t together = group_size == 0 ? kDot : kPairs;
@@ -123,7 +123,8 @@ void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) 
 template <TableType kType>
 void compute_tied_head(const Kernels& kernels, const Node& node, Call& call) {
   const Rows rows(call);
-  const auto table = call.input<uint8_t>(1);  // the kernel does not use the element type here
+  const auto table = call.input<uint8_t>(1);  // as bytes, because the kernel does not use the
+                                              // element type
   const int64_t columns = table.dims[0];
   if (rows.inputs < 1 || columns < 1 || columns > INT32_MAX || !table.is({columns, rows.inputs}))
     fail(DLM_BAD_BUNDLE, "the table does not have rows of %" PRId64, rows.inputs);

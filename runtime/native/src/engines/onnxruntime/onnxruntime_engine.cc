@@ -1,12 +1,12 @@
 // The engine that runs a bundle's graph with ONNX Runtime.
 //
-// libonnxruntime is loaded at run time, not linked. So one build of the runtime works with the pip
-// wheel's libonnxruntime and with the system's libonnxruntime. engines/onnxruntime/ort_api.h
+// libonnxruntime is loaded at run time and not linked. So one build of the runtime works with the
+// libonnxruntime of the pip wheel and with that of the system. engines/onnxruntime/ort_api.h
 // declares its functions.
 //
-// The graph is untrusted. When the engine opens the graph, the engine compares the graph's inputs
-// and outputs with the manifest. In each pass, the engine binds every output to a buffer of exactly
-// the shape that the pass needs. So ONNX Runtime writes only to these buffers.
+// The graph is untrusted. When the engine opens the graph, it compares the graph's inputs and
+// outputs with the manifest. In each pass, it binds every output to a buffer of exactly the shape
+// that the pass needs. So ONNX Runtime writes only to these buffers.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -53,15 +53,14 @@ struct Library {
 };
 
 // Loads the library. `provider` is the execution provider that will run the graph. Some providers
-// need a newer version of the library.
+// need a newer version of the library than the CPU does.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
   // In the official builds, CreateEnv stores a device id and starts to send telemetry. If this
-  // environment variable is set before the call, CreateEnv stores no device id and sends no
-  // telemetry (docs/Privacy.md of ONNX Runtime). If the program has set the variable, this code
-  // does not change the variable.
+  // environment variable is set, CreateEnv does neither (docs/Privacy.md of ONNX Runtime). If the
+  // program has already set the variable, this code does not change it.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
-  // The file names to try. First comes the name in ONNX Runtime's releases, then the name that
-  // linkers use. Debian's names, which contain the minor version, come last.
+  // The file names to try: first the name in ONNX Runtime's releases, then the name that linkers
+  // use. Debian's names, which contain the minor version, come last.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
     names.push_back("libonnxruntime.so.1." + std::to_string(minor));
@@ -73,8 +72,8 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
-  // The version is checked before get_api is called, because get_api prints an error to stderr if
-  // the library is too old.
+  // The version must be checked before get_api is called, because get_api prints an error to stderr
+  // if the library is too old.
   const std::string version = one_line(base->get_version_string());
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
@@ -95,7 +94,7 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
 }
 
 // Returns the status for a graph that could not be loaded. The status says whether the bundle or
-// the library is at fault.
+// the library is the cause.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
   if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
@@ -104,17 +103,17 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
 }
 
-// Returns true if an error message says that a device has no memory left. ONNX Runtime's memory
-// arena and CUDA write such messages.
+// Returns true if a message says that a device has run out of memory. ONNX Runtime's memory arena
+// and CUDA write such messages.
 bool is_out_of_memory(const std::string& message) {
   const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
   return std::any_of(std::begin(signs), std::end(signs),
                      [&](const char* sign) { return message.find(sign) != std::string::npos; });
 }
 
-// kNoFallback is a session option. This option makes ONNX Runtime reject sessions that would run
-// some operators on the CPU. kFallbackRefused is a part of ONNX Runtime's error message for such a
-// session.
+// kNoFallback is the name of a session option. With this option, ONNX Runtime rejects a session if
+// some of its operators would run on the CPU. kFallbackRefused is part of the error message for
+// such a session.
 constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
                kFallbackRefused[] = "assigned to the default CPU EP";
 
@@ -152,7 +151,7 @@ class OnnxRuntime final : public HostEngine {
                  ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
     has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
-    // The input "segments" comes last, so that a pass can leave out this input.
+    // "segments" is the last input, so that a pass can omit it.
     input_names_.push_back(graph_.ports.segments.c_str());
   }
 
@@ -168,19 +167,19 @@ class OnnxRuntime final : public HostEngine {
                    : HostEngine::open_context(longest);
   }
 
-  // Segments require our kernels. Without our kernels, ONNX Runtime runs the graph's own functions,
-  // and with these functions every request would see the rows of all requests.
+  // Segments work only with our kernels. Without our kernels, ONNX Runtime runs the functions in
+  // the graph, and then every request would see the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
     check_pass(pass);
     Values values;
     // Keys and values are in the memory of the context. All other arrays are in host memory, and
-    // ONNX Runtime copies these arrays.
+    // ONNX Runtime copies them.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
-    // The C API cannot make a read-only tensor over memory of the caller. ONNX Runtime only reads
-    // inputs, so const may be cast away.
+    // The C API cannot make a read-only tensor that uses the caller's memory. ONNX Runtime only
+    // reads inputs, so const may be cast away.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
     };
@@ -244,34 +243,34 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // All sessions of the process share the environment. Code outside this library may have set a
-    // more verbose log level for the environment.
+    // All sessions of the process share the environment. Other code in the process may have set a
+    // more verbose log level for it.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
     // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
     set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
     set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
-    // Without this option, the threads of an idle session would continue to spin, and take cores
-    // from the next session.
+    // Without this option, the threads of an idle session would keep spinning, and take cores away
+    // from other sessions.
     configure(options, "session.force_spinning_stop", "1");
     // Without this option, ONNX Runtime would quantise the activations of INT4 layers to eight
     // bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
-    // The sizes of passes change, and ONNX Runtime would store a memory plan for each combination
-    // of sizes. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
-    // So this code switches memory plans off. The memory arena stays on, because memory use would
-    // vary by 20 MB without the arena. The arena stops growing after the largest pass.
+    // ONNX Runtime would store a memory plan for each combination of sizes, and the sizes of passes
+    // change. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
+    // So memory plans are switched off. The memory arena stays on, because without it memory use
+    // would vary by 20 MB. The arena stops growing after the largest pass.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
   // Sets up the session for the CPU, with our kernels.
   void set_up_processor(const SessionOptions& options) {
-    // On processors without VNNI, sums of products of unsigned bytes and signed bytes saturate.
-    // With this option, ONNX Runtime uses unsigned bytes for both factors.
+    // On processors without VNNI, sums of products of unsigned and signed bytes saturate. With this
+    // option, ONNX Runtime uses unsigned bytes for both factors.
     configure(options, "session.x64quantprecision", "1");
-    // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that ONNX Runtime lacks.
-    // With this option, ONNX Runtime dequantises the weights when it loads the graph.
+    // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that it does not have.
+    // With this option, it dequantises the weights when it loads the graph.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -280,10 +279,10 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // Creates a session. The process's first session adds our operators' domain to a table that all
-  // sessions share. ONNX Runtime changes this table without a lock. If two threads created the
-  // first sessions at the same time, one of the calls would fail. So sessions are created one at a
-  // time until the first session exists.
+  // Creates a session. The first session of the process adds our operators' domain to a table that
+  // all sessions share. ONNX Runtime changes this table without a lock. If two threads created the
+  // first sessions at the same time, one of the calls would fail. So only one session is created at
+  // a time, until the first session exists.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -309,9 +308,8 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // Opens a session on a GPU. ONNX Runtime rejects a session that would run nodes on the CPU. If
-  // ONNX Runtime rejects the session, this function opens a second session to find the names of
-  // these nodes.
+  // Opens a session on a GPU. ONNX Runtime rejects the session if some nodes would run on the CPU.
+  // Then this function opens a second session to find the names of these nodes.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
@@ -341,7 +339,7 @@ class OnnxRuntime final : public HostEngine {
                                        "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws an error if the device ran out of memory. The caller handles all other errors.
+  // Throws an error if the device has run out of memory. The caller handles all other errors.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -355,8 +353,8 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Compares the graph's inputs or outputs with the manifest. Throws an error if the graph lacks a
-  // port, or if the type or shape of a port differs from the manifest. Throws an error if the graph
-  // has an unknown input. Unknown outputs are ignored.
+  // port, if the type or shape of a port differs from the manifest, or if the graph has an unknown
+  // input. Ignores unknown outputs.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
@@ -418,7 +416,8 @@ class OnnxRuntime final : public HostEngine {
     note_port(path_, kind, port, type, dims);
   }
 
-  // Makes a tensor over the memory at `data`, with the port's shape in this pass.
+  // Makes a tensor that uses the memory at `data`. The tensor has the shape of the port in this
+  // pass.
   OrtValue* tensor(Values& values, const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);

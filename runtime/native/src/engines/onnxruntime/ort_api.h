@@ -1,22 +1,22 @@
 // Declares the part of ONNX Runtime's C API that the engine uses. The official header is not used,
-// because pip wheels do not include the official header.
+// because pip wheels do not contain it.
 //
-// The library exports one function, OrtGetApiBase. OrtGetApiBase gives access to OrtApi, a table of
+// The library exports one function, OrtGetApiBase, which gives access to OrtApi, a table of
 // function pointers. New versions of ONNX Runtime only add functions at the end of the table. So
-// each function always has the same slot number. (The library's onnxruntime_c_api.cc asserts where
-// the table of each version ends.)
+// the index of a function in the table, its slot, never changes. (The library's
+// onnxruntime_c_api.cc asserts where the table of each version ends.)
 //
-// Below, each function is declared by its slot number and its signature. If the official header is
-// installed, tests/ort_slots_check.cc compares the slots, the signatures and the values of the
-// enums with the official header. Enums are passed as int.
+// Below, each function is declared with its slot number and its signature. Enums are passed as int.
+// If the official header is installed, tests/ort_slots_check.cc compares the slots, the signatures
+// and the values of the enums with it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// These types are declared, but not defined. The types have their official names, so that the test
-// can compare signatures.
+// These types are only declared. They have their official names, so that the test can compare
+// signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -38,13 +38,13 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The version of the function table that the engine requests. ONNX Runtime supports this version
-// since 1.20.
+// The version of the function table that the engine requests. ONNX Runtime has supported it since
+// 1.20.
 constexpr uint32_t kApiVersion = 20;
 // The oldest version of ONNX Runtime that can run graphs of opset 23. All bundles use this opset.
 constexpr uint32_t kOpsetVersion = 23;
-// The oldest version of ONNX Runtime that reports which provider runs each node. The GPU providers
-// need this report.
+// The oldest version of ONNX Runtime that reports which provider runs each node. With a GPU
+// provider, the engine needs this report.
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
@@ -149,7 +149,7 @@ using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* nam
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
-// ONNX Runtime has these functions since kPlacementVersion. The session owns the results.
+// ONNX Runtime has had these functions since kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
 using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;
 using PlacementGetNodes = Entry<409, OrtStatus*(const OrtEpAssignedSubgraph*, const OrtEpAssignedNode* const**, size_t*)>;
@@ -158,10 +158,10 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: the functions that define a custom operator. Some functions have a second version
-// with V2 in its name. ONNX Runtime then calls only the second version.
+// OrtCustomOp: the functions that define a custom operator. Some functions also exist in a second
+// version, with V2 in the name. Then ONNX Runtime calls only the second version.
 struct CustomOp {
-  uint32_t version;  // the API version of the struct; the entries below exist in this version
+  uint32_t version;  // API version of this struct, which has the entries below
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
   const char* (*get_name)(const CustomOp*);
   const char* (*get_provider)(const CustomOp*);  // NULL: the operator runs on the CPU
@@ -204,8 +204,8 @@ class Api {
     return function(arguments...);
   }
 
-  // Returns the address of the table. The address identifies the loaded library, because two
-  // libraries never have the same table.
+  // Returns the address of the table. The address identifies the loaded library, because each
+  // library has its own table.
   const void* table() const { return table_; }
 
  private:

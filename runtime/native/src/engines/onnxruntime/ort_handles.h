@@ -10,8 +10,8 @@
 
 namespace dlm {
 
-// If `reported` is an error of ONNX Runtime, throws an Error with the status `status`. The message
-// is `context`, followed by ONNX Runtime's message.
+// If `reported` is an error of ONNX Runtime, throws an Error with the given status. The message
+// consists of `context` and ONNX Runtime's message.
 inline void check(const ort::Api& api, OrtStatus* reported, std::string_view context,
                   dlm_status status = DLM_ENGINE_FAILED) {
   if (reported == nullptr) return;

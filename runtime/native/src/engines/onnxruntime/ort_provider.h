@@ -10,8 +10,8 @@
 namespace dlm {
 
 struct Provider {
-  const char *name, *registered, *label;  // the name in this library, the name in ONNX Runtime, and
-                                          // the name in messages
+  const char *name, *registered, *label;  // the names in this library, in ONNX Runtime, and in
+                                          // messages
 };
 
 // Returns the provider with this name, or NULL for "cpu". Throws Error(DLM_UNSUPPORTED) for an
@@ -24,7 +24,7 @@ void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider);
 
 // Adds the provider to the session options. If the provider is TensorRT and allow_fallback is set,
-// also adds the CUDA provider, with lower priority. Throws Error(DLM_ENGINE_MISSING) if a
+// also adds the CUDA provider with a lower priority. Throws Error(DLM_ENGINE_MISSING) if a
 // dependency cannot be loaded. The message says what to install.
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
                   OrtSessionOptions* options);

@@ -1,5 +1,5 @@
-// If the library is built without TensorRT's headers, this file replaces
-// engines/tensorrt/tensorrt_engine.cc.
+// Replaces engines/tensorrt/tensorrt_engine.cc in a library that is built without TensorRT's
+// headers.
 #include "base/error.h"
 #include "engines/engine.h"
 

@@ -1,10 +1,10 @@
-// The TensorRT engine. This code chooses one of a bundle's engine files, and checks the file
-// against the manifest.
+// The TensorRT engine. This file chooses one of a bundle's engine files, and checks it against the
+// manifest.
 //
 // An engine file contains code for one compute capability and one version of TensorRT. Before the
-// file is read, the compute capability is compared with the device, and the version is compared
-// with the library. After that, the engine's ports and profiles are compared with the manifest,
-// because the manifest determines the sizes of buffers.
+// file is read, these are compared with the device and with the loaded library. After that, the
+// engine's ports and profiles are compared with the manifest, because the sizes of the buffers come
+// from the manifest.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include "base/error.h"
@@ -14,7 +14,7 @@ namespace dlm::trt {
 namespace {
 
 // Chooses the engine that can run on this device with the loaded library. If no engine can run,
-// throws an error that gives the reason for each engine.
+// throws an error that contains the reason for each engine.
 const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {
@@ -29,8 +29,8 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// Converts TensorRT's element type to the number that ports use. Returns 0 (undefined) for a type
-// that no port may have.
+// Converts TensorRT's element type to the number that ports use. Returns 0 (undefined) if no port
+// may have the type.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
@@ -126,7 +126,7 @@ void TensorRt::verify_ports() {
   check_complete(spec_.path, "output", ports_.outputs);
 }
 
-// Throws an error if the engine's profiles differ from the profiles in the manifest. The sizes of
+// Throws an error if the engine's profiles differ from those in the manifest. The sizes of the
 // buffers come from the manifest, so an engine with larger profiles would write beyond the buffers.
 void TensorRt::verify_profiles() const {
   if (engine_->getNbOptimizationProfiles() != 2)

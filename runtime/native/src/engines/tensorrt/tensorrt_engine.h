@@ -1,5 +1,5 @@
-// The TensorRT engine, which runs an engine file on the first CUDA device. The version of the
-// loaded TensorRT must be the version that built the engine file.
+// The TensorRT engine, which runs an engine file on the first CUDA device. The file must have been
+// built with the same version of TensorRT as the loaded library.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -59,16 +59,16 @@ class TensorRt final : public Engine {
   // TensorRT's own message.
   [[noreturn]] void fail_call(const std::string& call);
 
-  // Drops errors that TensorRT reported although the call succeeded, so that a later failure does
-  // not report these errors.
+  // Discards errors that TensorRT reported during calls that succeeded. Otherwise the message of a
+  // later failure would contain them.
   void forget_errors() { logger_.take(); }
 
  private:
   void verify_ports();
   void verify_profiles() const;
 
-  // Members are destroyed from last to first. The device's context must outlive the objects that
-  // were created in this context.
+  // Members are destroyed from last to first. The device's context must outlive all objects that
+  // were created in it.
   CudaDevice device_;
   const GraphSpec graph_;
   const Library library_;
@@ -80,7 +80,7 @@ class TensorRt final : public Engine {
   std::mutex mutex_;  // guards engine_->createExecutionContext
 };
 
-// Opens a context, and allocates all the memory that the passes of this context need. Throws
+// Opens a context, and allocates all the memory that its passes need. Throws
 // Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
 std::unique_ptr<Context> open_session(TensorRt& engine);
 

@@ -30,8 +30,7 @@ void Logger::log(Severity severity, const char* message) noexcept {
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (first_.empty()) first_ = one_line(message);
-  } catch (...) {  // there is not enough memory for TensorRT's message, so the error is reported
-                   // without this message
+  } catch (...) {  // no memory for TensorRT's message: the error is reported without it
   }
 }
 

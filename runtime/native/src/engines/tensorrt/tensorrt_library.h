@@ -2,8 +2,8 @@
 // errors that the library reports.
 //
 // This code is compiled with the headers of one of these two libraries. The loaded library must
-// have the same major version as the headers, because its C++ classes are called through their
-// virtual tables.
+// have the same major version as the headers, because the code calls virtual functions of the
+// library's C++ classes.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -26,8 +26,8 @@ class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // Returns the first error since the last call of this function, and forgets the error. Callers
-  // append the returned text to a sentence.
+  // Returns the first error since the last call of take(), and clears it. The text is written so
+  // that callers can append it to a sentence.
   std::string take();
 
  private:
@@ -40,8 +40,8 @@ struct Library {
   std::string version;  // for example "10.14.1.48"
 };
 
-// Loads the library at the path `given`. If `given` is empty, loads the library as the comment of
-// dlm_open_options.engine_library describes. Throws Error(DLM_ENGINE_MISSING).
+// Loads the library at the path `given`. If `given` is empty, searches for the library as described
+// in dlm_runtime.h at dlm_open_options.engine_library. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

@@ -1,10 +1,10 @@
 // A session of the TensorRT engine.
 //
-// The session makes one allocation on the device. This allocation has room for the inputs, the
-// outputs, the rows of the last pass (present), the cached rows (past) and TensorRT's working
-// memory. The addresses never change, so a pass can be replayed as a CUDA graph. Token ids are
-// copied from pinned host memory, and candidates are copied back to pinned host memory. Logits are
-// copied only if a request needs the logits. The host waits for the device once per pass.
+// The session makes one allocation on the device. It has room for the inputs, the outputs, the rows
+// of the last pass (`present`), the cached rows (`past`) and TensorRT's working memory. The
+// addresses never change, so a pass can be replayed as a CUDA graph. Token ids are copied from
+// pinned host memory, and candidates are copied back to it. Logits are copied only if a request
+// needs them. The host waits for the device once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -18,7 +18,7 @@
 namespace dlm::trt {
 namespace {
 
-// The sizes that identify a pass. Each distinct PassKey has its own CUDA graph.
+// The sizes that identify a pass. Each PassKey has its own CUDA graph.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
   bool operator==(const PassKey& other) const {
@@ -29,7 +29,7 @@ struct PassKey {
 
 class Session final : public Context {
  public:
-  // Call the constructor only while the device's context is current.
+  // The device's context must be current when the constructor is called.
   explicit Session(TensorRt& engine)
       : engine_(engine),
         cuda_(engine.device().cuda()),
@@ -40,7 +40,8 @@ class Session final : public Context {
         staging_(cuda_, CudaMemory::Kind::pinned, staging_offsets_.back()),
         cache_(cuda_, engine.graph().cache) {
     std::vector<DeviceCache::Place> places;
-    for (size_t i = 0; i < 2 * engine.graph().cache.size(); ++i)  // keys and values
+    for (size_t i = 0; i < 2 * engine.graph().cache.size(); ++i)  // one tensor of keys and one of
+                                                                  // values per layer
       places.push_back({input(kFirstPast + i), output(kFirstPresent + i)});
     cache_.place(std::move(places));
     for (int32_t profile = 0; profile < 2; ++profile) any_size_[profile] = create_context(profile);
@@ -94,24 +95,24 @@ class Session final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // A pass whose sizes occur more than once. The first time, a pass runs on the execution context
-  // of its profile, which can run any size. The second time, the pass gets an execution context of
-  // its own. From the third time on, the CUDA graph of the pass is replayed.
+  // A PassKey that occurs repeatedly. The first pass with these sizes runs on the execution context
+  // of its profile, which can run any size. For the second pass, the session creates an execution
+  // context for these sizes only. From the third pass on, the session replays a CUDA graph.
   //
-  // Each graph needs its own execution context, because a captured graph refers to the context from
-  // which the graph was captured. The graph must not be used after this context has changed. The
-  // contexts may share working memory (CUDA Graphs in TensorRT's developer guide).
+  // Each graph needs its own execution context. A captured graph refers to the context from which
+  // it was captured, and must not be used after this context has changed. The contexts may share
+  // working memory (CUDA Graphs in TensorRT's developer guide).
   struct Repeated {
     PassKey key;
-    // The pass's own execution context. The session creates this context when the pass runs for the
-    // second time.
+    // The execution context for these sizes. The session creates it for the second pass.
     std::unique_ptr<nvinfer1::IExecutionContext> context;
-    CudaGraphExec graph;  // nullptr if the pass was not captured
+    CudaGraphExec graph;  // nullptr if no graph was captured
   };
-  // The number of repeated passes is limited, because each execution context uses host memory.
+  // The number of Repeated objects is limited, because each execution context uses host memory.
   static constexpr size_t kMostRepeated = 32;
 
-  // The parts of the staging memory: the graph's first three inputs, then its first three outputs.
+  // The parts of the staging memory: the first three inputs of the graph, then its first three
+  // outputs.
   enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
   // The index of the graph's output `logits`, which comes after the three outputs above.
   static constexpr size_t kLogits = 3;
@@ -148,9 +149,8 @@ class Session final : public Context {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // Creates an execution context for the profile, and sets all addresses of the context. All
-  // contexts share the same working memory. Sharing is safe because all contexts use the same
-  // stream.
+  // Creates an execution context for the profile, and sets all its addresses. All contexts use the
+  // same working memory. This is safe because they also use the same stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -177,8 +177,8 @@ class Session final : public Context {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // Copies the pass's inputs to the staging memory. If the pass scores fewer than `rows` rows, the
-  // first scored row is repeated.
+  // Copies the inputs of the pass to the staging memory. If the pass scores fewer than `rows` rows,
+  // repeats the first scored row.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from, count * sizeof *from);
@@ -190,7 +190,7 @@ class Session final : public Context {
     std::fill(scored + pass.rows, scored + rows, scored[0]);
   }
 
-  // Queues all work of a pass on the stream, so that this work can be captured as one graph.
+  // Queues all work of a pass on the stream. The work can be captured as one graph.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const size_t tokens = key.tokens, rows = key.rows, candidates = rows * engine_.graph().top_k;
     const auto put = [&](Staged part, size_t bytes) {
@@ -231,7 +231,7 @@ class Session final : public Context {
     repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
   }
 
-  // Gives a pass that runs for the second time its own execution context. The first run of a
+  // Creates the execution context for a PassKey that occurs for the second time. The first run of a
   // context with new shapes does work that must not be captured.
   void repeat(Repeated& known) {
     auto context = create_context(known.key.profile);
@@ -244,7 +244,7 @@ class Session final : public Context {
   // Captures a pass as a CUDA graph. If the pass cannot be captured, known.graph stays empty, and
   // the pass runs without a graph.
   void capture(Repeated& known) {
-    // In this mode, calls of other threads do not affect the capture.
+    // In this mode, the CUDA calls of other threads do not affect the capture.
     if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=
         CUDA_SUCCESS)
       return;
@@ -265,8 +265,8 @@ class Session final : public Context {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  // The destructor sets this member, so that the device's context is current while the destructor
-  // frees all members below.
+  // The destructor sets this member. So the device's context is current while the destructor frees
+  // the members below.
   std::optional<CudaDevice::Use> current_;
   CudaStream stream_;  // the stream is freed after the members below
   const std::vector<size_t> offsets_, staging_offsets_;

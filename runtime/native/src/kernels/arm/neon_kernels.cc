@@ -1,7 +1,6 @@
 // Compiles the kernels for AArch64 processors with dot product instructions.
 #include "kernels/arm/simd_neon.h"
-// kernels/body.h uses the vector operations of simd_neon.h, so body.h must be included after
-// simd_neon.h.
+// body.h must be included after simd_neon.h, because it uses the vector operations of simd_neon.h.
 #include "kernels/body.h"
 
 namespace dlm {

@@ -41,8 +41,8 @@ inline F power_of_two(I n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
 }
 
-// The next functions load or store kLanes numbers. The numbers are in fp16, or are codes of one
-// byte. Stores to fp16 round half to even.
+// The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
+// to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -85,7 +85,7 @@ struct Bytes {
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
   using Weights = int8x16_t;
-  // Four codes, then four unused bytes, because the instruction uses only one lane.
+  // Contains four codes and four unused bytes, because the instruction reads only one lane.
   using Activations = int8x8_t;
   static Activations spread(const Code* four) {
     uint32_t bits;
@@ -120,8 +120,9 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift. Each
-// nibble is an index into the table. look_up returns the number at each index.
+// A table of 16 numbers. look_up reads kLanes numbers of four bits from `from`, starting at bit
+// kShift. Each of them is an index into the table. look_up returns the table's number at each
+// index.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

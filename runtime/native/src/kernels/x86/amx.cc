@@ -19,8 +19,8 @@ namespace {
 constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
 constexpr uint64_t kTileConfig = 1u << 17, kTileData = 1u << 18;  // bits of the register XCR0
 
-// These constants are from the Linux kernel's asm/prctl.h (5.16). Older versions of this header do
-// not define these constants.
+// These constants are from asm/prctl.h of Linux 5.16. Older versions of this header do not define
+// them.
 constexpr int kRequestPermission = 0x1023, kTileDataFeature = 18;
 
 int request_registers() {
@@ -41,8 +41,8 @@ class InOrder final : public Parallel {
 };
 
 // Tests the kernels with pseudo-random rows and weights. Each row contains the number 127, so the
-// scale of each row is 1. The scales of the weights are also 1. So each result must equal the
-// integer sum of the products.
+// scale of each row is 1. The weights' scales are also 1. So each result must equal the integer sum
+// of the products.
 bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
   constexpr int64_t kRows = 33, kInputs = 72, kColumns = 33, kWidth = padded_columns(kColumns);
   const int64_t parts = group_size == 0 ? 1 : 2, offset = group_size == 0 ? 128 : 8;

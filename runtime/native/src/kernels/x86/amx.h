@@ -1,5 +1,5 @@
-// Finds out whether this process may use AMX, Intel's matrix registers. The code checks the
-// processor and the operating system, and runs a test.
+// Finds out whether this process may use AMX, Intel's matrix registers. Checks the processor and
+// the operating system, and then runs a test.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,21 @@ namespace dlm {
 
 struct Kernels;
 
-// The checks to make before AMX is used, in this order.
+// The conditions for the use of AMX. find_amx_refusal checks them in this order.
 struct AmxHost {
   uint32_t features;  // the register edx of CPUID's leaf 7
   bool has_avx512_vnni;
-  uint64_t saved_state;  // XCR0, which shows the registers that the operating system saves for each
-                         // thread
-  // Asks the operating system for permission to use AMX in all threads of the process. Returns 0 or
-  // errno.
+  uint64_t saved_state;  // XCR0: the registers that the operating system saves for each thread
+                         // Asks the operating system for permission to use AMX in all threads of
+                         // the process. Returns 0 or errno.
   int (*request)();
   bool (*prove)();  // returns true if the kernels compute correctly
 };
 
 AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 
-// Makes the checks in order, and stops at the first check that fails. Returns the reason of the
-// failure, or "" if no check fails.
+// Makes the checks in order, and stops at the first check that fails. Returns the reason for the
+// failure, or "" if every check succeeds.
 std::string find_amx_refusal(const AmxHost& host);
 
 // Returns true if the kernels compute small INT8 and INT4 layers with the same results as plain

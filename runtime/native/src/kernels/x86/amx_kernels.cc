@@ -1,10 +1,10 @@
 // Linear layers for x86-64 processors with AMX-INT8. All processors with AMX-INT8 also support
-// AVX-512 with VNNI. So these processors use the AVX-512 kernels for all operations except linear
-// layers (kernels/select.cc).
+// AVX-512 with VNNI. So for everything except linear layers, these processors use the AVX-512
+// kernels (kernels/select.cc).
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
-// kernels/linear_by_matrices.h uses the registers and vectors of the headers above, so
-// linear_by_matrices.h must be included last.
+// linear_by_matrices.h must be included last, because it uses the registers and vectors that the
+// headers above define.
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

@@ -1,6 +1,6 @@
 // Compiles the kernels for x86-64 with AVX-512 and VNNI.
 #include "kernels/x86/simd_avx512.h"
-// kernels/body.h uses the vector operations of simd_avx512.h, so body.h must be included after
+// body.h must be included after simd_avx512.h, because it uses the vector operations of
 // simd_avx512.h.
 #include "kernels/body.h"
 
@@ -12,8 +12,8 @@ extern const Kernels kAvx2Kernels, kAvx512Kernels;
 
 namespace {
 
-// If the queries of a request fill at most half a vector, vectors of half the width are used,
-// because a processor can multiply two vectors of half the width at once.
+// If the queries of a request fill at most half a vector, vectors of half the width are used. A
+// processor can multiply two of these vectors at the same time.
 void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   a.split(
       kLanes / 2,

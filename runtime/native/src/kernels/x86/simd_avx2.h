@@ -1,5 +1,5 @@
-// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. The operations also
-// use 256-bit VNNI instructions if the compiler targets these instructions.
+// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. If the compiler
+// targets 256-bit VNNI instructions, the operations use them too.
 #pragma once
 
 #include <immintrin.h>
@@ -44,8 +44,8 @@ inline F power_of_two(I n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23));
 }
 
-// The next functions load or store kLanes numbers. The numbers are in fp16, or are codes of one
-// byte. Stores to fp16 round half to even.
+// The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
+// to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -102,7 +102,7 @@ inline __m256i spread_four(const void* four_bytes) {
   return _mm256_set1_epi32(bits);
 }
 
-// Four signed bytes of a row. Every lane has the same four bytes.
+// Four signed bytes of a row, repeated in every lane.
 struct Bytes {
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
@@ -115,7 +115,7 @@ struct Bytes {
   }
 };
 
-// Computes the same products as the class `Products`. One byte stores two weights.
+// Multiplies like the class `Products`, but each byte of the panel contains two weights.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -153,10 +153,10 @@ struct Int8 : Products {
 
 #else
 
-// The AVX2 instruction for products of bytes adds two products in 16 bits. The sum could exceed 16
-// bits, and would then saturate. So both factors are first widened to 16 bits. The code below
-// widens the weights, even and odd bytes separately. Codes were already widened when the codes were
-// stored.
+// The AVX2 instruction for products of bytes adds two products to a sum of 16 bits. The sum could
+// exceed 16 bits, and would then saturate. So both factors are widened to 16 bits first. The code
+// below widens the even and odd bytes of the weights separately. The codes are already stored in 16
+// bits.
 struct Int8 {
   static constexpr int kTileRows = 4, kVectors = 2;  // 8 vectors of sums, 4 of weights, 2 of codes
   static constexpr int kParts = 1;
@@ -184,8 +184,8 @@ struct Int8 {
   }
 };
 
-// A product of a nibble and a byte is so small that the sum of 16 products fits 16 bits: 16 * 15 *
-// 127 is 30480.
+// A product of a four-bit number and a byte is small. The sum of 16 products fits 16 bits, because
+// 16 * 15 * 127 is 30480.
 struct Products : Bytes {
   // Register tile: 12 vectors of sums, 2 vectors of weights.
   static constexpr int kTileRows = 6, kVectors = 2;
@@ -200,8 +200,9 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift. Each
-// nibble is an index into the table. look_up returns the number at each index.
+// A table of 16 numbers. look_up reads kLanes numbers of four bits from `from`, starting at bit
+// kShift. Each of them is an index into the table. look_up returns the table's number at each
+// index.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

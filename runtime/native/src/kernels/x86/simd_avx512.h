@@ -43,8 +43,8 @@ inline F power_of_two(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
 }
 
-// The next functions load or store kLanes numbers. The numbers are in fp16, or are codes of one
-// byte. Stores to fp16 round half to even.
+// The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
+// to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -86,7 +86,7 @@ inline I select_greater(F x, F y, I a, I b) {
 // ---- Products of codes ----
 
 // Four bytes per lane. The bytes of weights are unsigned. The bytes of a row are signed, and every
-// lane contains the same four bytes of the row.
+// lane contains the same four bytes.
 struct Bytes {
   // Register tile: 24 vectors of sums, 2 vectors of weights.
   static constexpr int kTileRows = 12, kVectors = 2;
@@ -117,7 +117,7 @@ struct Int8 : Bytes {
 
 struct Int4 : Bytes {
   static constexpr int kParts = 2;
-  // Register tile: 20 vectors of sums. The other registers hold the scales of a group.
+  // Register tile: 20 vectors of sums. The other registers contain the scales of a group.
   static constexpr int kTileRows = 10;
   static constexpr int32_t kWeightOffset = 8;
   template <int kPart>
@@ -127,8 +127,9 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift. Each
-// nibble is an index into the table. look_up returns the number at each index.
+// A table of 16 numbers. look_up reads kLanes numbers of four bits from `from`, starting at bit
+// kShift. Each of them is an index into the table. look_up returns the table's number at each
+// index.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

@@ -1,6 +1,6 @@
-// A replacement for the CUDA header cuda_runtime_api.h. TensorRT's headers include
-// cuda_runtime_api.h only for two opaque types. With this replacement, a build does not need CUDA's
-// headers. engines/cuda/cuda_api.h declares the two types under different names.
+// A replacement for the CUDA header cuda_runtime_api.h, so that a build does not need CUDA's
+// headers. TensorRT's headers include cuda_runtime_api.h only for two opaque types.
+// engines/cuda/cuda_api.h declares these types under other names.
 #pragma once
 
 typedef struct CUstream_st* cudaStream_t;
