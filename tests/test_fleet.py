@@ -117,7 +117,7 @@ def test_devices_that_differ_only_in_speed_have_latencies_that_do_too() -> None:
 
 
 def planned(*arguments: object) -> list[dict[str, Any]]:
-    told = invoke("plan", "--sizes", "8B", *arguments, "--json")
+    told = invoke("plan", "--sizes", "8B", "--new-tokens", 32, *arguments, "--json")
     assert told.exit_code == 0, told.stderr
     found: list[dict[str, Any]] = json.loads(told.stdout)["fleets"]
     return found
@@ -144,9 +144,8 @@ def test_the_time_of_a_pass_can_be_given() -> None:
     found = {row["target"]: row for row in rows}
     assert found["h100"]["basis"] == "lower limit"
     assert found["cpu"]["basis"] == "given"
-    passes = json.loads(
-        invoke("plan", "--sizes", "8B", *arguments[:2], "--tokens-per-pass", 2, "--json").stdout
-    )["passes"]
+    told = invoke("plan", "--sizes", "8B", "--new-tokens", 32, *arguments, "--json")
+    passes = json.loads(told.stdout)["passes"]
     assert found["cpu"]["alone_ms"] == pytest.approx(30 * passes[0]["nfe"])
 
 
