@@ -46,12 +46,15 @@ SHAPE = {
 GIVEN, NEW, PASSES_PER_BLOCK = 512, 128, 4
 
 
-def bundle_of(precision: str) -> Path:
+def bundle_of(precision: str, cache_dtype: str = "fp32") -> Path:
     """Return the bundle. The bundle is built once."""
     from checkpoints import sdar_config
 
     source = random_checkpoint("blocks", sdar_config(**SHAPE))
-    return built(source, f"blocks-{precision}", "--precision", precision, *QUICKLY)
+    name, chosen = f"blocks-{precision}", ("--precision", precision, *QUICKLY)
+    if cache_dtype != "fp32":
+        name, chosen = f"{name}-cache-{cache_dtype}", (*chosen, "--cache-dtype", cache_dtype)
+    return built(source, name, *chosen)
 
 
 def generate(bundle: dlm_runtime.Bundle, cache: str, canvases: dict[str, tuple[int, ...]]) -> float:

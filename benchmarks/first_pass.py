@@ -203,19 +203,19 @@ def formula_bytes(
     - ``cache``: keys and values of all tokens of the canvas, in all layers.
     - ``new_rows``: the keys and values of the tokens of a pass. A scheduler first writes them to
       this memory and then to the cache. A session writes them to the cache directly.
-    - ``arrays``: the arrays of a pass at the moment when they are largest. This moment is in the
-      MLP of a layer. For each token of the pass, the arrays are the residual stream and its norm
-      (d_model each), the product of gate and up (mlp_size), and the int8 codes of the norm, for
-      which the kernels reserve two bytes per element and eight bytes per row.
+    - ``arrays``: the fp32 arrays of a pass at its largest moment, for each token of the pass. In
+      the last matrix of a layer's MLP, these are the residual stream and the output (d_model each),
+      and the product of gate and up (mlp_size).
+    - ``kept``: the fp32 arrays of attention: queries, keys, values and the result. They are no
+      longer needed in the MLP, but ONNX Runtime's allocator keeps their memory. The product of gate
+      and up does not fit into any of these pieces, so the allocator takes new memory for it.
+    - ``codes``: the int8 codes of the product. The kernels reserve two bytes per element and eight
+      bytes per row, and quantise at most 512 rows at a time.
     - ``logits``: the fp32 logits of one block.
-
-    If the prompt is computed in a single pass, the process needs more memory than this formula
-    says. ONNX Runtime's allocator does not free the memory of arrays that are no longer needed. It
-    reuses a piece of this memory only for an array that fits into the piece. If the prompt is
-    computed in parts, this memory is small.
     """
     mlp = max(layer.mlp.size for layer in network.layers)
-    d = network.hidden_size
+    d, attention = network.hidden_size, network.layers[0].attention
+    heads = 2 * (attention.heads + attention.kv_heads) * attention.head_size
     canvas = length + BLOCK
     unused = (network.max_canvas_length - canvas) * sum(t.size for t in network.rotary_tables())
     tokens = min(part, length) if part else length
@@ -224,7 +224,9 @@ def formula_bytes(
         "weights": weights - 4 * unused,
         "cache": cache_row * canvas,
         "new_rows": cache_row * tokens if part else 0,
-        "arrays": tokens * (4 * (2 * d + mlp) + 2 * d + 8),
+        "arrays": tokens * 4 * (2 * d + mlp),
+        "kept": tokens * 4 * heads,
+        "codes": min(tokens, 512) * (2 * mlp + 8),
         "logits": 4 * BLOCK * network.vocab_size,
     }
 

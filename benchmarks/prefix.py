@@ -1,7 +1,7 @@
 """Measure how much time a prefix cache saves for requests that start with the same tokens.
 
     python benchmarks/prefix.py [--requests 64] [--shared 2000] [--own 50] [--turns 10] [--rounds 3]
-        [--precision int8] [--threads 2] [--json FILE]
+        [--precision int8] [--cache-dtype fp32] [--threads 2] [--json FILE]
 
 Prompts start with the same tokens if they share a system prompt, or in a conversation. The random
 block-causal denoiser of benchmarks/blocks.py (12 layers, d 768, grouped queries, blocks of 32)
@@ -92,11 +92,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", default="int8")
+    parser.add_argument("--cache-dtype", default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     sides: dict[str, list[Any]] = {"with": [], "without": []}
-    with dlm_runtime.open(bundle_of(wanted.precision), threads=wanted.threads) as bundle:
+    path = bundle_of(wanted.precision, wanted.cache_dtype)
+    with dlm_runtime.open(path, threads=wanted.threads) as bundle:
         for _ in range(wanted.rounds):
             sides["with"].append(measure(bundle, None, wanted))
             sides["without"].append(measure(bundle, 0, wanted))

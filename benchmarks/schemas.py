@@ -146,7 +146,7 @@ def spellings(tokenizer: str) -> list[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte for each letter of a byte-level spelling, as GPT-2 defined them."""
+    """Return the mapping from characters to bytes that GPT-2 defined for byte-level tokenizers."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

@@ -42,9 +42,7 @@ class Weight(NamedTuple):
     logits: (
         int  # sum over all other tokens of (logit - best logit of the row), in units of 1 / _UNIT
     )
-    texts: float = (
-        0.0  # logarithm of the number of texts, relative to the best one; 0 for a single text
-    )
+    texts: float = 0.0  # logarithm of (total weight of all texts / weight of the best text)
 
     def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
         return Weight(

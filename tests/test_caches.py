@@ -284,8 +284,10 @@ def test_kernels_attend_as_the_functions_say(
     visible_block: int | None,
     part: int,
 ) -> None:
-    """Kernels and functions give the same results: with block-causal and full attention, if only a
-    ``part`` of a head is rotated, and with several requests in one row.
+    """Each native kernel gives the same results as the ONNX function that it replaces.
+
+    This is tested with block-causal and full attention, with rotation of a ``part`` of each head,
+    and with several requests in one row.
     """
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
@@ -363,7 +365,7 @@ def test_a_window_over_cached_rows_is_refused(kernels: str) -> None:  # noqa: F8
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_new_rows_are_attended_to_as_computed_and_stored_rounded(
+def test_full_attention_reads_new_rows_as_computed_and_stores_them_rounded(
     cache_dtype: str, by_kernels: bool
 ) -> None:
     feeds = _pass(np.random.default_rng(1), cache_dtype, 1, 5, 0, 2, 2, 16)
@@ -376,6 +378,27 @@ def test_new_rows_are_attended_to_as_computed_and_stored_rounded(
     np.testing.assert_array_equal(found[0], exact[0])
     for stored, computed in zip(found[1:], exact[1:], strict=True):
         np.testing.assert_array_equal(stored, _stored(computed, cache_dtype))
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_block_causal_passes_read_new_rows_as_the_cache_stores_them(
+    cache_dtype: str, by_kernels: bool
+) -> None:
+    feeds = _pass(np.random.default_rng(4), cache_dtype, 1, 12, 0, 2, 2, 16)
+    feeds[6], feeds[7] = np.ones_like(feeds[6]), np.zeros_like(feeds[7])  # no rotation
+    found = _run(_call(cache_dtype, 2, 2, visible_block=4), feeds, by_kernels=by_kernels)
+    rounded = [
+        _read(rows, cache_dtype).transpose(0, 2, 1, 3).reshape(feeds[1].shape) for rows in found[1:]
+    ]
+    nothing = [np.zeros((1, 2, 0, 16), np.float32)] * 2
+    expected = _run(
+        _call("float32", 2, 2, visible_block=4),
+        [feeds[0], *rounded, *nothing, *feeds[5:]],
+        by_kernels=by_kernels,
+    )
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert cache_dtype == "float32" or (rounded[1] != feeds[2]).any()
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
@@ -688,3 +711,35 @@ def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
         assert found[cache] == report.cache
         assert found[cache]["cache_dtype"] == graph.CACHE_DTYPES[cache]
     return found
+
+
+# ---- Long passes ----
+
+
+@pytest.mark.parametrize("name", ["Int8Linear2", "Int8GatedLinear"])
+@pytest.mark.parametrize("rows", [513, 1100])
+def test_rows_of_a_long_pass_do_not_depend_on_each_other(
+    kernels: str,  # noqa: F811
+    name: str,
+    rows: int,
+) -> None:
+    """The kernels of linear layers run a long pass in parts of at most 512 rows."""
+    rng, inputs, columns = np.random.default_rng(rows), 64, 40
+    x = rng.normal(size=(1, rows, inputs)).astype(np.float32)
+    feeds = []
+    for _ in range(2):
+        codes = rng.integers(-127, 128, (inputs, columns)).astype(np.int8)
+        scales = np.zeros(functions.padded(columns), np.float32)
+        scales[:columns] = rng.uniform(1e-4, 1e-3, columns)
+        feeds += [functions.panels(codes), scales]
+    F, C = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8
+    model = _model(
+        name, [F, C, F, C, F], [F] * (2 if name == "Int8Linear2" else 1), columns=[columns] * 2
+    )
+    whole = _run(model, [x, *feeds], by_kernels=True)
+    for start in range(0, rows, 100):
+        part = _run(model, [x[:, start : start + 100], *feeds], by_kernels=True)
+        for ours, theirs in zip(whole, part, strict=True):
+            np.testing.assert_array_equal(ours[:, start : start + 100], theirs)
+    for ours, theirs in zip(whole, _run(model, [x, *feeds], by_kernels=False), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,10 @@
 """device.onnx computes the same results as denoiser.onnx.
 
-Engines are built from device.onnx, but denoiser.onnx is judged. The denoisers are tiny and random.
-ONNX Runtime runs both graphs if it has all of their operators. TensorRT's own operator and bf16 run
-in onnx.reference. NVFP4 is implemented here from its definition, without this project's code.
+Engines for GPUs are built from device.onnx, but ``dlm-export judge`` runs denoiser.onnx. So both
+graphs must compute the same results. The denoisers are tiny and random. ONNX Runtime runs both
+graphs if it has all of their operators. Otherwise, onnx.reference runs them: graphs in bf16, and
+graphs with TensorRT's operator TRT_FP4DynamicQuantize. NVFP4 is implemented here from its
+definition, without this project's code.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import llada_config, write_checkpoint
+from click.testing import CliRunner, Result
 from denoisers import load
 from judging import judge
 
 import dlm_runtime
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS, random_tokens
+from dlm_export.cli import main
 from dlm_export.judging.accuracy import frontier
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.bundle import BundlePredictor, scores
@@ -478,6 +480,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     )
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
+        "candidate_loop",
         *(
             "reference",
             "candidate",
@@ -532,6 +535,39 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     shown = {"prompt", "answer", "reference", "candidate", "reference_nfe", "candidate_nfe"}
     assert set(found["free_running"]["samples"][0]) == shown
     assert set(found["budgets"][0]) == {"name", "limit", "value", "passed"}
+
+
+def test_one_bundle_is_compared_with_itself_under_another_policy(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
+    """The prompts start with the same words, so the candidate reuses them from earlier prompts."""
+    start = "turn on the lights in the kitchen and in the bathroom and in the hall and " * 3
+    lines = [
+        json.dumps({"prompt": f"{start}{end}", "completion": "?"})
+        for end in ("play jazz", "call amir", "open the door", "play rock")
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+
+    def compared(*arguments: str) -> Result:
+        both = ["compare", str(demo_bundle), str(demo_bundle)]
+        return CliRunner().invoke(main, [*both, "--data", str(tmp_path / "data.jsonl"), *arguments])
+
+    changes = [f"--candidate-set={each}" for each in ("refresh=8", "reuse_prompt=1")]
+    done = compared(*changes, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    own, shared = found["candidate_loop"], found["policy"]
+    assert (own["policy"]["refresh"], own["policy"]["reuse_prompt"]) == (8, 1)
+    assert (shared["cache"], shared["refresh"], shared["reuse_prompt"]) == ("dual", 0, 0)
+    assert 0 < own["cached_tokens"] < own["prompt_tokens"]
+    assert found["free_running"]["prompts"] == found["data"]["samples"]
+    assert found["free_running"]["task"] is not None
+    assert found["overall"]["top1"] == 1  # masked positions are predicted without a cache
+    assert "has refresh 8, reuse_prompt 1; it reused" in compared(*changes).output
+    assert "no prompt was reused" in compared(*changes, "--candidate-set=refresh=64").output
+    wrong = compared("--candidate-set=reuse_prompt")
+    assert wrong.exit_code == 2
+    assert "--candidate-set reuse_prompt: write FIELD=VALUE" in wrong.output
 
 
 def test_plain_text_is_continued_from_its_middle() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import sdar_config, write_checkpoint
 from click.testing import CliRunner
+from engine_bundles import SMALL
 from serving_process import serving
 
 import dlm_runtime
+from dlm_export.build import BuildOptions, build
 from dlm_export.bundle.manifest import network_of
 from dlm_export.bundle.prompt_reuse import page_tokens
 from dlm_export.cli import main
@@ -68,6 +71,26 @@ def test_a_conversation_computes_only_what_is_new(bundle: Bundle) -> None:
             before = len(history) - 19
             assert made.cached_tokens >= before // BLOCK * BLOCK - BLOCK
             history = list(made.tokens)
+
+
+@pytest.mark.parametrize("cache", ["fp16", "int8"])
+def test_a_rounded_cache_reuses_exactly(cache: str, tmp_path: Path) -> None:
+    """The network has random weights, so a difference in the last bits would change tokens."""
+    source = write_checkpoint(tmp_path / "checkpoint", sdar_config(block_size=BLOCK))
+    build(
+        source,
+        tmp_path / "bundle",
+        BuildOptions(precision="int8", cache_dtype=cache, check_parity=False, quantise=SMALL),
+    )
+    wanted = prompts(12)
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
+        alone = [opened.generate(tokens=tokens, **CHANGES) for tokens in wanted]
+        with opened.scheduler(max_running=4) as scheduler:
+            scheduler.submit(tokens=wanted[0][:SHARED], **CHANGES).result(60)
+            jobs = [scheduler.submit(tokens=tokens, **CHANGES) for tokens in wanted]
+            made = [job.result(60) for job in jobs]
+    assert [each.tokens for each in made] == [each.tokens for each in alone]
+    assert [each.cached_tokens for each in made] == [SHARED] * len(wanted)
 
 
 def test_a_small_budget_forgets_the_oldest_start(bundle: Bundle) -> None:

@@ -196,9 +196,9 @@ def _make_manifest(
     precision = {"name": job.base} if quantised is None else quantised.precision_record()
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
-    # A bundle for a GPU is judged on this CPU. Mark the bundle as simulated, so that the CPU
-    # computes its operators in floating point. The CPU's integer kernels could give other results
-    # than the GPU.
+    # The accuracy of a bundle for GPUs is measured on this CPU. Mark the bundle as simulated in its
+    # manifest, so that the CPU computes all operators in floating point. The CPU's integer kernels
+    # could give other results than a GPU.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,
@@ -255,7 +255,7 @@ def _build_engines(
 def _write_proof(
     proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]
 ) -> None:
-    """Write accuracy.json. If the bundle was judged, write the report too."""
+    """Write accuracy.json. If the accuracy was measured, write the report too."""
     (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
     if proof.judgement is not None:
         sizes = {name: entry["bytes"] for name, entry in hashed.items()}

@@ -64,9 +64,9 @@ DEVICES = (
         is_shared=True,
         tera={"fp16": 17, "int8": 33},
     ),
-    # NVIDIA publishes 157 sparse TOPS for the GPU and the two DLAs together. dlm-export's engines
-    # do not use the DLAs, and no NVIDIA page states the rate of the GPU alone, so this record
-    # contains no rate.
+    # NVIDIA publishes 157 sparse TOPS for the GPU and the two deep learning accelerators together.
+    # dlm-export's engines do not use these accelerators, and no NVIDIA page states the rate of the
+    # GPU alone, so this record contains no rate.
     Device(
         "orin-nx",
         87,
@@ -76,10 +76,10 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # NVIDIA publishes a sparse rate of 275 TOPS at MAXN for the whole module. The int8 rate is the
-    # GPU's part of it, which the source (a technical brief) rounds to 170. For fp16, the brief says
-    # that a tensor core computes 16 fp16 products in the time of 32 int8 products. The two rates of
-    # the Orin Nano have the same ratio.
+    # NVIDIA publishes a sparse int8 rate of 275 TOPS at MAXN for the whole module. The GPU's part
+    # is 171 TOPS, which the source (a technical brief) rounds to 170. The dense rate is half of the
+    # sparse rate. For fp16, the brief says that a tensor core computes 16 fp16 products in the time
+    # of 32 int8 products. The Orin Nano's two rates have the same ratio of 1 to 2.
     Device(
         "agx-orin",
         87,

@@ -30,7 +30,7 @@ OWNER, NEW, OLD = "owner", "new", "old"
 """Names of the entries of a claim.
 
 ``owner`` is the locked file. ``new`` is the folder of the unfinished output. ``old`` is the
-replaced output. It exists only on file systems that cannot exchange two paths.
+replaced output. The entry ``old`` exists only on file systems that cannot exchange two paths.
 """
 
 _AT_FDCWD = -100
@@ -205,9 +205,9 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """Own the claim of ``output`` while the block runs, and yield the claim's path.
+    """Own the claim (temporary folder) of ``output`` while the block runs, and yield its path.
 
-    Files that a killed process left in the claim are removed first.
+    If an earlier process was killed, its files in the claim are removed first.
     """
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
@@ -234,7 +234,7 @@ def _claim(output: Path) -> Iterator[Path]:
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Create the claim, or take over the claim of a killed process.
+    """Create the claim (temporary folder), or take over the claim of a process that was killed.
 
     Returns the descriptor of the file ``owner``, which is open and locked. Raises OutputError or
     OSError.

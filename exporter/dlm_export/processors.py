@@ -14,7 +14,7 @@ class KernelSet:
 
     ``codes`` names the instruction set of the integer kernels, which compute INT8 and INT4 layers.
     ``floats`` names the instruction set of the floating-point kernels, which compute NVFP4 layers,
-    attention, and the best tokens of each row.
+    attention, and the choice of the most likely tokens.
     """
 
     name: str
@@ -27,7 +27,7 @@ class KernelSet:
         """Maps each kind of kernel to its instruction set.
 
         The kinds are the formats of linear layers, ``attention``, and ``candidates`` (the choice of
-        the best tokens).
+        the most likely tokens).
         """
         codes, floats = self.codes, self.floats
         return {

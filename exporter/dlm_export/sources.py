@@ -172,7 +172,7 @@ class BundleParameters:
     """Reads the parameters of a denoiser from the graph of an unquantised bundle."""
 
     def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
-        """Open the graph in ``folder``. ``files`` contains the names of the files in the manifest.
+        """Open the graph in ``folder``. ``files`` are the files that the manifest lists.
 
         Raises CheckpointError if a parameter is missing, has a wrong shape, or is stored in a file
         that the manifest does not list.

@@ -34,9 +34,9 @@ CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 # ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
 # docs/OperatorKernels.md of ONNX Runtime and libonnxruntime_providers_cuda.so of onnxruntime-gpu
 # 1.31.1. The provider supports all operators of fp16 and bf16 graphs at opset 23 (graph/cuda.py).
-# It supports MatMulNBits since 1.24.4. It supports DequantizeLinear and QuantizeLinear at opset 21,
-# but without bf16 scales. It does not support BitShift. It supports MatMulInteger for signed bytes
-# only.
+# The provider supports MatMulNBits since 1.24.4. It supports DequantizeLinear and QuantizeLinear at
+# opset 21, but without bf16 scales. It does not support BitShift. It supports MatMulInteger for
+# signed bytes only.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
 # SMs for which TensorRT-RTX 1.7 can build engines without a GPU, from its enumeration

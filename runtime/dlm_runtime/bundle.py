@@ -106,7 +106,10 @@ class Bundle(Decides, UsesPromptCaches):
         return self._tokenizer
 
     def check_text(self) -> None:
-        """Read the compiled text file, which only C programs use. Raises BundleError if the file is damaged."""
+        """Read the file with the compiled tokenizer and chat template, which only C programs use.
+
+        Raises BundleError if the file is damaged.
+        """
         if "file" not in self.manifest.get("text", {}):
             return
         self._handle.check_open()

@@ -89,7 +89,7 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check that this version knows the JSON layout and the call format.
+    """Check that this version of dlm_runtime knows the bundle's JSON layout and call format.
 
     Raises BundleError otherwise.
     """

@@ -110,7 +110,7 @@ class LayerFormat:
         """True if only this project's own kernels and functions compute this format.
 
         If True, the scales are stored as fp16 in every graph, because fp32 scales would be a large
-        part of the file. The scales may be negative. Other engines do not accept negative scales.
+        part of the file. The scales may be negative.
         """
         return self.weights == "int4" and self.is_dynamic
 

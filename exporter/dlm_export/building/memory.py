@@ -77,7 +77,8 @@ def needed_bytes(job: Job) -> dict[str, int]:
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
     # Quantising a matrix takes three times its fp32 size: for the matrix, for its codes, and for a
-    # working copy. Unquantised matrices are processed in pieces, so they need less memory.
+    # working copy. Unquantised matrices are processed a few rows at a time, so they need less
+    # memory.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
     # In a graph for GPUs, all experts of a layer form one matrix. Memory contains the codes of this
     # matrix twice: in one array, and in a separate array for each expert.

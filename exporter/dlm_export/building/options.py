@@ -16,7 +16,7 @@ from dlm_export.tensorrt.estimate import EngineOptions
 
 @dataclass(frozen=True)
 class QuantiseOptions:
-    """Options for calibrating and judging a quantised bundle.
+    """Options for calibrating a quantised bundle, and for measuring its accuracy.
 
     If the bundle's loss of accuracy exceeds ``budgets``, the build fails. A solver rounds the
     weights of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the
@@ -48,9 +48,9 @@ class BuildOptions:
         engine: Options for building engines. ``None`` builds no engine on this machine.
         plain_graph: Write a graph of elementary operators only, for TensorRT before 10.14.
         force: Replace an existing bundle.
-        check_parity: Compare the bundle with torch, and judge quantised bundles. False skips all
-            these checks.
-        quantise: Options for calibrating and judging quantised bundles.
+        check_parity: Compare the bundle with torch, and measure the accuracy of quantised bundles.
+            False skips all these checks.
+        quantise: Options that only quantised bundles need.
         device: The device that torch uses: auto, cpu, cuda, or one GPU such as cuda:1.
         memory_bytes: Memory limit for torch. ``None`` allows all available memory.
         resume: Folder that keeps the results of finished stages of a quantised build. A later build

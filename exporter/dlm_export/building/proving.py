@@ -28,9 +28,10 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, if --judged is not given
-# The build also measures the loss of each layer, to rank the layers. For each judged sample, this
-# measurement uses this many canvases (calibration states). One canvas takes as long as ten passes.
+CACHE_SAMPLES = 8  # samples for measuring a rounded cache, if --judged is not given
+# The build also measures the loss of each layer, to rank the layers. For each sample of the
+# accuracy measurement, it uses this many canvases (calibration states). One canvas takes as long as
+# ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -76,7 +77,7 @@ def prove(
     workplace: Workplace,
     stages: Stages,
 ) -> Proof:
-    """Compare the bundle in ``folder`` with torch, and judge its accuracy.
+    """Compare the bundle in ``folder`` with torch, and measure its accuracy.
 
     ``output`` is the final path of the bundle. Error messages show this path. ``taps`` maps each
     layer to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
@@ -195,7 +196,7 @@ def _judge(
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
             judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
-        # Use as many samples for fitting as for judging.
+        # Use as many samples for fitting as for measuring the accuracy.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
         if exact:

@@ -1,7 +1,7 @@
 """Checks the options of a build before the work starts.
 
-``check_request`` checks the options alone. ``check_job`` checks whether the options suit the
-source.
+``check_request`` checks the options before the source is opened. ``check_job`` then checks whether
+the options suit the source.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Job:
     base: str
     """The precision of all parts that are not quantised."""
     preset: str
-    """The preset whose canvases are used for calibration and judging."""
+    """The preset that generates text for calibration and for measuring accuracy."""
     formats: Mapping[str, str] | None
     """Maps each layer to its format.
 
@@ -158,7 +158,7 @@ def check_request(options: BuildOptions) -> Request:
 
 
 def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
-    """Raise TargetError if ``cache_dtype`` contradicts another option."""
+    """Raise TargetError if ``cache_dtype`` contradicts a different option."""
     asked = f"--cache-dtype {options.cache_dtype}"
     if on_gpu:
         raise TargetError(

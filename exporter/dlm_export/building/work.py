@@ -35,7 +35,7 @@ _MOST_BYTES = 12 << 20
 
 
 class ResumeError(DlmError):
-    """Raised if the folder of ``--resume`` belongs to another build, or contains unknown files."""
+    """Raised if the folder of ``--resume`` belongs to a different build, or has unknown files."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -71,7 +71,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Check that the solved weights of an earlier build can be read.
+    """Check that the weights that an earlier build's solver has rounded can be read.
 
     Raises CalibrationError if a file is damaged.
     """
@@ -118,7 +118,7 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """Collect all data and options on which calibration states depend, with hashes for files."""
+    """Collect everything on which calibration states depend: options, and hashes of files."""
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
@@ -137,7 +137,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of the settings that affect solved weights but not calibration states."""
+    """Return a hash of the settings that affect the rounded weights, but not calibration states."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

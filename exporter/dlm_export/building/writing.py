@@ -194,7 +194,7 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Return a function that reads the initialisers of experts, and calls ``read`` for all others.
+    """Return a function that reads initialisers of experts, and calls ``read`` for all others.
 
     ``parts`` maps the names of these initialisers to parts of a layer. The experts of a layer are
     read and quantised one at a time, to save memory.
@@ -204,8 +204,8 @@ def _expert_reader(
     )
     layers = job.source.network.quantisable()
     # Quantising an expert creates codes and scales together, but the writer requests them
-    # separately. It requests the codes first. This dict stores the scales until the writer requests
-    # them.
+    # separately. It requests the codes first. The dict ``found`` stores the scales until the writer
+    # requests them.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:

@@ -36,9 +36,9 @@ def published_of(manifest: Mapping[str, Any]) -> str:
 
 
 def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the default loop of a bundle, as changes to a published preset.
+    """Return a bundle's default loop: a published preset, and the fields that the loop changes.
 
-    Returns the name of the published preset, and the fields that the loop changes.
+    Returns the name of the preset, and a dict with the new values of these fields.
     """
     record = manifest.get("default_loop")
     if record is None:

@@ -80,7 +80,7 @@ def sha256(path: Path) -> str:
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
     """Yield a new folder, which becomes ``output`` if the ``with`` block succeeds.
 
-    Otherwise, the folder is deleted. With ``force``, an existing bundle or empty folder at
+    If the block fails, the folder is deleted. With ``force``, an existing bundle or empty folder at
     ``output`` is replaced. Files and other folders are never replaced. Raises the errors of
     ``outputs.claimed``.
     """

@@ -60,17 +60,20 @@ def make_manifest(
 
     Args:
         network: The denoiser's description.
-        graph: The result of ``trace.describe``.
+        graph: The description of the graph, which ``trace.describe`` returns.
         opset: ONNX opset version of the graph.
-        precision: The entry ``precision``.
-        kernels: For a CPU graph, the result of ``Fused.as_dict``. For a GPU graph, ``None``.
+        precision: The manifest's entry ``precision``.
+        kernels: For a CPU graph, the native kernels that it calls (``Fused.as_dict``). For a GPU
+            graph, ``None``.
         targets: Names of the targets.
-        presets: Maps the name of each preset to its policy.
+        presets: Maps the name of each preset to the preset's policy (the settings of the decoding
+            loop).
         default_preset: Name of the default preset.
         max_new_tokens: The number of tokens that a request generates by default, or ``None``.
         tokenizer: Name of the tokenizer file, or ``None``.
-        chat_template: The entry ``chat_template``, or ``None``.
-        text: The entry for the compiled text file, or ``None``.
+        chat_template: The manifest's entry ``chat_template``, or ``None``.
+        text: The entry for text.bin, the file in which C programs find the tokenizer and the chat
+            template, or ``None``.
         config_sha256: SHA-256 of the checkpoint's config.json, or ``None`` if unknown.
         hub: The origin of a downloaded checkpoint, or ``None`` if the checkpoint was not
             downloaded.
@@ -105,7 +108,7 @@ def make_manifest(
 
 
 def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the entry that describes the checkpoint."""
+    """Return the manifest's entry that describes the checkpoint."""
     return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
 
 

@@ -1,4 +1,4 @@
-"""Says whether requests can reuse the keys and values of equal prompts, and computes their size.
+"""Says whether prompts that start alike can share keys and values, and how large these are.
 
 A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
 native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.
@@ -21,7 +21,7 @@ FULL_ATTENTION = (
 
 
 def page_tokens(visible_block: int | None) -> int:
-    """Return the tokens in a page: the smallest multiple of the block length that is >= 16."""
+    """Return the tokens per page: the smallest multiple of the block length that is at least 16."""
     return whole_pages(LEAST_PAGE_TOKENS, visible_block or LEAST_PAGE_TOKENS)
 
 
@@ -33,7 +33,7 @@ def whole_pages(tokens: int, page: int) -> int:
 def reused_tokens(
     common: int, prompt_tokens: int, block_length: int, visible_block: int, shift: int
 ) -> int:
-    """Return how many of the first tokens of a prompt a scheduler reuses.
+    """Return for how many leading tokens of a prompt a scheduler reuses keys and values.
 
     ``common`` is the number of leading tokens for which an earlier request stored keys and values.
     The block in which the prompt ends is always computed. With ``shift`` 1, the last token before
@@ -46,10 +46,10 @@ def reused_tokens(
 
 @dataclass(frozen=True)
 class PromptReuse:
-    """Describes how requests of a bundle can reuse the keys and values of equal prompts.
+    """Describes how requests of a bundle share the keys and values of equal leading tokens.
 
-    - ``refusal``: the reason why requests reuse nothing, or ``None`` if requests can reuse prompts
-      on a CPU.
+    - ``refusal``: the reason why requests share nothing, or ``None`` if requests can share keys and
+      values on a CPU.
     - ``page_tokens``: number of tokens in a page.
     - ``bytes_per_token``: number of bytes that the keys and values of a token take.
     - ``tokens_per_gib``: number of tokens in the whole pages that fit into 1 GiB.

@@ -42,7 +42,7 @@ POSITION_IDS = ".embeddings.position_ids"
 The tensor contains the numbers 0, 1, 2 and so on, so this module ignores it.
 """
 QUANTISATION_FILE = "hf_quant_config.json"
-NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
+NAME_LIMIT_BYTES = 255  # maximum length of a file name on Linux
 
 
 class CheckpointError(DlmError):
@@ -119,7 +119,8 @@ class Config:
     """The content of config.json. Each method checks the type of the value that it returns.
 
     Error messages name the file, the key and the expected value. The object records which keys the
-    program has read. A key that it has not read might describe an unknown part of the network.
+    program has read, because an unread key might describe a part of the network that dlm-export
+    does not know.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -159,9 +160,10 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number.
+        """Return the positive number that config.json stores under ``key``.
 
-        ``default`` is the default value in the documentation of the architecture, if there is one.
+        If the key is missing, the result is ``default``, the documented default of the
+        architecture.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -192,7 +194,7 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Check that the value of a key is one of ``allowed``, which ``Denoiser`` supports.
+        """Check that the value of a key is in ``allowed``, the values that ``Denoiser`` supports.
 
         Otherwise, raises CheckpointError. If ``is_said`` is false, the key may be missing.
         """
@@ -233,12 +235,12 @@ ALGORITHMS = {
 it. Other algorithms of modelopt are not supported, because they scale, pack or split weights
 differently.
 """
-MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
+MIXED = "MIXED_PRECISION"  # the algorithm of a checkpoint whose layers use different algorithms
 _NVFP4_GROUP_SIZE = 16
 
 
 def weight_format(algorithm: str) -> str:
-    """Return the number format of the weights of a supported algorithm: fp8 or nvfp4."""
+    """Return the number format in which a supported algorithm stores weights: fp8 or nvfp4."""
     found = FORMATS[ALGORITHMS[algorithm]].weights
     assert found is not None, algorithm
     return found
@@ -248,7 +250,7 @@ def weight_format(algorithm: str) -> str:
 class PreQuantised:
     """Describes how a checkpoint is quantised, with the fields of modelopt's hf_quant_config.json.
 
-    - ``excluded``: patterns of the modules that are in full precision.
+    - ``excluded``: patterns that match the names of the modules in full precision.
     - ``layers``: the algorithm of each module. This field is used only if ``algorithm`` is
       ``MIXED_PRECISION``.
     - ``kv_cache``: the format of cached keys and values for which the checkpoint was calibrated.
@@ -264,7 +266,7 @@ class PreQuantised:
     def algorithm_of(self, module: str) -> str | None:
         """Return the algorithm with which a module's weight is quantised.
 
-        Returns ``None`` if the module, or a module that contains it, is excluded.
+        Returns ``None`` if the module, or a module that contains it, is excluded from quantisation.
         """
         if self.algorithm == MIXED:
             return self.layers.get(module)
@@ -312,7 +314,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
     elif embedded is not None:
         path, found, values = config.path, embedded, embedded
-        # config.json describes the cache differently: if the cache is FP8, the value is an object.
+        # In config.json, an FP8 cache is described by an object instead of a name.
         scheme = embedded.get("kv_cache_scheme")
         kv_cache, excluded = "FP8" if isinstance(scheme, dict) else scheme, embedded.get("ignore")
     else:
@@ -372,7 +374,7 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """Return a value that is a short printable name, and ``None`` for any other value."""
+    """Return the value if it is a short printable name, and ``None`` otherwise."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )

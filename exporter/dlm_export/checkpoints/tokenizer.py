@@ -66,7 +66,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
             # Serialise the tokenizer again, without its settings for truncation and padding in
-            # training. These settings would silently cut or pad prompts.
+            # training. With these settings, the tokenizer would silently cut or pad prompts.
             text = _with_special(
                 tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
             )

@@ -271,14 +271,14 @@ def _shown_parity(parity: Parity) -> str:
         )
         return (
             f"{count} {kind} and the operators between them, each from equal inputs, within {worst:.1e} of their range "
-            f"({limit.relative:.1e} allowed). A whole pass{flips} has no limit here: logits of random prompts "
+            f"({limit.passed_on:.1e} allowed). A whole pass{flips} has no limit here: logits of random prompts "
             f"within {pass_apart:.1e}"
         )
     equal, total = (
         sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases")
     )
     return (
-        f"logits within {pass_apart:.1e} of their range ({limit.relative:.1e} allowed), {equal} of {total} canvases of random "
+        f"logits within {pass_apart:.1e} of their range ({limit.passed_on:.1e} allowed), {equal} of {total} canvases of random "
         f"prompts equal ({limit.agreement:.0%} required)"
     )
 

@@ -51,9 +51,9 @@ def cache_prompt(
 ) -> None:
     """Compute the keys and values of a prompt with BUNDLE, and save them to a file.
 
-    With --prompt-cache, the commands run, chat and serve load the file. Prompts that start in the
-    same way are then answered sooner, because these tokens are not computed again. The file can be
-    used only with this bundle. The denoiser needs block-causal attention.
+    With --prompt-cache, the commands run, chat and serve load the file. A prompt that starts with
+    the saved tokens is then answered sooner, because these tokens are not computed again. The file
+    can be used only with this bundle. The denoiser needs block-causal attention.
 
     Example: dlm-export cache-prompt build/several --prompt "$(cat system.txt)" -o system.cache
     """

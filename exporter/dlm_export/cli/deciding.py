@@ -1,4 +1,4 @@
-"""Defines the command ``decide``, which answers questions about a state."""
+"""Defines the command ``decide``, which answers multiple-choice questions about a situation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def decide(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Use BUNDLE to answer questions about a state, and print each option's probability.
+    """Use BUNDLE to answer multiple-choice questions, and print each option's probability.
 
     \b
     Example: dlm-export decide build/demo --chat "turn on the kitchen lights" --rest 32 \\

@@ -13,6 +13,7 @@ from dlm_export.cli.options import (
     BUDGETS,
     CHECKPOINT,
     budget_group,
+    candidate_set_option,
     command,
     cpu_opening_group,
     file,
@@ -30,7 +31,7 @@ from dlm_export.cli.options import (
     prompts_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
-from dlm_export.cli.values import budgets, effort, opening, refuse
+from dlm_export.cli.values import budgets, effort, opening, policy_changes, refuse
 
 if TYPE_CHECKING:
     from dlm_export.judging.accuracy.run import JudgingOptions
@@ -202,11 +203,20 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @command()
 @click.argument("reference", type=CHECKPOINT)
 @click.argument("candidate", type=CHECKPOINT)
-@options(judge_group, budget_group, cpu_opening_group, group("Output", json_option))
-def compare(reference: Path, candidate: Path, **values: Any) -> None:
+@options(
+    judge_group,
+    group("The candidate's loop", candidate_set_option),
+    budget_group,
+    cpu_opening_group,
+    group("Output", json_option),
+)
+def compare(
+    reference: Path, candidate: Path, candidate_changes: tuple[str, ...], **values: Any
+) -> None:
     """Measure how much accuracy CANDIDATE loses against REFERENCE.
 
-    CANDIDATE and REFERENCE are bundles. The native runtime runs both bundles.
+    CANDIDATE and REFERENCE are bundles. The native runtime runs both bundles. With --candidate-set,
+    both may be the same bundle, to measure how much accuracy a different policy loses.
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
@@ -214,7 +224,14 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     from dlm_export.judging.accuracy.verdict import check_budgets
 
     with Bars() as bars:
-        judgement = compare_bundles(reference, candidate, _judging(values), bars, warn)
+        judgement = compare_bundles(
+            reference,
+            candidate,
+            _judging(values),
+            bars,
+            warn,
+            policy_changes(candidate_changes, "--candidate-set"),
+        )
     if values["as_json"]:
         print_json(judgement.as_dict())
     else:
@@ -242,8 +259,8 @@ def report(
     """Write a page that compares bundles of one checkpoint.
 
     The page shows the size, accuracy and speed of BUNDLES. The command does not measure accuracy,
-    because each bundle's build has recorded the accuracy in the bundle. All builds must have judged
-    their bundles on the same data.
+    because each bundle's build has recorded the accuracy in the bundle. All builds must have
+    measured accuracy on the same data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
@@ -301,7 +318,7 @@ def print_parity(parity: Parity) -> None:
             "Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows
         )
         share = f", {parity.tolerance.agreement:.0%} of canvases equal"
-    limit = parity.tolerance.relative
+    limit = parity.tolerance.passed_on
     verdict = "FAILS" if parity.misses else "Holds"
     click.echo(
         f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range{share})"
@@ -354,6 +371,16 @@ def print_judgement(judgement: Judgement) -> None:
         )
         click.echo(
             f"Answers right: {task['candidate']:.1%} of these {free['prompts']}, the reference {theirs}"
+        )
+    if (own := judgement.candidate_loop) is not None:
+        changed = ", ".join(
+            f"{name} {value}"
+            for name, value in own["policy"].items()
+            if value != judgement.policy[name]
+        )
+        click.echo(
+            f"Only the candidate's loop has {changed or 'no changes'}; it reused {own['cached_tokens']} of "
+            f"{own['prompt_tokens']} prompt tokens"
         )
     if (floor := judgement.noise_floor) is not None:
         click.echo(

@@ -147,6 +147,13 @@ set_option = option(
     metavar="FIELD=VALUE",
     help="Change a field of the policy; repeatable.",
 )
+candidate_set_option = option(
+    "--candidate-set",
+    "candidate_changes",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Change a field of the candidate's policy; repeatable.",
+)
 prompts_option = file("--prompts", "Text file with a prompt per line, instead of random tokens.")
 
 # ---- Checkpoints ----
@@ -231,7 +238,7 @@ cpu_opening_group = group(
 The default engine is onnxruntime, which runs bundles on the CPU.
 """
 
-# ---- Judging ----
+# ---- Measuring accuracy ----
 
 _SAMPLE_OPTIONS = (
     number("--judged", "Samples to judge on.  [default: at most 32]", most=100000),

@@ -348,8 +348,9 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After the tables, the function prints the passes, the
-    growth of the times, the precisions that the tables omit, and a summary of the measurements.
+    There is one table per network and target. After the tables, the function prints the passes of a
+    generation, how the times grow, the precisions that the tables omit, and a summary of the
+    measurements.
     """
     request = plan.request
     caches = " or ".join(sorted({f"cache {policy.cache}" for policy in plan.policies.values()}))
@@ -491,7 +492,7 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """Print the number of passes of each length. Denoisers with equal passes share a table."""
+    """Print the number of passes of each length. Denoisers that make equal passes share a table."""
     tables: dict[tuple[Any, ...], list[str]] = {}
     for (name, block), found in groupby(
         plan.passes, lambda each: (each.denoiser, each.block_length)
@@ -596,7 +597,7 @@ def _three(value: float | None) -> str:
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return a dict that maps each value of ``named`` to the list of its keys."""
+    """Map each value of ``named`` to the list of keys that have this value."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

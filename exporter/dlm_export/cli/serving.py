@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 
 
 def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
-    """Return a dict: name of a model -> folder of its bundle. Raises click.UsageError."""
+    """Map the name of each model to the folder of its bundle. Raises click.UsageError."""
     found = [(path.resolve().name, path) for path in bundles]
     for given in names:
         name, is_pair, folder = given.partition("=")

@@ -32,7 +32,7 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Create an instance of the dataclass ``kind`` from the ``values`` that are its fields."""
+    """Create an instance of the dataclass ``kind`` from the ``values`` named like its fields."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
@@ -106,8 +106,8 @@ def text_or_stdin(text: str) -> str:
     return sys.stdin.read().removesuffix("\n") if text == "-" else text
 
 
-def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Parse the values of the option ``--set``, which changes fields of a policy.
+def policy_changes(changes: Sequence[str], option: str = "--set") -> dict[str, Any]:
+    """Parse the values of ``option``, which changes fields of a policy.
 
     Raises UsageError or RequestError.
     """
@@ -117,7 +117,7 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
     for text in changes:
         name, equals, value = text.partition("=")
         if not equals:
-            raise click.UsageError(f"--set {text}: write FIELD=VALUE, such as seed=7")
+            raise click.UsageError(f"{option} {text}: write FIELD=VALUE, such as seed=7")
         try:
             fields[name] = json.loads(value)
         except ValueError:

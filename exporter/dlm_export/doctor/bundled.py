@@ -197,7 +197,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
 
     The block length is taken from the default preset. For a bundle for GPUs, ``tensorrt.estimate``
     computes the result. For a bundle for CPUs, the field ``device`` is the memory of the process.
-    This memory contains the weights, the cache, and the intermediate results of a pass in fp32.
+    The process needs memory for the weights, the cache, and the intermediate results of a pass in
+    fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]
@@ -209,8 +210,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    # ONNX Runtime converts simulated layers to fp32 in memory, but does not convert the embedding
-    # table.
+    # The CPU computes some formats in fp32. ONNX Runtime therefore converts weights in these
+    # formats to fp32 in memory, except for the embedding table.
     if graph["simulated"]:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)

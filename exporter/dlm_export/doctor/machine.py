@@ -259,7 +259,7 @@ def _tensorrt(system: System) -> dict[str, Library]:
     for kind, builder in ENGINE_BUILDERS.items():
         candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *builder.libraries)
         if chosen and ("rtx" in Path(chosen).name) != (builder is RTX):
-            candidates = []  # DLM_TENSORRT names a library of the other variant
+            candidates = []  # $DLM_TENSORRT names a library of the other TensorRT variant
         found[kind] = _library(system, "tensorrt", candidates)
     return found
 

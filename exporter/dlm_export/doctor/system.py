@@ -29,7 +29,8 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-# Loading a library may take longer than running a program, because TensorRT's files have gigabytes.
+# Loading a library may take longer than running a program, because TensorRT's files are several
+# gigabytes large.
 PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 

@@ -1,9 +1,10 @@
 """Defines the families A2D: Qwen2, Qwen3 and Llama models that became diffusion models.
 
 Tiny-A2D, a part of dLLM (https://github.com/ZHZisZZ/dllm), converted these models. Tensor names are
-the same as in the original model, and there is no shift. Some checkpoints were trained on whole
-canvases (``mdlm``), and some in blocks (``bd3lm``). A checkpoint's files do not record how the
-checkpoint was trained, so attention is full unless ``--attention-block`` sets a block length.
+the same as in the original model. Each row of logits predicts the token at its own position (no
+shift). Some checkpoints were trained on whole canvases (``mdlm``), and some in blocks (``bd3lm``).
+A checkpoint's files do not record how the checkpoint was trained. This module therefore assumes
+full attention, unless the option ``--attention-block`` sets a block length.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def later(
 class Piece:
     """A released tensor, or a part of it.
 
-    If ``rows`` is ``(first, last)``, the piece consists of the entries ``[first, last)`` of the
+    If ``rows`` is ``(first, last)``, the part consists of the entries ``[first, last)`` of the
     tensor's first axis.
     """
 
@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Origin:
-    """The released tensors that make up one parameter of the denoiser.
+    """The released tensors, or parts of tensors (pieces), that make up one parameter.
 
     If ``is_stacked`` is false, the pieces are concatenated along their first axis. If
     ``is_stacked`` is true, each piece is one entry of a new first axis, for example one expert. If
@@ -139,7 +139,8 @@ class Family:
     """Prefixes of tensor names.
 
     The checkpoint may contain tensors whose names start with a prefix, but the denoiser does not
-    need them. Tensors of other heads are an example. A message to the user lists such tensors.
+    need them. An example are the tensors of a classification head. A message to the user lists such
+    tensors.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:
@@ -153,7 +154,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Layout:
-    """A pattern of tensor names.
+    """The names of a family's tensors, as patterns.
 
     ``layer`` is the prefix of the tensor names in a layer. In ``layer``, ``{i}`` is replaced by the
     layer's index. ``names`` maps the path of a module inside a layer to the released name without

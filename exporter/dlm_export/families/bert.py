@@ -21,5 +21,5 @@ FAMILY = family(
     LAYOUT,
     first_position=lambda checkpoint: 0,
     mask_text="[MASK]",
-    left_out=("cls.seq_relationship.",),  # the weights of next-sentence prediction
+    left_out=("cls.seq_relationship.",),  # the head that BERT uses for next-sentence prediction
 )

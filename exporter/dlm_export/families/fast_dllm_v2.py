@@ -2,7 +2,7 @@
 
 Attention is block-causal. Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, the
 logits of a row predict the next token (shift 1). The mask token is an added token of the tokenizer,
-but no file records which added token is the mask token.
+but no file records which one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Defines the family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745).
 
-Attention is block-causal with blocks of 32 tokens, and there is no shift. The layers are the same
-as in Bailing-MoE. One matrix computes queries, keys and values. The first rows of this matrix are
-the query heads, followed by the key heads and the value heads. Queries and keys are normed, and
-then half of each head's features are rotated. The router first chooses the best groups of experts,
-and then the experts with the best scores in the chosen groups. A score is a sigmoid plus a bias.
-The routing weights do not include the bias. Config keys and tensor names are the same as in the
-released ``LLaDA2MoeModelLM``.
+Attention is block-causal with blocks of 32 tokens. Each row of logits predicts the token at its own
+position (no shift). The layers are the same as in Bailing-MoE. One matrix computes queries, keys
+and values. The first rows of this matrix are the query heads, followed by the key heads and the
+value heads. Queries and keys are normed, and then half of each head's features are rotated. The
+router first chooses the best groups of experts, and then the experts with the best scores in the
+chosen groups. A score is a sigmoid plus a bias. The routing weights do not include the bias. Config
+keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _has(checkpoint: Checkpoint, tensor: str) -> bool:
 
 
 def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
-    # The value is ignored, because the tensors show whether there is a bias.
+    # Mark this key as read. Its value is ignored, because the tensors show whether there is a bias.
     config.get("moe_router_enable_expert_bias")
     count, active = expert_counts(config)
     groups = config.integer("n_group", default=1, high=count)

@@ -1,7 +1,8 @@
 """Reads masked language models with the config keys and tensor names of BERT (arXiv:1810.04805).
 
 BERT and RoBERTa have the same layers: full attention, a norm after each residual sum, and an MLP
-without a gate. They differ in the positions and in some tensor names.
+without a gate. They differ in the row of the position table that they use for the first position,
+and in some tensor names.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ def family(
     Args:
         name: Name of the family.
         architectures: Entries of ``architectures`` in config.json.
-        description: Text for messages.
+        description: A text that describes the family in messages.
         layout: The names of the tensors.
         first_position: A function that returns the row of the position table for position 0 of a
             canvas.
         mask_text: The usual text of the mask token, for checkpoints that do not record it.
-        left_out: Prefixes of the names of tensors that are not used, such as tensors of other
-            heads.
+        left_out: Prefixes of the names of unused tensors, such as those of BERT's head for
+            next-sentence prediction.
     """
 
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
@@ -173,7 +174,7 @@ def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
     """Return True if the head uses the embedding table, in a checkpoint with these tensor names.
 
     If the checkpoint contains a head matrix that differs from the embedding table, the result is
-    False even if config.json says otherwise. transformers does the same.
+    False even if config.json says that the head is tied. transformers decides in the same way.
     """
     tensors = checkpoint.tensors
     return checkpoint.config.flag("tie_word_embeddings", True) and (
@@ -183,7 +184,7 @@ def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
 
 def _origins(layout: Layout, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     found, tensors = layout.origins(network, checkpoint), checkpoint.tensors
-    if f"{layout.head}.bias" in tensors:  # transformers uses this bias if a checkpoint has both
+    if f"{layout.head}.bias" in tensors:  # if there are two biases, transformers uses this one
         found["head.bias"] = Origin.of(f"{layout.head}.bias")
     for parameter, origin in found.items():
         (piece,) = origin.pieces

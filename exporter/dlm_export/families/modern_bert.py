@@ -35,7 +35,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("hidden_activation", "gelu")
     config.require("classifier_activation", "gelu")
     config.require("rope_scaling")
-    # These keys affect only training, other heads, or other implementations of attention.
+    # These keys affect only training, heads for tasks such as classification, or the choice of an
+    # attention implementation.
     for key in (
         *("mlp_dropout", "classifier_dropout", "classifier_pooling", "sparse_prediction"),
         *("sparse_pred_ignore_index", "deterministic_flash_attn", "reference_compile"),
@@ -161,7 +162,7 @@ def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     tensor.
     """
     found = LAYOUT.origins(network, checkpoint)
-    rows: dict[str, int] = {}  # rows of each fused tensor that are already used
+    rows: dict[str, int] = {}  # the number of rows of each fused tensor that earlier parameters use
     for linear in network.linear_layers():
         if linear.role not in ("q", "k", "v", "gate", "up"):
             continue

@@ -111,7 +111,7 @@ class _Settings:
         return self._positions(LENGTH, self.config.get(LENGTH))
 
     def original_length(self) -> int:
-        """Return the number of positions in the training without scaling. Raises CheckpointError.
+        """Return the number of positions before any scaling. Raises CheckpointError.
 
         Some releases store this number outside of ``rope_scaling``. If the number is missing, the
         result is ``max_position_embeddings``, as in transformers.
@@ -172,9 +172,10 @@ def _object(config: Config, key: str) -> dict[str, Any]:
 
 
 def _scaling(settings: _Settings, kind: str) -> Scaling | None:
-    """Read the numbers of a scaling.
+    """Read the numbers that describe how rotary positions are scaled.
 
-    Raises CheckpointError, and ValueError if numbers contradict each other.
+    Raises CheckpointError if a number is missing or invalid, and ValueError if numbers contradict
+    each other.
     """
     if kind == "default":
         return None

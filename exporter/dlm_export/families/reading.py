@@ -20,7 +20,7 @@ from dlm_runtime.text.tokenizer import TOKENIZER_LIMIT_BYTES
 class SpecialTokens:
     """The IDs of special tokens.
 
-    They come from config.json, generation_config.json and tokenizer_config.json.
+    The IDs come from config.json, generation_config.json and tokenizer_config.json.
     """
 
     mask: int
@@ -113,7 +113,7 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
     """Return the block length of block-causal attention.
 
-    This is the user's value or, if there is none, the value of ``key`` in config.json.
+    The result is the user's value. If there is none, it is the value of ``key`` in config.json.
 
     Raises CheckpointError if both values are missing, or if the block length is less than 1.
     """

@@ -1,6 +1,7 @@
 """Defines the family RoBERTa (arXiv:1907.11692), which has the layers of BERT.
 
-In the table of learned positions, position 0 has the row after the padding token's id.
+In the table of learned positions, the row for position 0 has the padding token's id plus 1 as its
+index.
 """
 
 from __future__ import annotations

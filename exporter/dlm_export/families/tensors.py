@@ -38,8 +38,8 @@ class Tensors:
     ) -> None:
         """``origins`` contains the origin of each of the network's parameters.
 
-        ``left_out`` contains prefixes. The network does not need tensors whose names start with one
-        of these.
+        ``left_out`` contains prefixes of tensor names. The network does not need the tensors whose
+        names start with such a prefix.
 
         Raises CheckpointError, which names all tensors that are missing or unknown, or whose type
         or shape is wrong.
@@ -82,7 +82,7 @@ class Tensors:
         expected: dict[str, Expected] = {}
         read: dict[
             str, list[tuple[int, int]]
-        ] = {}  # for each tensor that several parameters share, the rows that they use
+        ] = {}  # for each tensor that several parameters share, the ranges of rows that they use
         for parameter, origin in self.origins.items():
             if parameter in self.quantised:
                 assert origin.whole is not None
@@ -91,8 +91,8 @@ class Tensors:
                     origin.whole, self.quantised[parameter], inputs, outputs
                 )
                 continue
-            # All pieces of a stack have the same shape. Compute the shape once, because there may
-            # be thousands of experts.
+            # The matrices of all experts have the same shape. Compute the shape once, because there
+            # may be thousands of experts.
             if origin.is_stacked:
                 (shape, *_) = origin.shapes(self.shapes[parameter])
                 expected |= dict.fromkeys(

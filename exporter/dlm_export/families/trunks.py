@@ -71,8 +71,8 @@ def trunk_network(
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
     If ``block_length`` is ``None``, attention is full. ``longest`` is the length of the canvases in
-    training. It is needed if it is less than the number of positions in config.json. The docstring
-    of ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
+    training. Pass ``longest`` if training used shorter canvases than config.json allows. The
+    docstring of ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
@@ -105,10 +105,10 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Describe the whole network by ``layers``, and by config keys that most releases use.
+    """Return the network that consists of ``layers``. Reads all other values from config.json.
 
-    The docstring of ``trunk_network`` explains ``longest`` and ``mask_text``. Raises
-    CheckpointError.
+    Most releases use the same config keys for these other values. The docstring of
+    ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")

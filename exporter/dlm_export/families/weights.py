@@ -48,9 +48,9 @@ class Weights(Tensors):
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.
 
-        A whole parameter is C-contiguous. The parameter is assembled from parts, so that only one
-        large array is in memory. Raises CheckpointError if an element is NaN, infinite, or outside
-        the range of ``dtype``.
+        A whole parameter is C-contiguous. The function reads and converts a few rows at a time, so
+        that only one large array is in memory. Raises CheckpointError if an element is NaN,
+        infinite, or outside the range of ``dtype``.
         """
         if at:
             return self._part(parameter, dtype, at)
@@ -143,7 +143,7 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """Return the part ``at`` of a stacked parameter. Only the tensors in the part are opened."""
+        """Return the part ``at`` of a stacked parameter. Opens only the tensors of this part."""
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
@@ -188,7 +188,7 @@ def tensor(
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
-    # For one expert, read only the expert's part of the stack.
+    # If only one expert's matrix is requested, read only that matrix.
     if rows is not None and len(rows) == 1:
         row = int(rows[0])
         part = torch.from_numpy(

@@ -5,9 +5,9 @@ The modules:
 - ``trace`` makes one graph that can compute every pass of a denoiser.
 - ``repeat`` makes all layers of the graph from the few layers that were traced.
 - ``experts`` replaces mixtures of experts, and defines how a file stores the experts' weights.
-- ``quantise`` quantises layers.
+- ``quantise`` quantises the layers of a graph.
 - ``fuse`` replaces groups of operators with this project's operators (``functions``), for CPUs.
-- ``caches`` stores keys and values in fewer bytes.
+- ``caches`` changes a graph so that the cache stores keys and values in fewer bytes.
 - ``widen`` changes bf16 graphs so that CPUs compute them in fp32.
 - ``cuda`` checks that ONNX Runtime can run all operators of a graph on a GPU.
 - ``write`` writes the graph and its weights.
@@ -26,9 +26,9 @@ vocabulary.
 ``score_rows``                         int64 ``[B, R]``            indices among the T tokens: the rows to predict
 ``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached keys and values, in any order. Keys are rotated
                                                                    already. In INT8, a row has D codes and 2 scale bytes
-``segments``                           int64 ``[N, 4]``            requests that share a row (see ``functions``).
+``segments``                           int64 ``[N, 4]``            requests in one sequence (see ``functions``).
                                                                    Optional; only if all attention is fused
-``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   the best tokens, best first; never the mask token
+``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   the most likely tokens, in order; never the mask token
 ``entropy``                            fp32 ``[B, R]``             sum of p ln p, with p = 0 for the mask token
 ``logits``                             fp32 ``[B, R, V]``          raw logits, including the mask token's
 ``present_key.i``, ``present_value.i`` ``[B, Hkv, T, D]``          keys and values of the T tokens, for the cache
@@ -44,8 +44,8 @@ from __future__ import annotations
 OPSET = 23
 # opset of graphs that every TensorRT 10 can parse, because all their operators are elementary
 PLAIN_OPSET = 21
-# Number of tokens that a graph returns per scored row. The margin is the difference between the
-# probabilities of the two best tokens.
+# Number of tokens that a graph returns per scored row. The decoding loop needs two, because the
+# score "margin" is the difference between the probabilities of the two most likely tokens.
 TOP_K = 2
 MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime defines
 # Node metadata stores the module path under this key, for example blocks.3.mlp.down.

@@ -73,6 +73,11 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
+    stored_key, stored_value = store(body, key), store(body, value)
+    if BLOCK in name:
+        # Use new rows rounded, as later passes do. So the result does not depend on which rows are
+        # cached.
+        key, value = read(body, stored_key), read(body, stored_value)
     keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
     values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
     attributes = dict.fromkeys(("heads", "kv_heads", "rotary_size"), ir.AttributeType.INT)
@@ -102,7 +107,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         seen = op("Concat", op("Expand", past, batch), near, axis=3)
     y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
     merged = op("Reshape", y, ints(0, 0, -1))
-    outputs = {"y": merged, "present_key": store(body, key), "present_value": store(body, value)}
+    outputs = {"y": merged, "present_key": stored_key, "present_value": stored_value}
     return body.function(outputs, attributes)
 
 
@@ -125,8 +130,9 @@ def _own(
     """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers all tokens. If the caller passes no segments, this segment is
-    # the only segment, and also covers all cached rows.
+    # A segment is a request's range of tokens and of cached rows. Prepend a segment that covers all
+    # tokens. If the caller passes no segments, this segment is the only segment, and also covers
+    # all cached rows.
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     is_alone = body.cast(op("Equal", body.size(segments, 0), ints(0)), ir.DataType.INT64)
     rows = op("Mul", cached, is_alone)

@@ -37,8 +37,8 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
     """Change the type in which a fused graph caches keys and values.
 
     This function changes the attention functions and the inputs and outputs of the cache. ``plain``
-    maps the modules that ``fuse`` did not replace to the reasons (see ``Fused``). Raises CacheError
-    if ``plain`` contains the attention of a layer.
+    maps each module that ``fuse`` did not replace with a kernel to the reason (see ``Fused``).
+    Raises CacheError if ``plain`` contains the attention of a layer.
     """
     model = traced.model
     for node in list(model.graph):

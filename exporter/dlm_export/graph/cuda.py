@@ -13,14 +13,14 @@ from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
 QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
-"""This operator multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights.
+"""The operator that multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights.
 
-A group consists of 16 to 128 inputs.
+Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
 
-# Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some of these operators are used
-# with integers only. TopK and Log have no bf16 kernels, but graphs apply TopK and Log to fp32
-# values only.
+# Operators of opset 23 that have CUDA kernels for fp16, bf16 and fp32. There are two exceptions.
+# Graphs apply some of these operators to integers only, so their floating-point kernels do not
+# matter. TopK and Log have no bf16 kernels, but graphs apply them to fp32 values only.
 KERNELS = frozenset(
     [
         "Add",

@@ -81,7 +81,7 @@ class _Chosen(registration.Registry):
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
         """Yield the operators that torch.onnx may see, with their definitions.
 
-        These operators are the ones in ``OPERATORS``, and all operators of other libraries than
+        The result contains the operators in ``OPERATORS``, and all operators that do not belong to
         torch.
         """
         for name, found in self._whole.items():

@@ -58,7 +58,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield the node of each mixture in a traced graph, with the mixture's three stacks.
+    """Yield the node of each mixture of experts in a traced graph, with its gate, up and down.
 
     The caller must replace each node. After the last node, this function removes the definition of
     the traced mixture from the model.
@@ -75,10 +75,11 @@ def lay_out(
 ) -> dict[str, StackPart]:
     """Replace every mixture of an fp32 graph with a function for the format of its layers.
 
-    ``formats`` contains the format of each layer. The three stacks of a mixture must have the same
-    format. A layer that ``formats`` does not contain stays in fp32. ``amax`` maps a layer to the
-    largest magnitude of its input. Larger inputs are clipped. Only formats with a fixed input range
-    need this value. Returns a dict that maps the name of each new initialiser to its description.
+    ``formats`` contains the format of each layer. The gate, up and down matrices of a mixture must
+    have the same format. A layer that ``formats`` does not contain stays in fp32. ``amax`` maps a
+    layer to the largest magnitude of its input. Larger inputs are clipped. Only formats with a
+    fixed input range need this value. Returns a dict that maps the name of each new initialiser to
+    its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -119,12 +120,12 @@ def lay_out(
 def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     """Replace every mixture of the graph with operators that compute all experts for every token.
 
-    Each stack becomes one matrix. Gate and up are ``[K, E * N]``, with the experts side by side.
-    Down is ``[E * N, K]``, so the product with this matrix also adds up the results of the experts.
-    Before the down projection, the graph multiplies the features of each expert by the token's
-    routing weight for this expert. The routing weight is 0 for experts that the router did not
-    choose for the token. Returns a dict that maps the name of each new initialiser to its
-    description.
+    The matrices of all E experts become one matrix. For gate and up, this matrix is ``[K, E * N]``,
+    with the experts side by side. For down, it is ``[E * N, K]``, so the product with this matrix
+    also adds up the results of the experts. Before the down projection, the graph multiplies the
+    features of each expert by the token's routing weight for this expert. The routing weight is 0
+    for experts that the router did not choose for the token. Returns a dict that maps the name of
+    each new initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -186,7 +187,7 @@ def _all_experts(
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Return the shapes and types of the arrays that store a stack.
+    """Return the shapes and types of the arrays that store a stack of experts' matrices.
 
     The order is the order of the ONNX function's inputs.
     """
@@ -227,7 +228,7 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 
 
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
-    """Join the matrices of a stack into one wide matrix, for ``spread``.
+    """Join all experts' matrices of a stack into one wide matrix, for ``spread``.
 
     ``read`` is a function that takes an index into the stack ``[E, K, N]``, and returns that part
     of the stack.
@@ -272,7 +273,7 @@ def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
     """Return the shape of the matrices that panels of the shape ``panels`` contain.
 
-    Returns ``None`` if ``panels`` is not the shape of a stack of panels.
+    Returns ``None`` if ``panels`` is not the shape of the panels of several experts.
     """
     wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted

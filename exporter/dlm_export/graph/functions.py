@@ -69,14 +69,15 @@ cached rows in several places, several consecutive segments name the same tokens
 only its own tokens and cached rows. If N = 0, each of the B sequences is one request, and the
 request sees all cached rows of the sequence.
 
-A cached row is the key or the value of one position in one head. A pass computes with its own new
-rows in fp32. The cache stores the new rows in a smaller type, so later passes compute with rounded
-values. An INT8 row consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all
-int8. The values of the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >=
-0. The scale is the smallest number of this form that is at least ``amax / 127``, where ``amax`` is
-the largest magnitude in the row. A row that contains NaN or infinity is stored as codes 0 with e =
-127. With e = 127, the scale is infinite, so every element of the row becomes NaN when the row is
-dequantised.
+A cached row is the key or the value of one position in one head. The cache stores rows in its type,
+so later passes compute with rounded values. With block-causal attention, a pass also rounds its own
+new rows before it uses them. So the result of a pass does not depend on which rows are cached. Other
+attention computes with new rows in fp32. An INT8 row consists of ``D`` codes from -127 to 127,
+followed by two numbers m and e, all int8. The values of the row are ``code * scale`` with ``scale =
+(128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the smallest number of this form that is at least
+``amax / 127``, where ``amax`` is the largest magnitude in the row. A row that contains NaN or
+infinity is stored as codes 0 with e = 127. With e = 127, the scale is infinite, so every element of
+the row becomes NaN when the row is dequantised.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ KERNELS = (
 """Names of the functions that have a kernel in the native runtime."""
 # Number of columns per panel, and number of products that one CPU instruction adds up.
 PANEL, DOT = 32, 4
-PAIRS = 2 * DOT  # number of inputs whose INT4 codes are packed together
+PAIRS = 2 * DOT  # number of inputs whose INT4 codes are packed into the same four bytes
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
-_BLOCK_SIZES = (128, 64, 32)  # block sizes that all kernels of MatMulNBits support
+_BLOCK_SIZES = (128, 64, 32)  # numbers of inputs per block that all kernels of MatMulNBits support
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -141,9 +142,9 @@ def panels(codes: np.ndarray) -> np.ndarray:
 
 
 def int4_panels(codes: np.ndarray) -> np.ndarray:
-    """Pack INT4 codes ``[K, N]``, one per byte, into panels.
+    """Pack INT4 codes ``[K, N]`` into panels. In the argument, each code takes a whole byte.
 
-    The panels are uint8 ``[ceil(N / 32), K / 8, 32, 4]``.
+    The result is uint8 ``[ceil(N / 32), K / 8, 32, 4]``, with two codes per byte.
 
     K must be a multiple of 8.
     """
@@ -157,15 +158,15 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def block_size(inputs: int) -> int:
-    """Return the block size for a MatMulNBits node whose weight has one scale per column.
+    """Return the number of inputs per block for a MatMulNBits node with one scale per column.
 
-    The result is the largest size that divides ``inputs``, or 128 if no size divides it.
+    The result is the largest size in ``_BLOCK_SIZES`` that divides ``inputs``, or 128 if none does.
     """
     return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
-    """Pack codes ``[K, N]``, one per byte, for MatMulNBits.
+    """Pack codes ``[K, N]`` for MatMulNBits. In the argument, each code takes a whole byte.
 
     The result is uint8 ``[N, ceil(K / size), size * bits / 8]``.
 
@@ -200,7 +201,7 @@ def panel_scales(scales: np.ndarray) -> np.ndarray:
 
 
 def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
-    """Pack E2M1 codes ``[N, K]``, one per byte, into panels: uint8 ``[ceil(N / 32), K, 16]``."""
+    """Pack E2M1 codes ``[N, K]`` (one per byte) into panels: uint8 ``[ceil(N / 32), K, 16]``."""
     columns, inputs = codes.shape
     whole = np.zeros((padded(columns), inputs), np.uint8)
     whole[:columns] = codes
@@ -281,8 +282,8 @@ def _by_int8(
     body: Body, codes: ir.Value, row_scale: ir.Value, held: Sequence[ir.Value], count: ir.Value
 ) -> ir.Value:
     (stored, scales), op, ints = held, body.op, body.ints
-    # Both operands are unsigned. If one operand were signed, ONNX Runtime's product would saturate
-    # on CPUs without VNNI.
+    # Both operands of the integer product are unsigned. If one operand were signed, ONNX Runtime's
+    # product would saturate on CPUs without VNNI.
     middle = body.constant(np.uint8(128))
     unsigned = body.cast(op("Add", codes, body.number(128)), ir.DataType.UINT8)
     # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
@@ -290,9 +291,9 @@ def _by_int8(
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
-    # Multiply the product by the row's scale first, and then by the column's scale. If the code
-    # multiplied the two scales with each other first, ONNX Runtime 1.31 would apply the same scale
-    # to all rows.
+    # Multiply the product by the row's scale first, and then by the column's scale. If the two
+    # scales were multiplied with each other first, ONNX Runtime 1.31 would apply the same scale to
+    # all rows.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
@@ -314,7 +315,7 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """Add nodes that compute the group index of each of K inputs, as int64 ``[K]``.
+    """Add nodes that compute, for each of K inputs, the index of its group: int64 ``[K]``.
 
     ``inputs`` is K.
     """
@@ -326,7 +327,8 @@ def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
     """Define the function that looks up embeddings in a table of panels.
 
-    The embedding of a token is one column of a panel: its codes times its scales.
+    The embedding of a token is one column of a panel. The function multiplies the codes of this
+    column by their scales.
     """
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
@@ -384,7 +386,7 @@ def _candidates() -> ir.Function:
 
 
 def _nvfp4_linear() -> ir.Function:
-    """Define a product with an NVFP4 weight.
+    """Define the function that multiplies by an NVFP4 weight.
 
     An element of the weight is the product of its E2M1 value, the scale of its group, and the scale
     of the tensor.

@@ -133,7 +133,7 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
     """Merge layers that have the same format and the same input.
 
-    Returns the layers that could not be merged: module path -> reason.
+    Returns a dict that maps the module path of each layer that could not be merged to the reason.
     """
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
@@ -247,7 +247,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 class _Rotation:
     """The tables of cosines and sines of a rotation, and its position ids.
 
-    ``size`` is the number of rotated features. It is 0 if all features are rotated.
+    ``size`` is the number of rotated features. The value is 0 if all features are rotated.
     """
 
     tables: tuple[ir.Value, ir.Value, ir.Value]
@@ -278,7 +278,7 @@ def _rotation_of(
 
 
 def _no_rotation(traced: Graph) -> _Rotation:
-    """Return a rotation by the angle 0, for a graph without rotation, since the kernel needs one."""
+    """Return a rotation by the angle 0. The kernel needs it if the graph has no rotation."""
     graph, rows = traced.model.graph, traced.network.max_canvas_length
     (positions,) = (value for value in graph.inputs if value.name == "position_ids")
     cos = constant(graph, "no_rotation.cos", np.ones((rows, 1), np.float32))
@@ -287,9 +287,10 @@ def _no_rotation(traced: Graph) -> _Rotation:
 
 
 def _segments(model: ir.Model) -> ir.Value:
-    """Return the input ``segments``. If the graph does not contain this input, add it.
+    """Return the graph's input ``segments``. If the graph does not contain this input, add it.
 
-    This input is optional. Its default is an array without rows.
+    The input is optional, and describes requests that share one sequence. Its default is an array
+    without rows.
     """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
@@ -323,7 +324,7 @@ _SEEN = {"visible_block": BLOCK, "window": WINDOW}
 def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:
     """Return the attribute that describes an attention mask: the block length or the window.
 
-    Raises _Unlike if the attention mask is of another kind.
+    Raises _Unlike if the attention mask is neither block-causal nor a window.
     """
     for attribute, pattern in _PATTERNS.items():
         found = {"positions": positions}
@@ -475,7 +476,7 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
-    """Replace the operators that compute the best tokens and the entropy with one call.
+    """Replace the operators that compute the two best tokens and the entropy with one call.
 
     Raises _Unlike.
     """

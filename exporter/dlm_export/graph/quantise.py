@@ -2,7 +2,7 @@
 
 The metadata of a layer's node contains the layer's module path, under ``graph.LAYER_KEY``. While
 this module changes a graph, the graph contains only the shapes and types of the weights.
-``write_graph`` later asks for the values, one weight at a time.
+``write_graph`` later gets the values from a function, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 
@@ -220,7 +220,7 @@ class _Writer:
         return tuple(made.outputs)
 
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-        """Add an initialiser. ``write_graph`` asks for the values when it writes the graph."""
+        """Add an initialiser without values, which ``write_graph`` requests later."""
         name = f"{layer}.weight.{part}"
         # The embedding and a tied head use the same initialiser, which may exist already.
         if name in self.graph.initializers:

@@ -30,12 +30,11 @@ def kinds(network: NetworkSpec) -> list[int]:
 
 
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
-    """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
+    """Build the graph whose layer ``i`` is a copy of layer ``layers[i]`` of ``traced``.
 
-    In this function, a block is the module of one layer. ``traced`` contains one block of each
-    kind. Three conditions must be met. Each node has a module path (``LAYER_KEY``). Each node's
-    result is used. Blocks exchange only the residual stream and shared values. Otherwise, the trace
-    is wrong, and the function raises AssertionError.
+    ``traced`` contains one layer of each kind. The function raises AssertionError if ``traced``
+    violates one of three conditions: each node has a module path (``LAYER_KEY``), each node's
+    result is used, and layers exchange only the residual stream and shared values.
     """
     front, blocks, behind = _cut(traced)
     streams = [_handed([node for node in front if _is_embedding(node)], blocks[0])]
@@ -78,7 +77,7 @@ class _Copies:
     def of_values(self, values: Iterable[ir.Value]) -> list[ir.Value]:
         """Copy inputs or initialisers.
 
-        Each value of a block is copied once for every layer of the block's kind.
+        Each value of a traced layer is copied once for every layer of the same kind.
         """
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 
@@ -93,7 +92,8 @@ class _Copies:
         """
         scopes = [self.shared] if layer is None else [self.own[layer], self.shared]
         if layer is None and value.is_graph_input():
-            # Shared nodes get the number of cached rows from the shape of one layer's cache.
+            # Some nodes outside the layers read the number of cached rows from the shape of a
+            # layer's cache, which is an input of that layer.
             scopes += self.own
         found = next((scope[value] for scope in scopes if value in scope), None)
         where = "a node outside the layers" if layer is None else f"layer {layer}"
@@ -134,7 +134,7 @@ def _is_embedding(node: ir.Node) -> bool:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """Return the nodes before the blocks, the nodes of each block, and the nodes after them."""
+    """Return the nodes before the traced layers, the nodes of each layer, and all later nodes."""
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]
@@ -151,7 +151,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """Return the only value that ``makers`` compute and ``readers`` use: the residual stream."""
+    """Return the residual stream: the only value that ``makers`` compute for ``readers``."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -163,9 +163,9 @@ def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
 
 
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
-    """List the inputs, outputs or initialisers of the full graph, in order, each with its layer.
+    """List the full graph's inputs, outputs or initialisers in order, each with its layer's index.
 
-    A value that belongs to a block is listed once for every layer of the block's kind.
+    A value of a traced layer is listed once for every layer of the same kind.
     """
     front: list[tuple[ir.Value, int | None]] = []
     behind: list[tuple[ir.Value, int | None]] = []

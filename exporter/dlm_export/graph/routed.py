@@ -2,9 +2,9 @@
 
 INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
 each row of their input. CPUs cannot multiply in FP8 or NVFP4. The functions therefore dequantise
-the weights of such experts, and multiply in fp32. They round the inputs of the experts to the
-format, with one range for all experts of a stack. They multiply the features after the gate by the
-expert's routing weight before rounding these features.
+the weights of such experts, and multiply in fp32. They also round the inputs of the experts to the
+format, with one range for all experts of a stack. The features after the gate are first multiplied
+by the expert's routing weight, and then rounded to the format.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 class Held:
     """Describes the inputs of a mixture function.
 
-    A stack of weights takes several inputs, for example codes and scales. ``parts`` contains the
-    suffixes of these inputs' names. ``calls`` lists the functions of domain ``dlm_export`` that the
-    mixture function calls. If ``has_ranges`` is true, the inputs named in ``RANGES`` follow the
-    stacks.
+    A stack of experts' weights takes several inputs, for example codes and scales. ``parts``
+    contains the suffixes of these inputs' names. ``calls`` lists the functions of domain
+    ``dlm_export`` that the mixture function calls. If ``has_ranges`` is true, the inputs named in
+    ``RANGES`` follow the stacks.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -57,9 +57,9 @@ FUNCTIONS: dict[str, Held] = {
 def experts(name: str) -> ir.Function:
     """Define a mixture function, which computes the weighted sum of the experts' results in fp32.
 
-    ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes codes of this shape, one per byte.
-    All other functions take panels. The last panel may contain padding. A function that takes
-    panels therefore has two attributes: ``columns`` is the number of columns of gate and up without
+    ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes FP8 codes of this shape. All other
+    functions take panels. The last panel may contain padding. A function that takes panels
+    therefore has two attributes: ``columns`` is the number of columns of gate and up without
     padding, and ``out_columns`` is the same for down.
     """
     held = FUNCTIONS[name]

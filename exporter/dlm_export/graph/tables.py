@@ -1,4 +1,4 @@
-"""Stores a graph's embedding table once, in the checkpoint's type, also for a tied head.
+"""Makes a graph store its embedding table only once, even if the head uses the table too.
 
 A tied head multiplies by the embedding table, so the head and the lookup can use one initialiser.
 In a traced graph, a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a

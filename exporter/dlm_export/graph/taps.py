@@ -17,10 +17,10 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""A mixture of experts has a second tap.
+"""The suffix of the path of a mixture's second tap.
 
-The path of this tap ends with this suffix. The input of this tap contains the indices of the chosen
-experts. The output of this tap contains the routing weights of the chosen experts.
+The input of this tap contains the indices of the chosen experts of each token. Its output contains
+the routing weights of these experts.
 """
 SHOWN = "tap:"
 """Prefix of the names of outputs that ``show`` adds."""
@@ -50,7 +50,7 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """Return a dict that maps the module path of every layer to the layer's tap.
+    """Map the module path of every layer to its tap (the names of its input and output).
 
     A tap stays valid when the graph is changed later, because changes keep the names of the inputs
     and outputs of layers.

@@ -80,7 +80,7 @@ def element_type(precision: str) -> ir.DataType:
 
 
 class Pass(nn.Module):
-    """The torch module that is traced: a complete pass from token ids to the best tokens."""
+    """The torch module that is traced: a complete pass from token ids to the most likely tokens."""
 
     mask_token_bias: Tensor
 
@@ -159,10 +159,10 @@ def describe(
     for_device: bool = False,
     has_segments: bool = False,
 ) -> dict[str, Any]:
-    """Describe the graph for the native reader. The manifest stores the result as ``loop.graph``.
+    """Describe the graph for the native runtime. The manifest stores the result as ``loop.graph``.
 
-    ``for_device`` says whether the bundle also contains a graph for GPUs. ``Fused`` explains
-    ``has_segments``.
+    ``for_device`` says whether the bundle also contains a graph for GPUs. The docstring of
+    ``fuse.Fused`` explains ``has_segments``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
@@ -234,7 +234,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     model = program.model
     model.graph.name = "denoiser"
     model.producer_name, model.producer_version = "dlm-export", metadata.version("dlm-export")
-    model.graph.metadata_props.clear()  # torch's metadata is longer than the graph itself
+    model.graph.metadata_props.clear()  # torch's metadata takes more space than the graph
     _name_layers(model)
     _simplify_reshapes(model)
     passes.RemoveUnusedNodesPass()(passes.IdentityEliminationPass()(model).model)

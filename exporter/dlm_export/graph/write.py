@@ -1,7 +1,7 @@
-"""Writes a graph file, and its weights piece by piece to a separate data file.
+"""Writes a graph file, and a separate data file with the graph's weights.
 
-Writing needs enough memory for the codes of the largest matrix. A graph for GPUs can use the same
-data file.
+The weights are packed and written a few rows at a time. Writing needs enough memory for the codes
+of the largest matrix. A graph for GPUs can use the same data file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
 _MOST_PARTS = 3  # A weight has at most three initialisers: codes, scales and a global scale.
-# Alignment of each tensor in bytes. It is the size of a page, so that the engine can map tensors
-# into memory.
+# Alignment of each tensor in bytes. The alignment is the size of a memory page, so that the engine
+# can map tensors into memory.
 DATA_ALIGNMENT = 4096
 
 
@@ -83,8 +83,8 @@ def write_graph(
 ) -> dict[str, dict[str, Any]]:
     """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``.
 
-    All cores read and pack pieces of initialisers. At the same time, finished pieces are hashed and
-    written.
+    All cores read and pack initialisers, a few rows at a time. At the same time, finished rows are
+    hashed and written.
 
     Args:
         graph: The graph to write.
@@ -149,7 +149,7 @@ def write_graph(
 
 
 def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryview]:
-    """Yield the bytes of an initialiser, piece by piece."""
+    """Yield the bytes of an initialiser, a few rows at a time."""
     if not array.shape:
         yield memoryview(np.asarray(array[()]).tobytes())
         return

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlm_export.network.caches import read_back
 from dlm_export.network.experts import Experts
 from dlm_export.network.linear import MLP, Linear, TiedHead, activate
 from dlm_export.network.scaling import RotaryTable
@@ -125,8 +126,8 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # Use this operator only for export, because it has no gradient. It becomes a single
-        # RotaryEmbedding node. The code below would become nine nodes.
+        # Use torch.onnx's operator only for export, because it has no gradient. In the graph, it
+        # becomes a single RotaryEmbedding node, and the code below would become nine nodes.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly
@@ -188,8 +189,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None
+        self,
+        x: Tensor,
+        turn: Turn | None,
+        hidden: Tensor | None,
+        past: Past | Packed | None,
+        cache_dtype: str | None = None,
     ) -> tuple[Tensor, Past]:
+        """Return the output and the new keys and values, which are not rounded.
+
+        With block-causal attention, queries see the new keys and values as a cache of type
+        ``cache_dtype`` stores them. If ``cache_dtype`` is ``None``, these are not rounded.
+        """
         B, T, _ = x.shape
         a = self.spec
         if self.is_plain:  # add an axis for the queries that share a key
@@ -202,6 +213,9 @@ class Attention(nn.Module):
         v = self.v(x).view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
         if turn is not None:
             q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
+        new = k, v
+        if cache_dtype is not None and a.visible_block is not None:
+            k, v = read_back(k, cache_dtype), read_back(v, cache_dtype)
         if isinstance(past, Packed):
             parts = [
                 self._attend(q[:, :, at], k[:, :, at], v[:, :, at], hidden, cached)
@@ -210,7 +224,7 @@ class Attention(nn.Module):
             y = torch.cat(parts, 1)
         else:
             y = self._attend(q, k, v, hidden, past)
-        return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
+        return self.out(y.reshape(B, T, a.heads * a.head_size)), new
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
@@ -230,7 +244,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. A norm that is missing in the layer's description is an identity."""
+    """One transformer layer. The identity replaces each norm that the description lacks."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -254,9 +268,14 @@ class Block(nn.Module):
         self.mlp_sum_norm = norm("mlp_sum_norm")
 
     def forward(
-        self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None
+        self,
+        x: Tensor,
+        turn: Turn | None,
+        hidden: Tensor | None,
+        past: Past | Packed | None,
+        cache_dtype: str | None = None,
     ) -> tuple[Tensor, Past]:
-        y, present = self.attention(self.attention_norm(x), turn, hidden, past)
+        y, present = self.attention(self.attention_norm(x), turn, hidden, past, cache_dtype)
         x = self.attention_sum_norm(x + self.attention_out_norm(y))
         return self.mlp_sum_norm(x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))), present
 
@@ -379,14 +398,18 @@ class Denoiser(nn.Module):
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def hidden(
-        self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past: Sequence[Past] | None = None,
+        cache_dtype: str | None = None,
     ) -> tuple[Tensor, list[Past]]:
         """Return the features after the final norm, and the new keys and values of each layer.
 
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
         contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
         rotated by their positions. Cached positions may be in any order, because every query
-        attends to all of them.
+        attends to all of them. ``Attention.forward`` explains ``cache_dtype``.
         """
         x = self.embed(input_ids, position_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
@@ -402,7 +425,11 @@ class Denoiser(nn.Module):
             number = self._turned_by[i]
             turn = None if number is None else turns[number]
             x, present = block(
-                x, turn, hidden[rule_of(layer.attention)], None if past is None else past[i]
+                x,
+                turn,
+                hidden[rule_of(layer.attention)],
+                None if past is None else past[i],
+                cache_dtype,
             )
             presents.append(present)
         return self.final_norm(x), presents

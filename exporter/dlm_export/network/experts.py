@@ -71,7 +71,7 @@ class Router(nn.Module):
     def weights_of(self, scores: Tensor, judged: Tensor, chosen: Tensor) -> Tensor:
         """Return the routing weights ``[.., k]`` of the experts ``chosen``.
 
-        These experts may differ from the experts that the router would choose.
+        ``chosen`` may differ from the experts that the router would choose.
         """
         r = self.spec
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)
@@ -192,7 +192,7 @@ class RoutedMLPs(nn.Module):
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute one expert after another, and add up the results for a token in this order."""
+        """Compute one expert after another. A token's results are added up in the same order."""
         active, tokens = chosen.shape[-1], x.flatten(0, -2)
         slots = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.count).tolist()

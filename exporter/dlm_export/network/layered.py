@@ -60,7 +60,7 @@ class ReadTensor(Protocol):
     def __call__(
         self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
     ) -> Tensor:
-        """Return a parameter of ``Denoiser`` on the CPU, or only the ``rows`` of its first axis.
+        """Return a parameter of ``Denoiser`` on the CPU, or only the entries ``rows`` of axis 0.
 
         The caller must not modify the result. If ``dtype`` is ``None``, the parameter keeps its
         stored type.
@@ -115,10 +115,10 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # A weak reference to the layer that was loaded last. It returns None after that layer is
-        # freed.
+        # A weak reference to the layer that was loaded last. The reference returns None after that
+        # layer is freed.
         self._last: Callable[[], object] = lambda: None
-        self._rooms: list[Tensor] = []  # buffers for the converted weights of that layer
+        self._rooms: list[Tensor] = []  # buffers for the last loaded layer's converted weights
         tables = network.rotary_tables()
         self._rotary = [
             Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
@@ -193,8 +193,8 @@ class Layered:
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
         """Return the arguments of layer ``i`` besides the hidden states.
 
-        These are the rotation, the additive attention mask and ``past``. The hidden states belong
-        to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
+        The arguments are the rotation, the additive attention mask and ``past``. The hidden states
+        belong to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
         contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
@@ -330,14 +330,16 @@ class Carried:
         *,
         memory_bytes: int | None = None,
         folder: Path | None = None,
+        cache_dtype: str | None = None,
     ) -> None:
-        """Embed the canvases.
+        """Embed the canvases. ``Attention.forward`` explains ``cache_dtype``.
 
         If the hidden states need more than ``memory_bytes``, the states are stored in an unnamed
         file in ``folder``. If ``memory_bytes`` is ``None``, there is no limit. Raises
         MemoryLimitError if the disk is too full.
         """
         self.layered, self.batches = layered, make_batches(canvases)
+        self._cache_dtype = cache_dtype
         tokens = sum(batch.ids.numel() for batch in self.batches)
         self.states = room_for(
             (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder
@@ -354,7 +356,7 @@ class Carried:
         """Run every batch through layer ``i``. If ``keep`` is False, discard the output."""
         for batch in self.batches:
             self.now = batch
-            out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids))
+            out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids), self._cache_dtype)
             if keep:
                 self.states[batch.rows] = out.flatten(0, 1).cpu()
 

@@ -43,7 +43,7 @@ class _Course:
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
-        """Return layer ``i``'s cached keys and values that the next pass does not compute."""
+        """Return layer ``i``'s cached keys and values that the next pass reads."""
         assert self.span is not None
         return outside(self.cache[i], self.span)
 

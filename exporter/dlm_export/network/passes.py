@@ -44,9 +44,9 @@ class Looped(Protocol):
 class Span:
     """The canvas rows ``[first, last)`` that a pass computes.
 
-    The pass takes the keys and values of all other rows from the cache. It does not attend to rows
-    that are missing in the cache. ``kept`` says what happens to the keys and values that the pass
-    computes:
+    The pass takes the keys and values of all other rows from the cache. The pass does not attend to
+    rows that are missing in the cache. ``kept`` says what happens to the keys and values that the
+    pass computes:
 
     - "drop" discards these keys and values.
     - "keep" overwrites the cached rows at the same positions.
@@ -141,8 +141,9 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
     only the first pass of the first block computes the whole canvas. The first pass of a later
-    block starts ``refresh`` tokens before the block. It starts even earlier if some rows before
-    that were decided after the cache stored them.
+    block starts ``refresh`` tokens before the block. If the previous block starts even earlier, the
+    pass starts there, because the cached rows of that block are outdated: they were stored before
+    its positions were decided.
     """
     before: int | None = None  # start of the block that was decided before this block
     for start, end, steps in blocks:

@@ -1,8 +1,9 @@
-"""Defines proposers, which choose a token for each scored position, and give this token a score.
+"""Defines proposers, which choose a token and its score for each position that may commit.
 
-Every request has a separate proposer. The unmasking loop then commits the tokens that ``turns``
-chooses by score. ``decode/proposer.h`` defines the same interface for the native loop, with the
-same names. The proposers in this module get the logits of the whole vocabulary.
+Every request has its own proposer. The unmasking loop then commits the tokens that the module
+``turns`` chooses by score. A turn is one pass and the commit after it. ``decode/proposer.h``
+defines the same interface for the native loop, with the same names. The proposers in this module
+get the logits of the whole vocabulary.
 
 Two rules are not in the papers: the mask token is never proposed, and if several tokens have equal
 logits, the token with the lowest id is proposed.
@@ -60,7 +61,7 @@ class Proposer:
         """Select the positions of ``chosen`` that may commit in the same step.
 
         ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
-        turn edits.
+        turn edits tokens that were committed before.
         """
         return chosen
 
@@ -135,10 +136,10 @@ class Sampled(Proposer):
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     """Return the probabilities to sample from, float64 ``[M, V]``.
 
-    ``behind`` contains each row's logits / T, minus the largest value of the row. First, the
-    function selects the ``top_k`` most likely tokens (0 means all tokens). From these, it then
-    selects the most likely tokens until their probabilities add up to more than ``top_p``. All
-    other tokens get probability 0.
+    ``behind`` contains the logits divided by the temperature, minus the largest such quotient in
+    the same row. First, the function selects the ``top_k`` most likely tokens (0 means all tokens).
+    From these, it then selects the most likely tokens until their probabilities add up to more than
+    ``top_p``. All other tokens get probability 0.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)
@@ -168,7 +169,7 @@ def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: 
 
 
 def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the scores, float64 ``[M]``, of ``tokens`` sampled from ``drawn`` ``[M, V]``."""
+    """Return the scores, float64 ``[M]``, of tokens that were sampled from ``drawn`` ``[M, V]``."""
     if by == "entropy":
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
     elif by == "margin":

@@ -180,7 +180,7 @@ def generate(
         policy: The rules of scoring, committing and caching.
         max_new_tokens: Number of positions to generate after ``tokens``.
         steps: Number of passes planned for the whole generation. The passes are divided evenly
-            among the blocks. If ``steps`` is 0, the policy's number is used.
+            among the blocks. If ``steps`` is 0, the number of passes in the policy is used.
         on_step: A function that is called with the canvas after each step.
         cache_dtype: Type of stored keys and values, as the manifest names it.
         proposer: The object that chooses tokens. If ``None``, the policy's default proposer is
@@ -248,7 +248,9 @@ class _Passes:
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)
         positions = torch.arange(span.first, span.last, device=device)
-        hidden, presents = self.denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
+        hidden, presents = self.denoiser.hidden(
+            ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype
+        )
         if span.is_stored:
             rounded = (
                 (read_back(keys, self.cache_dtype), read_back(values, self.cache_dtype))

@@ -95,10 +95,10 @@ class Dynamic(Scaling):
 class Llama3(Scaling):
     """The scaling of Llama 3.1.
 
-    A pair of features makes a number of turns in ``original_length`` positions. If this number is
-    at most ``low_freq_factor``, the frequency is divided by ``factor``. If this number is at least
-    ``high_freq_factor``, the frequency is not scaled. Between the two numbers, the share is linear
-    in the number of turns.
+    Over ``original_length`` positions, RoPE rotates a pair of features by a number of full turns.
+    If this number is at most ``low_freq_factor``, the frequency is divided by ``factor``. If this
+    number is at least ``high_freq_factor``, the frequency is not scaled. Between the two numbers,
+    the share is linear in the number of turns.
     """
 
     kind: str = field(default="llama3", init=False)
@@ -152,7 +152,7 @@ class Yarn(Scaling):
         size = 2 * len(frequencies)
 
         def index(turns: float) -> float:
-            """Return the fractional index of the pair that makes ``turns`` turns."""
+            """Return the index of the pair that makes ``turns`` turns, maybe between two pairs."""
             ratio = self.original_length / (turns * 2 * math.pi)
             return size * math.log(ratio) / (2 * math.log(theta))
 

@@ -90,10 +90,10 @@ EMBEDDING = "embed.weight"
 class Fold:
     """Says into which parameters the scales of a layer's input can be folded.
 
-    To fold scales, the last axis of each of ``parameters`` is divided by them. In grouped-query
-    attention, several query heads use the same value head. Several inputs of the ``out`` matrix
-    then depend on the same elements of the parameters, and must have the same scales. For each
-    value head, ``repeats`` groups of ``run`` inputs have the same scales.
+    To fold scales, each parameter in ``parameters`` is divided by the scales along its last axis.
+    In grouped-query attention, several query heads use the same value head. Several inputs of the
+    ``out`` matrix then depend on the same elements of the parameters, and must have the same
+    scales. For each value head, ``repeats`` groups of ``run`` inputs have the same scales.
     """
 
     parameters: tuple[str, ...]
@@ -143,8 +143,8 @@ class LinearSpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter: ``[inputs, outputs]``.
 
-        The shape of a stack is ``[experts, inputs, outputs]``. The shape of a tied head is
-        ``[outputs, inputs]``.
+        For a stack of experts' matrices, the shape is ``[experts, inputs, outputs]``. The shape of
+        a tied head is ``[outputs, inputs]``.
         """
         if self.is_tied:
             return (self.outputs, self.inputs)
@@ -178,9 +178,9 @@ class HeadSpec:
     """Describes how the logits are computed from the output of the last layer.
 
     - ``final_norm``: True if a norm is applied to the features of the last layer.
-    - ``transform``: some networks compute a matrix, an activation function and a norm before the
-      head. This is the name of the activation function, or ``None`` for other networks.
-    - ``transform_bias``: True if this matrix has a bias.
+    - ``transform``: the name of an activation function. Some networks multiply by a matrix, apply
+      this function and apply a norm before the head. ``None`` for all other networks.
+    - ``transform_bias``: True if the matrix of this transform has a bias.
     - ``bias``: True if the head has a bias.
     """
 
@@ -240,7 +240,7 @@ class NetworkSpec:
     # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Return a dict: name of a parameter of ``Denoiser`` -> shape, layer by layer.
+        """Map the name of each parameter of ``Denoiser`` to its shape, layer by layer.
 
         A tied head has no entry, because the head uses the embedding table.
         """
@@ -317,7 +317,7 @@ class NetworkSpec:
         )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Return every multiplication by a weight matrix, in the order of a pass. The head is last."""
+        """Return every multiplication by a weight matrix, in the order of computation."""
         return self._linear_layers
 
     @functools.cached_property
@@ -410,22 +410,22 @@ class NetworkSpec:
         ]
 
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
-        """Return the gate, up and down stacks of every mixture of experts."""
+        """Return the gate, up and down matrices (stacks) of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Return a dict: path -> linear layer that a recipe may quantise, in the order of a pass."""
+        """Map the path of each linear layer that a recipe may quantise to the layer."""
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Return a dict: path -> group of layers that must have the same format.
+        """Map the path of each group of layers that must have the same format to the group.
 
         The groups are in the order in which a pass computes them.
 
-        A group is one quantisable layer, or all stacks of a mixture.
+        A group is one quantisable layer, or all matrices of a mixture of experts.
         """
         found: dict[str, tuple[LinearSpec, ...]] = {}
         for path, layer in self.quantisable().items():
@@ -439,8 +439,8 @@ class NetworkSpec:
     def visible_block(self) -> int | None:
         """The smallest block length with which no query attends to a key of a later block.
 
-        This holds for all layers. The first block starts at position 0. The value is ``None`` if
-        any layer has full attention.
+        The block length is the same for all layers, and the first block starts at position 0. The
+        value is ``None`` if any layer has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))

@@ -97,10 +97,10 @@ def turns(
     become end tokens.
 
     ``steps`` is the number of passes planned for the whole generation. The passes are divided
-    evenly among the blocks. If ``steps`` is 0, the policy's number is used. The function
-    ``scaffold(first, last)`` fills the positions of ``[first, last)`` where only one token is
-    possible. ``scaffold`` is first called once for the whole canvas. Before each pass, ``scaffold``
-    is then called for the block of the pass.
+    evenly among the blocks. If ``steps`` is 0, the number of passes in the policy is used. The
+    function ``scaffold(first, last)`` fills the positions of ``[first, last)`` where only one token
+    is possible. ``scaffold`` is first called once for the whole canvas. Before each pass,
+    ``scaffold`` is then called for the block of the pass.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -191,9 +191,9 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many of ``masked`` positions Dream's schedule commits at ``step`` of ``steps``.
+    """Return how many of ``masked`` positions Dream's schedule commits in pass ``step``.
 
-    The last step commits all positions.
+    There are ``steps`` passes. The last pass commits all positions.
     """
     if step >= steps - 1:
         return masked
@@ -211,7 +211,7 @@ def floor_count(masked: int, left: int, steps: int) -> int:
     """Return how many positions RND1's schedule commits if ``left`` of ``masked`` are undecided.
 
     After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
-    fp32. In the published code, some passes commit no position. These passes are skipped.
+    fp32. In the published code, some passes commit no position. This module skips such passes.
     """
     kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
     return left - int(kept[kept < left].max(initial=0))

@@ -61,7 +61,9 @@ class Walked:
                 for (walk, _), step in zip(batch, steps, strict=True)
             ]
             spans = [(step.span.first, step.span.last) for step in steps]
-            out, (keys, values) = block(x.unsqueeze(0), *self.layered.packed(i, spans, past))
+            out, (keys, values) = block(
+                x.unsqueeze(0), *self.layered.packed(i, spans, past), self._cache_dtype
+            )
             start = 0
             for (walk, number), step in zip(batch, steps, strict=True):
                 own = slice(start, start + len(self._ids[walk][number]))

@@ -55,7 +55,7 @@ BLOCKS = (4, 8, 32)
 # The default canvas length and numbers of tokens per pass if ``BenchOptions.cost`` is true.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
 WARM_UP = 3  # number of untimed passes of each size; engines capture a CUDA graph in the third pass
-# The benchmark runs one generation per five rounds, because a generation takes long.
+# A generation takes long, so it is repeated only a fifth as often as a single pass.
 GENERATION_SHARE = 5
 
 
@@ -186,8 +186,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        # Time 0 passes of each size. If a size is impossible, this raises an error before the long
-        # measurement starts.
+        # Ask the runtime to time 0 passes of each size. If a size is impossible, the runtime raises
+        # an error now, before the long measurement starts.
         for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
@@ -291,7 +291,8 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 def _seconds(results: Sequence[Generation]) -> float:
     """Return the total time of requests that ran together.
 
-    The total is the sum of the results' times, because each result contains only its own share.
+    The total is the sum of the results' times, because each result contains only its request's
+    share of the time.
     """
     return sum(result.timings["total"] for result in results)
 
@@ -464,8 +465,8 @@ def side_by_side(
     bundles are open at the same time. If ``options`` names no preset, all bundles run the default
     preset of the first bundle.
 
-    Returns a dict for each bundle. It contains the values that ``bench`` returns as ``generation``,
-    and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.
+    Returns a dict for each bundle. The dict contains the values that ``bench`` returns as
+    ``generation``, and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.
     """
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:

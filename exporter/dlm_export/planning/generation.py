@@ -19,7 +19,8 @@ from dlm_export.network.turns import Turn, start_canvas, turns
 from dlm_export.planning.bench import PassSize
 from dlm_runtime import DenoiserInfo, Policy, from_callback
 
-# The token ids of the prompt and of the mask token. Predictions do not depend on the ids.
+# Token ids that stand for all prompt tokens and for the mask token. Predictions do not depend on
+# the real ids.
 _GIVEN, _MASK = 1, 0
 
 

@@ -7,8 +7,8 @@ predicted time is the longer of these two times. Real times are longer.
 
 ``roofline`` counts the bytes and the multiply-adds. ``targets`` lists the memory bandwidth and the
 rates of devices. If the vendor does not publish one of these values, all times that depend on it
-are unknown. For the CPU, ``dlm-export bench`` measures the bandwidth and the rates. It also
-measures how much longer real passes take than the limit.
+are unknown. For the CPU, ``dlm-export bench`` measures the bandwidth and the rates. The command
+also measures how much longer real passes take than the limit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Request:
 
 
 def default_policy(network: NetworkSpec) -> Policy:
-    """Return the policy of a plan without a preset. Its cache is ``block`` or ``dual``."""
+    """Return the policy of a plan without a preset, which uses the cache ``block`` or ``dual``."""
     if network.visible_block is None:
         return Policy(cache="dual")
     return Policy(cache="block", block_length=network.visible_block)
@@ -87,7 +87,7 @@ def block_length_for(policy: Policy, network: NetworkSpec, new_tokens: int) -> i
 
 
 def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
-    """Describe the passes of a request. Only whole pages of the prompt are reused."""
+    """Describe the passes of a request. Only whole pages of a prompt's tokens are reused."""
     reused = 0
     if request.reused_tokens:
         assert network.visible_block is not None

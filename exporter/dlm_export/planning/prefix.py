@@ -1,4 +1,4 @@
-"""Measures how much time a scheduler saves by reusing the keys and values of equal prompt starts.
+"""Measures how much time a scheduler saves if prompts that start alike share keys and values.
 
 ``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
 """
@@ -26,7 +26,7 @@ class PrefixLoad:
     """Requests that start with the same tokens.
 
     - ``shared``: number of leading tokens that all prompts have in common.
-    - ``own``: number of tokens that follow in each prompt.
+    - ``own``: number of tokens in each prompt that follow the shared tokens.
     - ``new``: number of tokens that each request generates.
     - ``requests``: number of requests that are submitted at once.
     - ``preset``, ``changes``: the preset, and changes to the preset's fields.
@@ -69,7 +69,7 @@ class Side:
 
 
 def random_prompts(bundle: Bundle, count: int, own: int, shared: int = 0) -> list[list[int]]:
-    """Return ``count`` random prompts of ``own`` tokens, after ``shared`` equal tokens.
+    """Return ``count`` random prompts: ``shared`` equal tokens, then ``own`` different tokens.
 
     The prompts contain neither mask tokens nor end tokens.
     """

@@ -29,7 +29,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # the number format of all unquantised parts: fp32, fp16 or bf16
+FULL = "full"  # stands for the number format of the unquantised parts: fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Return a dict: cache type -> number of bytes for the keys and values of one token."""
+    """Map each cache type to the number of bytes for the keys and values of one token."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")

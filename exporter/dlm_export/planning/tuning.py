@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 # A measurement multiplies by several different weights in turn. Their total size is between
-# ``_LEAST_BYTES`` and ``_MOST_BYTES``. They do not fit into the processor's cache, so the processor
-# reads them from memory, as in a real pass.
+# ``_LEAST_BYTES`` and ``_MOST_BYTES``. All these weights together do not fit into the processor's
+# cache, so the processor reads them from memory, as in a real pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -57,7 +57,7 @@ class Tuning:
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Return a dict: format -> total time of all layers in one pass, in seconds.
+        """Map each format to the total time of all layers in one pass, in seconds.
 
         If a layer's shape does not suit a format, the total contains the layer's time in full
         precision.
@@ -96,7 +96,7 @@ def _reached(layer: LinearSpec, rows: int) -> float:
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """Return a dict: matrix shape -> number of products of this shape in a pass of ``rows`` tokens."""
+    """Map each matrix shape to its number of matrix products in a pass of ``rows`` tokens."""
     found: Counter[Shape] = Counter()
     for layer in layers:
         found[layer.inputs, layer.outputs] += round(_reached(layer, rows))

@@ -49,7 +49,7 @@ from dlm_export.workplace import Workplace
 LARGE = 500_000_000
 """Denoisers with more parameters than this are calibrated in bf16, if bf16 is fast on the device.
 
-bf16 is exact enough for activation ranges. Judging uses fp32.
+bf16 is exact enough for activation ranges. Accuracy is measured in fp32.
 """
 
 
@@ -173,7 +173,7 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """Fold scales, observe inputs and solve matrices, for each layer in order, and then the head."""
+    """For each layer in order, and then the head: fold scales, observe inputs, round matrices."""
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -222,7 +222,7 @@ def _sweep(
                     )
                     entered.watch(observers[of])
                     continue
-                # While scales are being found, inputs are not rotated yet.
+                # While scales are being found, inputs are not rotated (by a Hadamard matrix) yet.
                 turn = keep and of in done.rotated
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(
@@ -285,16 +285,17 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """Return True if a matrix of a site is not solved yet and needs the site's Gram matrix.
+    """Return True if a solver must still round a matrix in ``readers`` and needs a Gram matrix.
 
-    Stacks of experts are ignored, because each expert needs its own Gram matrix.
+    All of these matrices have the same input, so they share one Gram matrix. Stacks of experts are
+    ignored, because each expert needs its own Gram matrix.
     """
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Solve the weights of each expert with the tokens that are routed to the expert.
+    """Round each expert's weights with the solver, from the tokens that are routed to the expert.
 
     Experts with too few tokens are skipped.
     """
@@ -312,10 +313,10 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """Return True if a layer is a head in INT8, which is rounded to nearest instead of solved.
+    """Return True if a layer is a head in INT8, which is rounded to nearest without a solver.
 
     The head is the largest matrix, and a solver would need several fp32 copies of the head. With
-    eight bits, solving would improve accuracy very little.
+    eight bits, a solver would improve accuracy very little.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
@@ -344,11 +345,11 @@ class _Seen:
         numbers: Sequence[int],
         rows: np.ndarray | slice = slice(None),
     ) -> None:
-        """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of its site.
+        """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of these inputs.
 
         ``numbers`` contains the index of each of the B canvases among the states. ``rows`` selects
-        the positions of each canvas that ``x`` contains. If ``turn`` is true, ``x`` is rotated
-        first.
+        the positions of each canvas that ``x`` contains. If ``turn`` is true, ``x`` is multiplied
+        by a Hadamard matrix first.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -427,10 +428,11 @@ def batch(state: State) -> tuple[Tensor, Tensor]:
 def simulate(
     modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None
 ) -> Callable[[], None]:
-    """Make a folded torch denoiser compute with quantised weights and inputs, in place.
+    """Make a torch denoiser compute with quantised weights and inputs. Changes it in place.
 
-    Weights and inputs are quantised, dequantised and multiplied in fp32. The results are equal to
-    the graph's results, except that sums are added in a different order.
+    The denoiser's parameters must already include the folded scales. Weights and inputs are
+    quantised, dequantised and multiplied in fp32. The results are equal to the graph's results,
+    except that sums are added in a different order.
 
     Args:
         modules: The modules of the denoiser. The keys are paths in the denoiser.
@@ -474,7 +476,7 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """Rotate a layer's input ``x`` if needed, quantise it, dequantise it, and return the result."""
+    """Return a layer's input ``x`` after rotation (if needed), quantisation and dequantisation."""
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:
         x = solvers.rotate(x)

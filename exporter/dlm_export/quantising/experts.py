@@ -1,9 +1,9 @@
 """Calibrates experts: counts the tokens of each expert, and collects each expert's inputs.
 
-To limit memory, this module processes one expert at a time. It stores the inputs of a mixture for
-all tokens, in memory or in a memory-mapped file, and selects the inputs of a single expert from
-them. Memory contains only one expert's Gram matrix at a time. If too few tokens are routed to an
-expert, the expert's weights are rounded to nearest. All experts of a stack share an activation
+To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
+all tokens, in memory or in a memory-mapped file, and the inputs of a single expert are selected
+from them. Memory contains only one expert's Gram matrix at a time. If too few tokens are routed to
+an expert, the expert's weights are rounded to nearest. All experts of a layer share an activation
 range, so there is a range even for an expert without tokens.
 """
 
@@ -30,7 +30,7 @@ _NAMED = 6  # maximum number of experts that a message names
 
 
 def member(layer: str, expert: int) -> str:
-    """Return the name of one expert's matrix in a stack."""
+    """Return the name of one expert's matrix in the experts' stack of matrices."""
     return f"{layer}.{expert}"
 
 
@@ -82,7 +82,7 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens ``rows`` (indices), in batches on the layer's device.
+        """Yield the inputs of the tokens with indices ``rows``, in batches on the layer's device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
         """

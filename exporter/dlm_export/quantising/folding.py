@@ -18,8 +18,8 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# All experts of a mixture share the scales of gate and up. AWQ tries each choice of scales on this
-# many experts only.
+# All experts of a mixture share the scales of gate and up. To compare possible scales, AWQ uses
+# this many experts only.
 AWQ_EXPERTS = 8
 
 
@@ -57,7 +57,7 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
     """Return the largest magnitude in each row of a layer's weight, fp32 ``[K]``.
 
-    For a stack, the result contains the largest magnitudes over all experts.
+    For a stack of experts' matrices, the result contains the largest magnitudes over all experts.
     """
     found: np.ndarray
     if layer.is_stacked:
@@ -105,7 +105,7 @@ def _scales_by_expert(
 
     The features are divided by the scales. The function finds each expert's scales from the tokens
     that were routed to the expert. If too few tokens were routed to an expert, SmoothQuant uses the
-    ranges of the whole stack, and AWQ uses scale 1.
+    ranges over all experts, and AWQ uses scale 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

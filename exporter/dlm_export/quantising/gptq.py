@@ -1,8 +1,8 @@
 """Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one.
 
 After rounding a row, GPTQ changes later rows to compensate for the rounding errors. The expensive
-work grows with the cube of the number of inputs. It runs in torch, on a GPU if there is one. The
-codes are computed in numpy, by the functions that define the number formats.
+work grows with the cube of the number of inputs. This work runs in torch, on a GPU if there is one.
+The codes are computed in numpy, by the functions that define the number formats.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dlm_calibration.formats import (
 COMMITTED_WEIGHT = 0.5
 """The factor by which committed positions are multiplied in a Gram matrix.
 
-For masked positions, the factor is 1. It is smaller for committed positions, because decoding uses
-only the predictions at masked positions.
+For masked positions, the factor is 1. The factor is smaller for committed positions, because
+decoding uses only the predictions at masked positions.
 """
 # Number of rows in a batch. A single matrix product applies the errors of a batch to all later
 # rows.
@@ -176,7 +176,8 @@ def gptq(
             f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # There is one row of scales per group. It is computed before the group's first row is rounded.
+    # There is one row of scales per group of rows. The scales are computed before the group's first
+    # row is rounded.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))

@@ -314,7 +314,8 @@ class _Rotation(nn.Module):
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
     """Return the path of a layer's ``nn.Linear`` in the copy.
 
-    If the layer's input is rotated, this path differs from the path in the denoiser.
+    If the layer's input is multiplied by a Hadamard matrix, this path differs from the path in the
+    denoiser.
     """
     return f"{layer}.1" if layer in rotated else layer
 

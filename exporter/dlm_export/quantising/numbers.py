@@ -32,13 +32,13 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # number of a head's columns that the solver rounds at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Group layers by site. All layers of a site have the same input.
+    """Group layers that have the same input. The keys are the layers' sites (see ``LinearSpec``).
 
-    The sites and layers are in the order in which a pass computes the layers.
+    The groups, and the layers in each group, are in the order in which a pass computes them.
     """
     sites: dict[str, list[LinearSpec]] = {}
     for layer in layers:
@@ -93,16 +93,18 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide a site's input by ``scales``, and multiply the rows of its matrices by them.
+        """Divide an input by ``scales``, and multiply the rows of the matrices that use it.
 
-        ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
-        experts.
+        The result of each product stays the same. ``of`` is the site of these matrices (see
+        ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for
+        each of E experts.
         """
         readers = self._readers[of]
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        # Inputs that depend on the same elements of a parameter must share one scale.
+        # With grouped-query attention, several inputs of the output matrix come from the same value
+        # head. These inputs must have the same scale (see ``Fold``).
         if scales.ndim == 1:
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
@@ -163,7 +165,7 @@ class Quantisation:
     def matrix(self, layer: str) -> np.ndarray:
         """Return a layer's unquantised weight, fp32 ``[K, N]``, with folded scales.
 
-        The weight is rotated if the layer's input is rotated.
+        The weight is rotated (multiplied by a Hadamard matrix) if the layer's input is rotated.
         """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
@@ -181,7 +183,7 @@ class Quantisation:
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """Return one expert's quantised weight, which is rounded to nearest if it was not solved."""
+        """Return one expert's quantised weight, rounded to nearest if no solver has rounded it."""
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -197,10 +199,10 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """Return the range that all experts of a stack share, or ``None`` if they do not share one.
+        """Return the weight range that all experts of a stack share, or ``None`` if there is none.
 
-        In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
-        along their inputs, the experts share one range per column.
+        In NVFP4, all experts share one range. If experts are joined into one matrix along their
+        inputs, the experts share one range per column.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -214,7 +216,7 @@ class Quantisation:
         return self._ranges[layer]
 
     def _joined(self, layer: LinearSpec) -> QuantisedWeight:
-        """Return all experts of a stack as one matrix, for ``graph.experts.spread``."""
+        """Return the matrices of all experts as one matrix, for ``graph.experts.spread``."""
         each = [self.expert(layer.path, i) for i in range(layer.count)]
         (first, *_), is_down = each, layer.role == "down"
         along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
@@ -228,9 +230,9 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """Return a layer's quantised weight, which is rounded to nearest if it was not solved.
+        """Return a layer's quantised weight, rounded to nearest if no solver has rounded it.
 
-        A stack of experts becomes one matrix.
+        If ``layer`` is a stack of experts' matrices, they are joined into one matrix.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -280,8 +282,9 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # Solve a head a few columns at a time, because all columns in fp32 would take
-            # gigabytes. This does not change the result, because columns are solved independently.
+            # Round a head a few columns at a time, because all columns in fp32 would take
+            # gigabytes. The result stays the same, because the solver rounds each column
+            # independently.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)

@@ -1,4 +1,4 @@
-"""Chooses the text for calibration and judging, and makes calibration states from the text."""
+"""Chooses texts for calibration and for measuring accuracy, and makes calibration states."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 CALIBRATION_FILE = "calibration.jsonl"
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
 """The shares of masked, trajectory and clean states in each mix. "denoising" is the default. "text"
-contains only clean states, like the calibration data of autoregressive language models.
+contains only clean states (texts without masks), like the calibration data of autoregressive
+language models.
 """
-# Every fourth sample of a file is used for judging. The remaining samples are used for calibration.
+# Every fourth sample of a file is used to measure accuracy. All other samples are used for
+# calibration.
 JUDGED_EVERY = 4
 FEWEST_TOKENS = 32
 """By default, GPTQ rounds an expert's weights if at least this many tokens are routed to the
@@ -60,11 +62,11 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples for calibration and for judging, and the name of the samples' source.
+    """Samples for calibration and for measuring accuracy, and the name of the samples' source.
 
     If ``is_made_up`` is true, the user gave no data, so results say little about the user's task.
-    If ``is_shared`` is true, there were too few samples to split, so ``calibration`` and
-    ``judging`` are the same list.
+    If ``is_shared`` is true, there were too few samples to split, so ``calibration`` (the samples
+    for calibration) and ``judging`` (the samples for measuring accuracy) are the same list.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """Return the name of a preset, and the preset's policy without sampling.
+    """Return a preset's name, and the preset's policy with sampling switched off.
 
     The default preset is the parallel loop that was published for networks of this kind. If there
     is no such preset, raises RequestError, which lists the choices.
@@ -130,12 +132,12 @@ def load_data(
     *,
     is_calibrating: bool = True,
 ) -> Data:
-    """Load the samples for calibration and judging.
+    """Load the samples for calibration and for measuring accuracy.
 
     The samples come from the file in ``options``. If ``options`` contains no file, the samples come
     from the checkpoint's own file. If the checkpoint contains no such file, the built-in samples
     are used. If there is no tokenizer, the samples are random token IDs. If no layer is calibrated,
-    all samples of the file in ``options`` are used for judging. Raises CalibrationError or
+    all samples of the file in ``options`` are used to measure accuracy. Raises CalibrationError or
     RequestError if a file is unusable.
     """
     c = network
@@ -181,12 +183,12 @@ def trajectories(
 ) -> Trajectories:
     """Return a function that generates text for samples, and yields each generation's canvases.
 
-    The first canvas of a generation is the sample with a masked response. Each pass adds one
+    The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
     ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample in total.
     The calls are spread evenly over the decided positions.
     """
-    # Import ``lockstep`` here, because reading data and judging bundles must work without torch.
+    # Import ``lockstep`` here, because reading data and comparing bundles must work without torch.
     from dlm_export.network import lockstep
 
     c = layered.network
@@ -230,8 +232,8 @@ def calibration_states(
 ) -> Iterator[State]:
     """Return the calibration states of ``data.calibration``.
 
-    Trajectory states are canvases from generations of the denoiser. If the mix contains them, this
-    function runs the denoiser.
+    Trajectory states are canvases from generations of the denoiser. If ``options.source`` asks for
+    trajectory states, this function runs the denoiser.
     """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (

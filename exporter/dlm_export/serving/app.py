@@ -43,10 +43,9 @@ OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Requests to these paths need no API key."""
 MOST_ID = 128
 QUICK_BYTES = 1 << 14
-"""A size in bytes.
+"""A limit in bytes for bodies that are checked on the thread of the event loop.
 
-The server checks smaller bodies on the thread of the event loop, and larger bodies on another
-thread.
+Larger bodies are checked on a separate thread.
 """
 
 

@@ -279,7 +279,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format, none for plain text."""
+    """Return the arguments of ``Bundle.constraint`` for a response format (none for text)."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}

@@ -1,4 +1,4 @@
-"""Implements Mercury's path ``/v1/decisions``, which answers questions about a state."""
+"""Implements Mercury's path ``/v1/decisions``, which answers questions about a given situation."""
 
 from __future__ import annotations
 

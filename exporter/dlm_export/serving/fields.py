@@ -40,7 +40,7 @@ Items = Annotated[list[_Item], Field(fail_fast=True)]
 """A list whose check stops at the first wrong item.
 
 Otherwise, checking a million wrong items would take seconds.
-take seconds."""
+"""
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Effort = Literal["instant", "low", "medium", "high"]
 
@@ -340,7 +340,7 @@ VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "Out
 
 
 def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
-    """Return True if the part ``at`` of pydantic's path ``place`` is a type instead of a field."""
+    """Return True if element ``at`` of pydantic's path ``place`` names a type, not a field."""
     part = place[at]
     # In ``questions``, the path contains a question's name, then the question's type.
     if place[0] == "questions" and at in (1, 2):

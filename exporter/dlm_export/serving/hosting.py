@@ -60,7 +60,7 @@ class Model:
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
 
     def note_compiled(self, key: bytes) -> None:
-        """Add a key to ``compiled``. If ``compiled`` has too many keys, remove the oldest key."""
+        """Remember a compiled constraint. Forget the oldest constraint if there are many."""
         self.compiled[key] = None
         if len(self.compiled) > MOST_COMPILED:
             self.compiled.pop(next(iter(self.compiled)))

@@ -16,8 +16,8 @@ MEDIA_TYPES = {
 }
 SOURCES = ("connect-src", "img-src", "script-src", "style-src")
 HEADERS = {
-    # These headers let the page load files and data only from this server. They forbid inline code,
-    # and keep scripts from parsing text as HTML.
+    # These headers let the page load files and data only from this server. The headers also forbid
+    # inline code, and keep scripts from parsing text as HTML.
     "content-security-policy": "; ".join(
         [
             "default-src 'none'",

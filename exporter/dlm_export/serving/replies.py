@@ -206,7 +206,7 @@ def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
 
 
 def _by_text(tokens: Sequence[Scored]) -> dict[str, float]:
-    """Return a dict: text -> log probability of the first token with this text."""
+    """Map each text to the log probability of the first token with this text."""
     found: dict[str, float] = {}
     for text, log_prob in tokens:
         found.setdefault(text, log_prob)

@@ -110,9 +110,9 @@ class ResponseForm:
 
 
 def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the format of the request for the response, which repeats it.
+    """Return the text format that the request asked for. The response repeats this format.
 
-    Only the format of a schema contains other fields, such as the schema's name.
+    Only the format "json_schema" contains more fields than its type, such as the schema's name.
     """
     if wanted is None or wanted["type"] != "json_schema":
         return {"type": "text" if wanted is None else wanted["type"]}

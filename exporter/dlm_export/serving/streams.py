@@ -213,7 +213,7 @@ class Writer(ABC):
         positions = self._positions(job, event)
         ends = set(bundle.eos_token_ids)
         runs: list[list[int]] = []
-        # For each run of decided tokens, the number of undecided positions before it.
+        # For each sequence of adjacent decided tokens, the number of undecided positions before it.
         marks: list[int] = []
         gap, guessed, decided = 0, [], 0
         is_past_end = False

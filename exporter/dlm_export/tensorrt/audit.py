@@ -1,14 +1,15 @@
 """Compares the format of each layer in an engine with the format that the recipe requests.
 
-A layer with another format is a fallback, and must not go unnoticed. In this module, a layer is a
-matrix multiplication. The module path of a layer is part of the names of its nodes in the device
-graph. The formats come from two sources:
+A layer whose format differs is called a fallback. An engine with fallbacks is rejected, unless the
+user allows them. In this module, a layer is a matrix multiplication. The module path of a layer is
+part of the names of its nodes in the device graph. The formats come from two sources:
 
 - The parsed network, which needs no GPU. This network is strongly typed, so each operand of a
   multiplication can be traced back to the operand's dequantisation.
 - The report of the engine inspector, on a device only.
 
-The result maps module paths to format names of recipes.
+The result maps the module path of each layer to its format. Formats have the same names as in
+recipes.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
     Raises AuditError if the engine contains weights in a wider type, or lacks weights.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
-    padding = 4096 * 2048  # bytes of padding in a data file; no denoiser's tensors need more
+    padding = 4096 * 2048  # upper bound for the bytes of padding in a data file
     if not low - padding <= engine_bytes <= high and not allow_fallback:
         raise AuditError(
             f"the engine for {target} was not written: it has {engine_bytes:,} bytes, but its weights have "
@@ -142,8 +143,9 @@ def network_table(network: Any) -> dict[str, str]:
         made = parsed.source(layer.get_input(1))
         # A product of two activations is not a layer. A layer multiplies by a constant.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # If the input of a layer is rotated, two products have the layer's path: the rotation,
-            # and then the layer. The layer's format overwrites the rotation's format.
+            # If the input of a layer is multiplied by a Hadamard matrix, two products have the
+            # layer's path: this multiplication, and then the layer. The layer's format overwrites
+            # the format of this multiplication.
             table[path] = _format(parsed, layer)
     return table
 
@@ -198,8 +200,8 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
     """Return the formats of layers according to the JSON of IEngineInspector.
 
-    The JSON must be made with detailed verbosity. An engine layer contains one or more nodes of the
-    graph. A layer has its ``expected`` format if the engine layer that contains its node has an
+    The JSON must be created with detailed verbosity. An engine layer contains one or more nodes of
+    the graph. A layer has its ``expected`` format if the engine layer that contains its node has an
     input of this format. Otherwise, the result contains the types of the engine layer's inputs
     instead. Raises AuditError if the JSON contains no layers.
     """

@@ -20,7 +20,7 @@ from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOption
 
 @dataclass(frozen=True)
 class Builder:
-    """A TensorRT that can build engines for a target on this machine.
+    """An installed TensorRT that can build engines for a target on this machine.
 
     ``sms`` are compute capabilities times 10: 89 means 8.9.
     """

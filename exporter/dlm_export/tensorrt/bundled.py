@@ -122,8 +122,8 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
                 f"{path.parent}: is a symbolic link, which may lead out of the bundle: not written"
             )
         path.parent.mkdir(exist_ok=True)
-        # A killed process left this file. No other process uses this file, because this process
-        # holds the lock.
+        # A process that was killed left this file. No other process uses this file, because this
+        # process holds the lock.
         for left in path.parent.glob("*.engine.new"):
             left.unlink()
         try:

@@ -37,8 +37,8 @@ from dlm_export.tensorrt.estimate import (
 )
 from dlm_runtime.files import read_bytes
 
-# Warnings with these texts mean that the engine would not compute the whole graph, so such warnings
-# are errors. All other warnings are shown.
+# If a warning contains one of the texts in FATAL_WARNINGS, the engine would not compute the whole
+# graph. Such a warning is treated as an error. All other warnings are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -131,7 +131,7 @@ def build_engine(
         manifest: The bundle's manifest.
         files: A dict that maps the name of each file of the bundle to the file's size and SHA-256.
         target: The device.
-        builder: The TensorRT to use.
+        builder: The installed TensorRT that builds the engine.
         options: Options of the build.
         output: The file to write. After an error, the caller removes this file.
         progress: Receives the phases of the builder.
@@ -220,8 +220,8 @@ def build_engine(
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
     """Build the engine, and write it to a file. If the result is False, the logger has the reason.
 
-    Newer builders write the engine in pieces, so memory never contains both the whole engine and
-    the weights.
+    Newer builders pass the engine to a writer part by part, so memory never contains both the whole
+    engine and the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)

@@ -54,7 +54,7 @@ class Limits:
     """The largest passes of an engine.
 
     A pass without a cache has at most ``canvas`` tokens. A pass with a cache has at most ``block``
-    tokens. At most ``block`` rows are scored.
+    tokens. A pass computes logits for at most ``block`` rows.
     """
 
     canvas: int

@@ -72,7 +72,7 @@ The result is ``None`` for a conversation that the template rejects.
 
 @dataclass(frozen=True)
 class Chat:
-    """The segments of a template. By default, there are no segments.
+    """The segments of a chat template: the texts that it writes around messages.
 
     Roles have the indices 0 to R - 1. The *context* of a message is the index of its role times 2,
     plus 1 if the message is the last message.
@@ -247,7 +247,7 @@ def _holds(
     transform: int,
     contents: Sequence[str],
 ) -> bool:
-    """Return True if the segments give the same text as the template for all of ``contents``.
+    """Return True if the segments and the template give the same text for all of ``contents``.
 
     An example is a conversation, and the position of one message in it. The function puts each text
     in ``contents`` into this message.
@@ -265,8 +265,8 @@ def _holds(
 def _literals(template: str) -> tuple[list[str], list[str]]:
     """Return the string constants of a template in two lists.
 
-    The first list contains the constants that the template searches for in contents. The second
-    list contains all other constants.
+    The first list contains the constants that the template searches for in the contents of
+    messages. The second list contains all other constants.
     """
     from jinja2 import Environment, TemplateError, nodes
 

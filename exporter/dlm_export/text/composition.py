@@ -22,7 +22,7 @@ class Composition:
     """Tables of canonical composition.
 
     - ``classes``, uint8 ``[0x110000]``: the combining class of a mark, STARTS for other characters
-      that may change, and 0 for characters that never change.
+      that composition may change, and 0 for characters that it never changes.
     - ``decompositions``: the full decomposition of characters. The keys are code points.
     - ``pairs``: the composition of two code points.
 
@@ -37,9 +37,10 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """Make the tables from Python's tables, without characters that the library does not know.
+    """Make the tables from Python's tables, without characters that tokenizers does not know.
 
-    The library is tokenizers. ``proof`` checks the result.
+    tokenizers is the Python library of that name, here called the library. The module ``proof``
+    compares the result with the library.
     """
     from tokenizers import normalizers
 

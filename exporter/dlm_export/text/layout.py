@@ -1,4 +1,4 @@
-"""Writes the compiled text file: a header with the sizes of all arrays, and then the arrays.
+"""Writes the file with a compiled tokenizer and chat template: array sizes, then the arrays.
 
 runtime/native/src/text/text_file.cc reads this file.
 """
@@ -30,7 +30,7 @@ WORD_PIECES, DROPS_SPACE = 16, 32
 
 WORD_PIECES: the model is WordPiece. In this case, WHOLE marks the tokens of the vocabulary,
 ``byte_ids`` contains the unknown token, and ``composition`` contains the table that ``word_pieces``
-makes. DROPS_SPACE: pieces that consist of white space are not encoded.
+makes. DROPS_SPACE: parts of the split text that consist of white space are not encoded.
 """
 
 
@@ -38,8 +38,8 @@ makes. DROPS_SPACE: pieces that consist of white space are not encoded.
 class Added:
     """A text that is always encoded as one token.
 
-    If ``is_raw`` is true, the runtime searches the original text for it. Otherwise, the runtime
-    searches the normalised text.
+    If ``is_raw`` is true, the runtime searches the original text for the token's text. Otherwise,
+    the runtime searches the normalised text.
     """
 
     text: bytes
@@ -50,7 +50,7 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class TextTables:
-    """The content of a compiled text file.
+    """The content of a file with a compiled tokenizer and chat template.
 
     - ``tokens``: the text of each token.
     - ``token_flags``: the flags of each token, uint8 ``[V]``.

@@ -1,4 +1,4 @@
-"""Opens a compiled text file in the native library, for proofs, measurements and tests."""
+"""Opens a compiled tokenizer in the native library, for checks, measurements and tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
 
 
 class CompiledText:
-    """A compiled text file in the native library, created from its bytes.
+    """A compiled tokenizer and chat template in the native library, made from a file's bytes.
 
     Raises BundleError if the file is damaged, and RequestError if the library rejects an input.
     """

@@ -1,4 +1,4 @@
-"""Checks that a compiled text file gives the same token ids, text and chats as Python's libraries."""
+"""Checks that a compiled tokenizer gives the same ids, texts and chats as Python's libraries."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def prove_tokens(
 ) -> None:
     """Compare the compiled tokenizer with Python's tokenizer on generated texts and token ids.
 
-    Raises NotCompiled at the first text that the two encode differently, or at the first list of
-    ids that they decode differently.
+    Raises NotCompiled at the first text that the two tokenizers encode differently, or at the first
+    list of ids that they decode differently.
     """
     for special_tokens in (True, False):
         for texts in _parts(samples.lines(lines, vocabulary, added)):

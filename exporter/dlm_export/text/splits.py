@@ -1,6 +1,6 @@
 """Compiles split patterns to automata over character classes.
 
-A tokenizer cuts text at the matches of a regular expression. It matches the expression by
+A tokenizer cuts text at the matches of a regular expression. The tokenizer finds matches by
 backtracking, and uses the leftmost match. If several matches start at the same position, it uses
 the one that backtracking finds first.
 
@@ -132,7 +132,7 @@ def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)
-    # The start of each run of equal entries. There are few runs.
+    # The start of each sequence of equal entries. There are few such sequences.
     starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)
     found, numbers = np.unique(signature[starts], return_inverse=True)
     if len(found) > MOST_CLASSES:
@@ -284,7 +284,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if ``first`` leads to ``last`` without consuming a character."""
+        """Return True if there is a way from ``first`` to ``last`` that consumes no character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -449,7 +449,8 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        # The text starts with a letter, so the pieces alternate between non-digits and digits.
+        # The text starts with a letter, so the parts into which Digits splits it alternate between
+        # non-digits and digits.
         pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
@@ -459,8 +460,8 @@ def _digits() -> np.ndarray:
 def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
-    The result contains no surrogates. In some planes, only the first character was tested. If it is
-    in the set, the result contains the whole plane.
+    The result contains no surrogates. In some of Unicode's planes, only the first character was
+    tested. If it is in the set, the result contains the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -468,14 +469,14 @@ def _filled(members: np.ndarray) -> np.ndarray:
     return members
 
 
-# Planes that are empty or for private use. All code points of such a plane behave alike, so only
-# the first code point is tested.
+# Unicode's planes that are empty or for private use. All code points of such a plane behave alike,
+# so only the first code point is tested.
 _ALIKE = (*range(4, 14), 15, 16)
 
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Return the characters to test: texts, each with the code point of its first character."""
+    """Return the characters to test, as pairs: a code point, and a text that starts with it."""
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

@@ -49,7 +49,8 @@ NFD sorts them, and stripping accents does not remove them. The first mark has t
 class.
 """
 _AT_ONCE = 1 << 16  # number of characters per call of the tokenizers library
-# Classes of characters for BERT's pre-tokenizer; _ALONE is punctuation.
+# Classes of characters for BERT's pre-tokenizer: letters of words, white space, and punctuation
+# (_ALONE), each of which becomes a separate word.
 _WORD, _SPACE, _ALONE = 0, 1, 2
 
 Part = Mapping[str, Any]
@@ -75,8 +76,8 @@ def of_word_pieces(
 ) -> TextTables:
     """Make the tables of a WordPiece tokenizer. Raises NotCompiled.
 
-    ``splits_of`` returns the splits of a pre-tokenizer other than BERT's. ``around`` contains the
-    tokens around a prompt.
+    ``splits_of`` is a function that returns the split patterns of a pre-tokenizer other than
+    BERT's. ``around`` contains the tokens that the tokenizer puts before and after a prompt.
     """
     if model["continuing_subword_prefix"] != PREFIX:
         raise NotCompiled(
@@ -118,10 +119,10 @@ def of_word_pieces(
 
 
 def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tuple[str, int]]:
-    """Return the text of each token after other tokens, and the token's flags.
+    """Return each token's text in the middle of a decoded text, and the token's flags.
 
-    At the start of a text, a token may have a different text. Raises NotCompiled if the runtime
-    could not derive that text from the returned text.
+    At the start of a decoded text, a token may stand for a different text. Raises NotCompiled if
+    the runtime could not derive this text from the returned text.
     """
     if [part["type"] for part in decoders] == ["Fuse"]:
         if any(name.startswith(PREFIX) for name in names.values()):
@@ -158,8 +159,9 @@ def _bert_splits() -> Splits:
     split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
     classes = np.zeros(CODE_POINTS, np.uint8)
     for letters in _chunks():
-        # Put a letter before each character. A piece with a single character is then such a letter,
-        # or a character that BERT splits off.
+        # Put a letter before each character, and let BERT's pre-tokenizer split the result into
+        # parts. A part with a single character is then such a letter, or a character that BERT
+        # splits off.
         kinds = np.full(2 * len(letters) + 1, _SPACE, np.uint8)
         for _, (first, last) in split("a" + "".join(f"{letter}a" for letter in letters)):
             kinds[first:last] = _ALONE if last - first == 1 else _WORD

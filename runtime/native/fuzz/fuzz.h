@@ -39,8 +39,8 @@ inline bool is_sentence(std::string_view text) {
   return true;
 }
 
-// Returns true for a status that an invalid input may cause. DLM_INTERNAL is not one of them,
-// because it always means a defect.
+// Returns true for a status that invalid input may cause. Returns false for DLM_INTERNAL, because
+// this status always means a defect.
 inline bool is_refusal(dlm_status status) {
   return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
 }
@@ -75,8 +75,8 @@ class Input {
 };
 
 // Mutates a file of little-endian int32 numbers. The numbers start at offset `first`. Most
-// mutations change a number in place, so that the sizes in the header stay right. Other mutations
-// use libFuzzer's own mutator.
+// mutations change a number in place, so that the sizes in the file's header stay right. Other
+// mutations use libFuzzer's own mutator.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {

@@ -3,8 +3,8 @@
 // message.
 //
 // The input consists of four bytes that select the request, and the automaton file without its
-// SHA-256. The target appends the SHA-256. If the file is only a little too short, the target first
-// adds the missing data.
+// SHA-256. The target appends the SHA-256. If the file is only a little too short for the sizes in
+// its header, the target first adds the missing data.
 #include <algorithm>
 #include <vector>
 

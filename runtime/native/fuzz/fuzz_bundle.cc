@@ -3,8 +3,8 @@
 //
 // The input is manifest.json, followed by a NUL and the contents of the listed files. Each content
 // is cut, or padded with zeros, to the listed size. If the manifest contains 64 letters "a", the
-// target replaces them with the SHA-256 of the first file. Otherwise a wrong hash would always end
-// the run before the code after the hash check.
+// target replaces them with the SHA-256 of the first file. Without this, the hash check would
+// always fail, and the run would never reach the code after the check.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -120,8 +120,8 @@ void ask(dlm_bundle* bundle) {
   dlm_request request;
   dlm_request_init(&request, sizeof request);
   request.max_new_tokens = 1;
-  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // must fail, because there is
-                                                                      // no engine
+  // This call must fail, because there is no engine.
+  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);
   CLAIM(fuzz::is_sentence(dlm_session_last_error(session)));
   dlm_session_destroy(session);
 }

@@ -25,7 +25,7 @@ constexpr const char* kStrings[] = {
     "dynamic",  "factor", "entropy_bound", "timestep",      "sequential", ">",      "edit",
     "prefix",   "dual",   "block",         "block-dual",    "none",       "reuse",  "draw",
     "marginal", "floor",  "end",           "no such %s\x1b"};
-constexpr dlm_status kOwn = 77;  // status of a failing pass callback
+constexpr dlm_status kOwn = 77;  // the status that a pass callback returns when it fails
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
 
@@ -146,7 +146,8 @@ class World {
     return made;
   }
 
-  // Fills the array of given tokens. A few tokens are outside the vocabulary.
+  // Fills `tokens_` with up to 19 random tokens of a prompt, and returns their number. In rare
+  // cases, the first token is outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
     tokens_.resize(count);
@@ -312,7 +313,7 @@ class World {
     constexpr const char* kTexts[] = {"a", "b", "c", "\xC3\xA9", "\xEF\xBF\xBD"};
     std::string text;
     for (size_t i = 0; i < count; ++i) text += kTexts[static_cast<size_t>(tokens[i]) % 5];
-    if (world.input_.byte() % 64 == 63) text += "\xFF";  // not UTF-8
+    if (world.input_.byte() % 64 == 63) text += "\xFF";  // invalid UTF-8
     *size = text.size();
     if (capacity > 0) std::memcpy(string, text.data(), std::min(capacity, text.size()));
     return world.input_.byte() % 64 == 63 ? kOwn : DLM_OK;

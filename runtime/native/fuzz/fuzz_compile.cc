@@ -3,7 +3,8 @@
 // for time, memory and the size of the automaton.
 //
 // The input starts with six bytes that choose the options. Then come four texts, each of which ends
-// with a NUL: the content, the text before it, the text after it, and the tokens.
+// with a NUL: the content of the constraint, the fixed text before the generated text, the fixed
+// text after it, and the tokens of the vocabulary.
 #include <time.h>
 
 #include <algorithm>
@@ -62,7 +63,8 @@ struct Tokens {
 
 int32_t first_token(void* user, const char* string, size_t size) {
   const auto& tokens = *static_cast<const Tokens*>(user);
-  if (tokens.kind == 1) return static_cast<int32_t>(size * 37 % 997) - 20;  // any result is allowed
+  // The callback may return any number.
+  if (tokens.kind == 1) return static_cast<int32_t>(size * 37 % 997) - 20;
   int32_t best = -1;
   for (size_t i = 0; i < tokens.texts.size(); ++i) {
     const std::string& token = tokens.texts[i];
@@ -74,7 +76,7 @@ int32_t first_token(void* user, const char* string, size_t size) {
 }
 
 // Returns one of the shortest texts of an automaton. Each token of the text reduces the distance to
-// the end by one. The text stops at the end token.
+// the end by one.
 std::string shortest_text(const dlm::Automaton& automaton, const Tokens& tokens) {
   std::string text;
   size_t state = 0;
@@ -122,7 +124,7 @@ bool is_json(std::string_view text) {
 int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const bool counts = __sanitizer_install_malloc_and_free_hooks(count_new, count_freed) > 0;
   CLAIM(counts);
-  // The kinds whose content is compiled.
+  // The kinds of constraints that the library compiles.
   static constexpr int32_t kKinds[] = {DLM_CONSTRAINT_REGEX,    DLM_CONSTRAINT_SCHEMA,
                                        DLM_CONSTRAINT_ENUM,     DLM_CONSTRAINT_JSON_OBJECT,
                                        DLM_CONSTRAINT_TREE,     DLM_CONSTRAINT_GRAMMAR,
@@ -188,7 +190,8 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CLAIM(memory <= static_cast<int64_t>(2 * kMemory + kOtherMemory));
   if (status != DLM_OK) return 0;
   const dlm_automaton_info& info = *dlm_automaton_describe(automaton);
-  // The limit is one higher here, because there is one more state after the end token.
+  // The automaton may have one more state than the limit, because the state after the end token
+  // does not count.
   CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);
   if (kind == DLM_CONSTRAINT_DECISIONS) {  // an automaton of this kind cannot be written
     dlm_automaton_destroy(automaton);

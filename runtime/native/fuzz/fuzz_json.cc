@@ -1,6 +1,7 @@
-// A fuzz target that parses any text as JSON. Parsing must either fail with a line number or return
-// a tree. All accessors of the tree must return or throw. When the target writes the tree, parses
-// the written text and writes it again, both written texts must be equal.
+// A fuzz target that parses any text as JSON. Parsing must either fail with an error message that
+// contains a line number, or return a tree. All accessors of the tree must return or throw. When
+// the target writes the tree, parses the written text and writes it again, both written texts must
+// be equal.
 #include "base/error.h"
 #include "base/json.h"
 #include "base/utf8.h"
@@ -21,7 +22,8 @@ void walk(const dlm::json::Value& value) {
   CLAIM(value.line() >= 1 && !value.path().empty() && value.path().size() < 1000);
   CLAIM(dlm::is_utf8(value.key()));
   using Kind = dlm::json::Value::Kind;
-  switch (value.kind()) {  // not every accessor is called, because errors are slow
+  // Calls only some accessors for each kind, because throwing errors is slow.
+  switch (value.kind()) {
     case Kind::null:
       ask([&] { value.refuse("it is refused"); });
       break;

@@ -12,7 +12,7 @@
 
 size_t LLVMFuzzerMutate(uint8_t*, size_t size, size_t) {
   return size;
-}  // replay does not use custom mutators
+}  // this program ignores custom mutators
 
 int main(int argc, char** argv) {
   std::vector<std::filesystem::path> paths;

@@ -1,18 +1,20 @@
 /* dlm_runtime.h: the C ABI of libdlm_runtime, the native runtime of dlm-export.
  *
  * The library opens a bundle, which is a folder that `dlm-export build` wrote. It then uses the
- * bundle's denoiser to fill the mask tokens of a canvas:
+ * bundle's denoiser to fill the mask tokens of a canvas, which is an array of token ids:
  *
  *   dlm_bundle_open -> dlm_session_create -> dlm_session_generate -> read dlm_result
  *
- * A request (dlm_request) describes a canvas and how to fill its mask tokens. There are two ways to
- * run requests. A session runs requests on the caller's thread. A scheduler (dlm_scheduler) accepts
- * requests from any thread, and one thread of the program runs them. Both return the same results
- * (dlm_result).
+ * A request (dlm_request) describes a canvas and how to fill its mask tokens. There are two ways
+ * to run requests. A session runs requests on the caller's thread. A scheduler (dlm_scheduler)
+ * accepts requests from any thread, and one thread of the program runs them. A session and a
+ * scheduler return the same results (dlm_result).
  *
  * Conventions
- * - A call that can fail returns dlm_status. If the call also has a result, its last argument is an
- *   address to which it writes the result. If the call fails, it writes NULL or 0 there.
+ * - A function that can fail returns dlm_status. If it also has a result, its last argument is
+ *   an address to which it writes the result. If the call fails, it writes NULL or 0 there. In a
+ *   comment, "NOT_FOUND if the file is missing" means that the call returns DLM_NOT_FOUND if the
+ *   file is missing.
  * - The caller must destroy each object that it creates. Destroying NULL does nothing. The library
  *   uses the caller's pointers only during the call, unless the comment of a function or field says
  *   otherwise.
@@ -33,8 +35,8 @@
  *   time may use a session or a job. As an exception, any thread may call dlm_session_cancel and
  *   dlm_job_cancel at any time. A bundle must outlive its sessions and schedulers.
  * - The library prints nothing, keeps no global state, never calls exit, and throws no exception.
- * - Text is UTF-8. A text that is passed without its size must end with a NUL. Token ids are int32.
- *   A canvas is an array of token ids. */
+ * - Text is UTF-8. A text that is passed without its size must end with a NUL. Token ids are
+ *   int32. */
 #ifndef DLM_RUNTIME_H
 #define DLM_RUNTIME_H
 
@@ -60,8 +62,8 @@ enum {
   DLM_NOT_FOUND = 2,        /* a bundle, a file of the bundle, or a preset does not exist */
   DLM_BAD_BUNDLE = 3,       /* the bundle is damaged, or has a version that this library does not
                                know */
-  DLM_UNSUPPORTED = 4,      /* the request is valid, but this library or this denoiser does not
-                               support it */
+  DLM_UNSUPPORTED = 4,      /* the request is valid, but this library or the bundle's denoiser
+                               does not support it */
   DLM_ENGINE_FAILED = 5,    /* the engine reported an error, or returned results that are not
                                finite */
   DLM_OUT_OF_MEMORY = 6,    /* the host or the device has run out of memory */
@@ -75,28 +77,29 @@ DLM_API const char* dlm_status_name(dlm_status status); /* returns a static stri
 
 /* ---- Denoisers and passes -------------------------------------------------------------------- */
 
-/* The properties of a denoiser that the decoding loop needs. The comments in this header use these
- * letters for sizes of arrays: B requests in a pass, T tokens that the pass computes for each
- * request, S cached tokens of each request, R scored rows of each request, V tokens in the
- * vocabulary, and K candidates per row. */
+/* The properties of a denoiser that the decoding loop needs. The comments in this header use
+ * these letters for sizes of arrays: B requests in a pass, T tokens that the pass computes for
+ * each request, S cached tokens of each request, R scored rows of each request (rows for which
+ * the pass predicts tokens), V tokens in the vocabulary, and K candidates per row. */
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V, 3..16777216 */
   int32_t mask_token_id;     /* 0..V-1 */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;  /* number of key and value heads in every layer, 1..4096; 0 if layers differ
-                        (only in a bundle from files) */
-  int32_t head_size; /* size of a head in every layer, 1..4096; 0 if layers differ (only in a bundle
-                        from files) */
+  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. A bundle from
+                                files may have layers with different numbers of heads; then 0 */
+  int32_t head_size;         /* size of a head in every layer, 1..4096. A bundle from files may have
+                                layers with different sizes; then 0 */
   int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
-  int32_t kv_element_bytes; /* bytes of a number in a key or value: 4 for fp32, 2 for fp16 or bf16,
-                               1 for int8. With int8, each row also stores a scale of 2 bytes */
+  int32_t kv_element_bytes; /* size in bytes of each number in the cached keys and values: 4 for
+                               fp32, 2 for fp16 or bf16, 1 for int8. With int8, each row also
+                               stores a scale of 2 bytes */
   int32_t shift;            /* 1 if the row of position i predicts position i + 1; 0 if the row
                                predicts position i */
   int32_t has_cache;        /* 1 if passes can read and write cached keys and values; 0 if not */
-  const int32_t* eos_token_ids; /* [eos_count], ids of the end tokens, 0..V-1. The mask token must
-                                   not be an end token */
+  const int32_t* eos_token_ids; /* [eos_count], ids of the end tokens, 0..V-1. The mask token
+                                   must not be one of them */
   size_t eos_count;             /* 0..1024 */
   int64_t visible_block;  /* 0..16777216. 0: attention is full, which means that every row sees all
                              positions. n > 0: attention is block-causal. Then each block has n
@@ -107,10 +110,11 @@ typedef struct dlm_denoiser {
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
-/* One pass of the denoiser over B independent canvases. The pass covers the same positions of all
- * canvases. The engine reads the const arrays and writes the other arrays. In each layer, keys and
- * values are arrays of the shape [B, kv_heads, rows, head_size]. `rows` is S for past keys and
- * values, and T for present keys and values. Keys already contain the position encoding. */
+/* One pass of the denoiser over B independent canvases. The pass computes the same positions in
+ * all canvases. The engine reads the const arrays and writes the other arrays. In each layer,
+ * keys and values are arrays of the shape [B, kv_heads, rows, head_size]. `rows` is S for past
+ * keys and values, and T for present keys and values. Keys already contain the position
+ * encoding. */
 typedef struct dlm_pass {
   size_t struct_size;
   int32_t batch;               /* B; above 1 only with guidance, or if several requests share the
@@ -118,7 +122,8 @@ typedef struct dlm_pass {
   int32_t tokens;              /* T */
   int32_t cached;              /* S */
   int32_t rows;                /* R */
-  int32_t layers;              /* length of each of the four arrays of pointers */
+  int32_t layers;              /* number of layers, which is the length of each of the four
+                                  arrays of pointers */
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas */
   const int64_t* score_rows;   /* [B, R], 0..T-1: the rows to score */
@@ -150,44 +155,52 @@ typedef struct dlm_policy {
   size_t struct_size;
   const char* select;  /* "argmax" (default): take the most likely token | "sample": draw a token
                           at random, at `temperature` */
-  const char* score;   /* "confidence" (default) | "margin" | "entropy" | "random" */
-  const char* commit;  /* "static" (default) | "threshold" | "dynamic" | "factor" |
-                          "entropy_bound" | "timestep" | "sequential" */
+  const char* score;   /* how positions are scored: "confidence" (default) | "margin" | "entropy"
+                          | "random" */
+  const char* commit;  /* the rule that chooses which positions commit: "static" (default) |
+                          "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" |
+                          "sequential" */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
   const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided,
                           further passes may replace its tokens; see edit_threshold */
-  const char*
-      cache; /* "none" (default) | "prefix", "dual": for full attention | "block", "block-dual":
-                for block-causal attention. With "block-dual", some passes run only a sub-block */
-  const char* stop;        /* "eos" (default): if a finished block contains an end token, later
-                              blocks are not generated | "none": all blocks are generated */
-  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block. With
-                              block-causal attention, the first block starts at position 0, and
-                              block_length must be a multiple of visible_block. Then the value 0
-                              means visible_block */
-  int32_t steps_per_block; /* planned number of passes per block, 0..16777216. 0 (default): one pass
-                              per token */
-  int32_t refresh;         /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default): the
-                              first pass of every block runs the whole canvas. N: only the first
-                              pass of the first block runs the whole canvas. The first pass of a
-                              later block runs the positions that the block's other passes run. It
-                              also runs the previous block, and at least the N tokens before the
-                              later block */
-  double threshold;        /* for commit "threshold" and "dynamic", 0..1 (0.9) */
-  double factor;           /* for commit "factor", 0..1e9 (1) */
-  double entropy_bound;    /* for commit "entropy_bound", nats, 0..1e9 (0.1) */
-  double timestep_eps;     /* for commit "timestep", 1e-9..1 (1e-3) */
+  const char* cache; /* which keys and values passes reuse: "none" (default) | "prefix", "dual": for
+                        full attention | "block", "block-dual": for block-causal attention. With
+                        "block-dual", some passes run only a sub-block */
+  const char* stop;  /* "eos" (default): if a finished block contains an end token, later
+                        blocks are not generated | "none": all blocks are generated */
+  int32_t block_length;    /* length of a block in tokens, 0..16777216 (32). 0: all new tokens
+                              are one block. With block-causal attention, the first block starts
+                              at position 0, and block_length must be a multiple of
+                              visible_block. Then the value 0 means visible_block */
+  int32_t steps_per_block; /* planned number of passes for each block, 0..16777216. 0 (default):
+                              one pass per token */
+  int32_t refresh;         /* a number of tokens, 0..16777216, for cache "prefix" and "dual". 0
+                              (default): the first pass of every block runs the whole canvas.
+                              Otherwise: only the first pass of the first block runs the whole
+                              canvas. The first pass of a later block runs the positions that the
+                              block's other passes run. It also runs the previous block, and at
+                              least this number of tokens before the later block */
+  double threshold;        /* for commit "threshold" and "dynamic": positions commit if their
+                              score is at least this number (or above it, see compare), 0..1
+                              (0.9) */
+  double factor;           /* for commit "factor": a higher factor commits more positions per
+                              pass, 0..1e9 (1) */
+  double entropy_bound;    /* for commit "entropy_bound": a higher bound commits more positions
+                              per pass; in nats, 0..1e9 (0.1) */
+  double timestep_eps;     /* for commit "timestep": the last time step of the schedule, 1e-9..1
+                              (1e-3) */
   double temperature; /* the logits are divided by this number. For select "sample": above 0, up to
                          1e300. For select "argmax": 0 (default) */
   uint64_t seed; /* seed for score "random" and select "sample" (0). The same seed gives the same
-                    text for every engine, number of threads and batch size, unless floating-point
-                    noise of the engine changes the text */
-  const char* store; /* for cache "block": how the keys and values of a finished block are stored.
-                        "pass" (default): one more pass over the block stores exact rows | "open":
-                        this pass also runs the next block, and commits tokens there; the final
-                        canvas is the same as with "pass" | "reuse": the rows of the block's last
-                        pass are stored, although some tokens of the block were still masked in that
-                        pass */
+                    text with every engine, number of threads and batch size, unless rounding
+                    differences between engines change the text */
+  const char* store;        /* for cache "block": how the keys and values of a finished block are
+                               stored. "pass" (default): one more pass over the block stores
+                               exact rows | "open": like "pass", but the additional pass also
+                               runs the next block, and commits tokens there; the final canvas is
+                               the same as with "pass" | "reuse": the rows of the block's last
+                               pass are stored, although some tokens of the block were still
+                               masked in that pass */
   int32_t sub_block_length; /* for block-causal attention, 0..16777216: length of a sub-block in
                                tokens. Each block is divided into sub-blocks, which are decided one
                                after another. block_length must be a multiple of sub_block_length. 0
@@ -210,9 +223,9 @@ typedef struct dlm_policy {
   double cfg_scale;     /* w, the scale of classifier-free guidance, 0..1000. 0 (default): no
                            guidance. Above 0: each pass also runs a second canvas, in which mask
                            tokens replace all given tokens. The guided logits are without + (w +
-                           1)(with - without). Here `with` are the logits of the first canvas, and
-                           `without` those of the second canvas. The request fails with UNSUPPORTED
-                           if the engine can run only one canvas per pass */
+                           1)(with - without). Here `with` are the logits of the first canvas,
+                           and `without` are the logits of the second canvas. The request fails
+                           with UNSUPPORTED if the engine can run only one canvas per pass */
   const char* schedule; /* for commit "static", "dynamic" and "sequential": how many positions each
                            planned pass commits. "masked" (default): the masked positions of the
                            block are divided evenly among the passes | "block": all positions of the
@@ -224,12 +237,13 @@ typedef struct dlm_policy {
                            "end" has no effect if the last position is given or is the only masked
                            position, if the denoiser has no end token, or if the request has a
                            constraint */
-  int32_t reuse_prompt; /* for full attention with cache "prefix" or "dual" and refresh above 0. 1:
-                           the request reuses keys and values of an earlier request whose prompt
-                           starts with the same tokens. It does not reuse those of the last
-                           `refresh` tokens before the first block. The result is an approximation,
-                           because reused keys and values also depend on later tokens of the earlier
-                           request. 0 (default): the request computes its whole prompt */
+  int32_t reuse_prompt; /* for full attention with cache "prefix" or "dual" and refresh above 0.
+                           1: the request reuses keys and values of an earlier request whose
+                           prompt starts with the same tokens. But it computes the keys and
+                           values of the last `refresh` tokens before the first block itself. The
+                           result is an approximation, because reused keys and values also depend
+                           on later tokens of the earlier request. 0 (default): the request
+                           computes its whole prompt */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */
@@ -243,8 +257,9 @@ typedef struct dlm_policy_field {
   size_t offset;              /* bytes from the start of dlm_policy */
   const char* const* choices; /* for DLM_FIELD_CHOICE: the possible strings, followed by NULL; the
                                  first string is the default. For other kinds: NULL */
-  double initial;             /* the default; not for DLM_FIELD_CHOICE */
-  double lowest, highest;     /* the range, including both ends; not for DLM_FIELD_CHOICE */
+  double initial;             /* the default value; unused for DLM_FIELD_CHOICE */
+  double lowest, highest;     /* the smallest and the largest valid value; unused for
+                                 DLM_FIELD_CHOICE */
 } dlm_policy_field;
 enum {
   DLM_FIELD_CHOICE = 0, /* the field is a const char* */
@@ -254,7 +269,8 @@ enum {
 };
 
 /* Returns the field with this index. The first field after struct_size has the index 0, and the
- * order is that of dlm_policy. Returns NULL after the last field. The result is static. */
+ * other fields follow in the order of dlm_policy. Returns NULL after the last field. The result
+ * is static. */
 DLM_API const dlm_policy_field* dlm_policy_field_at(size_t index);
 
 /* ---- Bundle ---------------------------------------------------------------------------------- */
@@ -292,15 +308,16 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  *
  * On a CPU, "onnxruntime" uses the kernels of this library if they are faster than those of ONNX
  * Runtime. There are several kernel sets: "amx-int8", "avx512-vnni", "avx-vnni", "avx2" and
- * "neon-dotprod". The library uses the first of them that the processor supports. $DLM_KERNELS
- * selects another set, or "none". To find out whether "amx-int8" works, the library asks the
- * operating system for permission to use AMX registers. In threads that use these registers, signal
- * frames are then 8 KiB larger.
+ * "neon-dotprod". The library uses the first of these sets that the processor supports.
+ * $DLM_KERNELS selects another set, or "none". To find out whether "amx-int8" works, the library
+ * asks the operating system for permission to use AMX registers. In threads that use these
+ * registers, signal frames are then 8 KiB larger.
  *
  * The official builds of ONNX Runtime store a device id and send telemetry, unless
  * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. If the variable is not set, opening a
- * bundle with engine "onnxruntime" sets it to 1. Changing the environment is not safe while another
- * thread reads it. If your program has such threads, set the variable before you start them.
+ * bundle with engine "onnxruntime" sets it to 1. Changing the environment is not safe while
+ * another thread reads it. If your program starts threads that read the environment, set the
+ * variable before you start them.
  *
  * GPU providers need a build of ONNX Runtime 1.24 or newer that includes the provider
  * (onnxruntime-gpu). They also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by default
@@ -315,12 +332,13 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
 /* One of the kernel sets of this library. */
 typedef struct dlm_kernel_set {
   const char* name;
-  const char* refusal; /* why the set cannot run on this processor; NULL if it can */
+  const char* refusal; /* the reason why the set cannot run on this processor; NULL if the set
+                          can run */
 } dlm_kernel_set;
 
-/* Returns the kernel set with this index, or NULL if the index is too large. The first index is 0.
- * The sets are those for the processor architecture of this library, fastest first. The result is
- * static. */
+/* Returns the kernel set with this index, or NULL if the index is too large. The first index is
+ * 0. The list contains the sets for the processor architecture for which this library was built,
+ * fastest first. The result is static. */
 DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 
 /* Opens the bundle in the folder `path`, checks it, and loads its engine. options may be NULL. If
@@ -351,21 +369,22 @@ typedef struct dlm_bundle_info {
 DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* returns NULL if
                                                                                  bundle is NULL */
 
-/* Loads a prompt cache that dlm_session_save_prompt_cache wrote with the same bundle. After that,
- * requests of all sessions and schedulers of the bundle use its keys and values if their prompts
- * start with the same tokens. Any thread may call this function. The library maps the file into
- * memory, so the file must not change until the bundle is destroyed. To save a new version, replace
- * the file. NOT_FOUND if the file is missing. BAD_BUNDLE if it is damaged, or was saved with
- * another bundle. UNSUPPORTED as for dlm_session_save_prompt_cache. */
+/* Loads a prompt cache that dlm_session_save_prompt_cache wrote with the same bundle. After
+ * that, requests of all sessions and schedulers of the bundle use its keys and values if their
+ * prompts start with the same tokens. Any thread may call this function. The library maps the
+ * file into memory, so the file must not change until the bundle is destroyed. To save a new
+ * version, replace the file. NOT_FOUND if the file is missing. BAD_BUNDLE if it is damaged, or
+ * was saved with another bundle. UNSUPPORTED for the same reasons as in
+ * dlm_session_save_prompt_cache. */
 DLM_API dlm_status dlm_bundle_load_prompt_cache(dlm_bundle* bundle, const char* path, char* message,
                                                 size_t message_capacity);
 
-/* Sets *policy to a preset of the bundle. Call dlm_policy_init on *policy first. preset is a name,
- * or NULL for the bundle's default preset. effort is NULL, or the name of an effort level:
- * "instant", "low", "medium" or "high". An effort level is a tuned version of the preset. "instant"
- * needs the fewest passes. A bundle contains effort levels for only one of its presets.
- * INVALID_ARGUMENT if it contains none for the given preset. NOT_FOUND if preset or effort is an
- * unknown name; the message lists the valid names. */
+/* Sets *policy to a preset of the bundle. Call dlm_policy_init on *policy first. preset is a
+ * name, or NULL for the bundle's default preset. effort is NULL, or the name of an effort level:
+ * "instant", "low", "medium" or "high". An effort level is a tuned version of the preset.
+ * "instant" needs the fewest passes. A bundle contains effort levels for only one of its
+ * presets. INVALID_ARGUMENT if the bundle contains no effort levels for the given preset.
+ * NOT_FOUND if preset or effort is an unknown name; the message lists the valid names. */
 DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset,
                                      const char* effort, char* message, size_t message_capacity,
                                      dlm_policy* policy);
@@ -374,9 +393,9 @@ DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* prese
 
 /* A tokenizer and a chat template, compiled into the bundle's text file. A dlm_text returns the
  * same token ids as the Hugging Face tokenizers library, and renders the same chats as Jinja.
- * `dlm-export build` compares both, and writes no text file if there is a difference. Any number of
- * threads may use a dlm_text at the same time. Each string is passed with its size in bytes, and
- * may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
+ * `dlm-export build` compares the ids and the chats, and writes no text file if there is a
+ * difference. Any number of threads may use a dlm_text at the same time. Each string is passed
+ * with its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
 typedef struct dlm_text dlm_text;
 
 /* Returns the dlm_text of the bundle, which the bundle owns. The first call reads the text file.
@@ -388,11 +407,12 @@ DLM_API dlm_status dlm_bundle_text(dlm_bundle* bundle, char* message, size_t mes
  * BAD_BUNDLE if the data is damaged. */
 DLM_API dlm_status dlm_text_read(const void* data, size_t size, char* message,
                                  size_t message_capacity, dlm_text** text);
-DLM_API void dlm_text_destroy(dlm_text* text); /* not for a result of dlm_bundle_text */
+DLM_API void dlm_text_destroy(dlm_text* text); /* must not be called for a result of
+                                                  dlm_bundle_text */
 
 /* Flags of dlm_text_encode and dlm_chat_encode. */
 enum {
-  DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts around a prompt */
+  DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts before and after a prompt */
   DLM_ENCODE_SPECIAL = 2 /* encode the text of a special token, such as "<|eos|>", as this special
                             token; without this flag, it is encoded as ordinary text */
 };
@@ -420,20 +440,20 @@ typedef struct dlm_message {
   size_t content_size; /* bytes */
 } dlm_message;
 
-/* Renders a chat as text. The text ends where the assistant's reply starts. size and capacity have
- * the same meaning as in dlm_text_decode. UNSUPPORTED if the template needs more than the contents
- * of messages between fixed texts. Then the error message gives the index of the chat message and
- * the reason. */
+/* Renders a chat as text. The text ends where the assistant's reply starts. size and capacity
+ * have the same meaning as in dlm_text_decode. UNSUPPORTED if the template does more than put
+ * fixed texts around the contents of messages. Then the error message gives the reason, and the
+ * index of the chat message. */
 DLM_API dlm_status dlm_chat_render(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, char* message, size_t message_capacity,
                                    char* string, size_t capacity, size_t* size);
 
-/* Encodes a chat. The ids end where the assistant's reply starts. Special tokens that the template
- * writes are encoded as special tokens. If the content of a message contains the text of a special
- * token, it is encoded as ordinary text, unless flags is DLM_ENCODE_SPECIAL. Do not use
- * dlm_chat_render and dlm_text_encode instead, because the rendered text does not show which
- * special tokens come from the template. count and capacity have the same meaning as in
- * dlm_text_encode. */
+/* Encodes a chat. The ids end where the assistant's reply starts. Special tokens that the
+ * template writes are encoded as special tokens. If the content of a message contains the text
+ * of a special token, this text is encoded as ordinary text, unless flags is DLM_ENCODE_SPECIAL.
+ * Do not use dlm_chat_render and dlm_text_encode instead, because the rendered text does not
+ * show which special tokens come from the template. count and capacity have the same meaning as
+ * in dlm_text_encode. */
 DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, int32_t flags, char* message,
                                    size_t message_capacity, int32_t* tokens, size_t capacity,
@@ -459,7 +479,7 @@ enum {
                                      docs/guides/c-api.md lists the members of the JSON objects */
   DLM_CONSTRAINT_GRAMMAR = 5,     /* a context-free grammar in GBNF, the notation of llama.cpp */
   DLM_CONSTRAINT_COMPILED = 6, /* data that dlm_automaton_write or dlm-export compile has written */
-  DLM_CONSTRAINT_FILE = 7,     /* path of a file that contains such data */
+  DLM_CONSTRAINT_FILE = 7,     /* path of a file with the data of a compiled constraint */
   DLM_CONSTRAINT_DECISIONS = 8 /* the questions of a decision, as JSON: {"parts": [...], "is_open":
                                   false}. A part is either a fixed text or a question. A question is
                                   a list of 1 to 255 options. The generated text consists of all
@@ -486,16 +506,18 @@ typedef struct dlm_constraint {
   const char* behind;  /* fixed text after the generated text; NULL: no such text (NULL) */
 
   /* Options for JSON. */
-  const char* item_separator; /* text between items and between properties (",") */
+  const char* item_separator; /* text between the items of an array, and between the properties
+                                 of an object (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
-  int32_t indent;    /* spaces of indentation per level, 0..64; then each item is on a separate
-                        line. -1: the JSON text has no line breaks (-1) */
+  int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64. Each
+                        item is then on a separate line. -1: the JSON text has no line breaks
+                        (-1) */
   int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
                         (0) */
-  int32_t max_depth; /* largest number of times that a recursive schema may contain itself, 0..64.
-                        This is also the largest nesting depth of a value for which the schema
-                        allows anything, and of recursive references in a grammar. -1 (default): 3,
-                        or less if the automaton would exceed the limits */
+  int32_t max_depth; /* largest number of times that a recursive schema may contain itself,
+                        0..64. This is also the largest nesting depth of a value for which the
+                        schema allows anything, and of recursive references in a grammar. -1
+                        (default): 3, or less if the automaton would be too large */
   int32_t any_order; /* 1: the properties of an object with at most 6 properties may be in any
                         order. 0 (default): properties are in the order of the schema */
   int32_t more_properties; /* 1: objects may have properties that the schema allows without naming
@@ -504,8 +526,8 @@ typedef struct dlm_constraint {
 
   /* Limits. If compiling reaches a limit, the call fails with INVALID_ARGUMENT. */
   double seconds;        /* largest processor time for compiling, in seconds, 0 or more (30) */
-  uint64_t memory_bytes; /* largest number of bytes that compiling uses at the same time (192
-                            MiB) */
+  uint64_t memory_bytes; /* largest number of bytes of memory that compiling uses at the same
+                            time (192 MiB) */
   int64_t states;        /* largest number of states of the automaton, 0 or more (131072) */
   int64_t edges;         /* largest number of edges of the automaton, 0 or more (4194304) */
 
@@ -513,15 +535,16 @@ typedef struct dlm_constraint {
   const char* const* tokens; /* [token_count], the bytes of each token; NULL for a token that never
                                 occurs in a text. If `tokens` itself is NULL, the bundle's
                                 vocabulary is used (NULL) */
-  const size_t* token_sizes; /* [token_count], the size of each token in bytes (NULL) */
+  const size_t* token_sizes; /* [token_count], the size of each element of `tokens` in bytes
+                                (NULL) */
   size_t token_count;        /* (0) */
   int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only without a bundle
                          (0) */
   const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
                                      (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text; NULL: the library never knows
-                                     the first token (NULL) */
+  dlm_first_token_fn first_token; /* finds the first token of a text; NULL: the library does not
+                                     know how the tokenizer splits texts (NULL) */
   void* user;                     /* passed to first_token (NULL) */
 
   const uint8_t* made_of; /* 32 bytes that identify the source of the constraint;
@@ -529,12 +552,13 @@ typedef struct dlm_constraint {
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
-/* Compiles a constraint for a bundle. bundle may be NULL if the constraint has the fields tokens,
- * vocab_size and eos_token_ids. Any thread may call this function. The first call for a bundle also
- * builds an index of the bundle's vocabulary, which takes about as long as reading the vocabulary.
- * If the program passes its own tokens, the first call with these tokens builds an index of them.
- * INVALID_ARGUMENT if the content is invalid or not supported; the message gives the position in
- * the content. UNSUPPORTED if the bundle contains no text file and `tokens` is NULL.
+/* Compiles a constraint for a bundle. bundle may be NULL if the constraint has the fields
+ * tokens, vocab_size and eos_token_ids. Any thread may call this function. The first call for a
+ * bundle also builds an index of the bundle's vocabulary, which takes about as long as reading
+ * the vocabulary. If the program passes its own tokens, the first call with these tokens builds
+ * an index of these tokens. INVALID_ARGUMENT if the content is invalid or not supported; the
+ * message gives the position in the content. UNSUPPORTED if the bundle contains no text file and
+ * `tokens` is NULL.
  *
  * For the kinds DLM_CONSTRAINT_COMPILED and DLM_CONSTRAINT_FILE, the function only reads and checks
  * the compiled data. It uses only the fields kind, content and content_size, and bundle may be
@@ -552,17 +576,18 @@ DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* mes
 DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep the automaton
                                                                  alive */
 
-/* The properties of an automaton. Valid as long as the automaton exists. */
+/* The properties of an automaton. This struct is valid as long as the automaton exists. */
 typedef struct dlm_automaton_info {
   size_t struct_size;
-  int32_t shortest; /* number of tokens in the shortest text, 0 or more */
+  int32_t shortest; /* number of tokens in the shortest text that the automaton accepts, 0 or
+                       more */
   int32_t states;   /* number of states, 1 or more */
-  int32_t classes;  /* number of classes; all tokens of a class behave in the same way in every
-                       state */
+  int32_t classes;  /* number of token classes; all tokens of a class behave in the same way in
+                       every state */
   int32_t groups;   /* number of groups; a group consists of all classes that lead from one state to
                        the same next state */
-  int32_t edges;    /* number of edges; an edge connects two states, and its group says which tokens
-                       follow the edge */
+  int32_t edges;    /* number of edges; an edge leads from one state to another, and the edge's
+                       group contains the tokens that lead along the edge */
   const char* warnings; /* one warning per line, for example about keywords of a schema that look
                            misspelled. "" if there are no warnings, or if the automaton was read and
                            not compiled */
@@ -584,7 +609,7 @@ typedef struct dlm_step {
                                undecided position, `canvas` contains the token that the next pass
                                uses there */
   int32_t length;
-  int32_t block_start, block_end; /* the block that is being filled: positions
+  int32_t block_start, block_end; /* the block that the request fills now: positions
                                      block_start..block_end-1 */
   int32_t nfe;                    /* number of passes so far */
   int32_t committed;              /* number of positions that this step committed */
@@ -645,13 +670,14 @@ typedef struct dlm_request {
                                DLM_DEFAULT_NEW_TOKENS (default): the bundle's max_new_tokens */
   const dlm_policy* policy; /* NULL (default): the bundle's default preset, or the policy of
                                dlm_policy_init if dlm_bundle_from_callback created the bundle */
-  int32_t steps; /* planned number of passes for the whole generation, which the library divides
-                    evenly among the blocks. 0 (default): the policy's steps_per_block applies */
+  int32_t steps; /* planned number of passes for all new tokens together, which the library
+                    divides evenly among the blocks. 0 (default): the policy's steps_per_block
+                    applies */
   const dlm_automaton*
-      constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to the
-                     last undecided position are a text that the automaton accepts. End tokens
-                     follow the text if there is room. This holds with every policy, and
-                     whatever ends the request */
+      constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to
+                     the last undecided position are a text that the automaton accepts. End
+                     tokens follow the text if there is room. The text satisfies the constraint
+                     with every policy, even if the request ends early */
   int32_t constrained_tokens; /* number of given tokens with which the constrained text starts (0).
                                  These are the last tokens before the first undecided position. The
                                  tokenizer must split their text into the same tokens */
@@ -661,8 +687,9 @@ typedef struct dlm_request {
   double deadline_ms; /* milliseconds, 0..1e12, counted from the call that starts or submits the
                          request. A pass that is running at the deadline is completed. 0 (default):
                          no deadline */
-  const char* const* stop_strings; /* [stop_count], texts that are not empty. The result's text ends
-                                      before the stop string that is complete first */
+  const char* const* stop_strings; /* [stop_count], texts that are not empty. The result's text
+                                      ends before the first stop string. If stop strings overlap,
+                                      the one that ends first counts */
   size_t stop_count;
 
   /* The outputs of the request. */
@@ -678,16 +705,17 @@ typedef struct dlm_request {
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 
-/* Counts and times of one request. If several requests share a pass, each of them counts the pass.
- * The library divides the time of the pass among these requests, so the times of all requests add
- * up to the elapsed time. */
+/* Counts and times of one request. If several requests share a pass, each request counts the
+ * pass. The library divides the time of the pass among these requests, so the times of all
+ * requests add up to the elapsed time. */
 typedef struct dlm_stats {
   size_t struct_size;
   int32_t nfe; /* number of passes of the request: prefill_passes + denoise_passes + store_passes */
-  int32_t prefill_passes; /* passes that store or recompute cached rows: passes over given tokens,
-                             and with cache "prefix" or "dual" the first pass of each block */
-  int32_t denoise_passes; /* passes that decide tokens */
-  int32_t store_passes;   /* for cache "block": passes that store finished blocks */
+  int32_t prefill_passes; /* number of passes that store or recompute cached keys and values:
+                             passes over given tokens, and with cache "prefix" or "dual" the
+                             first pass of each block */
+  int32_t denoise_passes; /* number of passes that decide tokens */
+  int32_t store_passes;   /* for cache "block": number of passes that store finished blocks */
   double prefill_s;       /* seconds in the engine, for prefill_passes and store_passes */
   double passes_s;        /* seconds in the engine, for denoise_passes */
   double selection_s;     /* seconds for scoring, ranking and committing tokens */
@@ -717,9 +745,9 @@ enum {
 
 /* The result of a request. If the request ended before all positions were decided, the library
  * fills the undecided positions. If there is a constraint, the library first completes its text.
- * Every other undecided position gets the token that the last pass proposed there. If there is no
- * such token, the position gets the first end token, or the mask token if the denoiser has no end
- * token. The session or job owns the result. */
+ * Every other undecided position gets the token that the last pass proposed there. If the last
+ * pass proposed no token there, the position gets the first end token, or the mask token if the
+ * denoiser has no end token. The session or job owns the result. */
 typedef struct dlm_result {
   size_t struct_size;
   dlm_status status;         /* DLM_OK, or an error status if the request failed. After an error,
@@ -742,12 +770,13 @@ typedef struct dlm_result {
   size_t text_size;          /* size of `text` in bytes, without the NUL */
   int32_t is_text_decided;   /* 1 if all tokens of the text are decided, including the tokens that
                                 end it; otherwise 0 */
-  double constraint_log_prob_loss; /* how much less likely the constraint made the text, in nats, 0
-                                      or more. This is a sum over all positions. Each position adds
-                                      ln p of the denoiser's most likely token minus ln p of the
-                                      committed token, in the last pass that scored the position.
-                                      This difference is at most 745. A position that no pass scored
-                                      adds 0. Without a constraint, the sum is 0 */
+  double constraint_log_prob_loss; /* how much the constraint lowered the log probability of the
+                                      text, in nats, 0 or more. This is a sum over all positions.
+                                      Each position adds ln p of the denoiser's most likely token
+                                      minus ln p of the committed token, in the last pass that
+                                      scored the position. This difference is at most 745. A
+                                      position that no pass scored adds 0. Without a constraint,
+                                      the sum is 0 */
   const dlm_stats* stats;
   /* The next two arrays list alternatives for each position: the most likely tokens in the pass
    * that committed the position, most likely first. The committed token may be missing if it was
@@ -760,17 +789,18 @@ typedef struct dlm_result {
   size_t top_count;           /* dlm_request.top_log_probs */
   const double* option_probs; /* [option_count], for DLM_CONSTRAINT_DECISIONS: the probability of
                                  each option of the first question, then of each option of the
-                                 second question, and so on. The probabilities are computed from the
-                                 first pass over each block. Take the case that the whole text is in
-                                 one block (block_length 0). Then the probability of an option is
-                                 the total probability of all allowed texts that contain the option,
-                                 divided by the total probability of all allowed texts. The
-                                 probability of a text is the product of the probabilities of its
-                                 tokens at temperature 1. If the text is in several blocks, the
-                                 probabilities in a later block depend on the tokens that were
-                                 committed in earlier blocks. If options cannot be distinguished,
-                                 they share their probability equally. NULL if the constraint is of
-                                 another kind, or if the library made no pass */
+                                 second question, and so on. The library computes the
+                                 probabilities from the first pass over each block. If the whole
+                                 text is in one block (block_length 0), the probability of an
+                                 option is the total probability of all allowed texts that
+                                 contain the option, divided by the total probability of all
+                                 allowed texts. The probability of a text is the product of the
+                                 probabilities of its tokens at temperature 1. If the text is in
+                                 several blocks, the probabilities in a later block depend on the
+                                 tokens that were committed in earlier blocks. If a block ends
+                                 before the text shows which option it contains, the possible
+                                 options share the probability equally. NULL if the constraint
+                                 has another kind, or if the library made no pass */
   size_t option_count;
 } dlm_result;
 
@@ -800,21 +830,21 @@ typedef int32_t (*dlm_before_pass_fn)(void* user);
 DLM_API dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
                                            void* user);
 
-/* Sets the largest number of bytes of keys and values that the session keeps between its calls. A
- * later request reuses them if its prompt starts with the same tokens. A request that needs more
- * bytes still runs, but the session then drops the keys and values of earlier requests. 0
- * (default): the session keeps nothing. Reuse needs a denoiser with block-causal attention, and an
- * engine that can share passes. Each call of this function drops the kept keys and values, and also
- * the running request, if there is one. */
+/* Sets the largest number of bytes of keys and values that the session keeps between its calls.
+ * A later request reuses these keys and values if its prompt starts with the same tokens. A
+ * request that needs more bytes still runs, but the session then drops the keys and values of
+ * earlier requests. 0 (default): the session keeps no keys and values. Reuse needs a denoiser
+ * with block-causal attention, and an engine that can share passes. Each call of this function
+ * drops the kept keys and values, and also the running request, if there is one. */
 DLM_API dlm_status dlm_session_prefix_cache(dlm_session* session, uint64_t bytes);
 
 /* Computes the keys and values of tokens [count], and writes them to the file `path`, which is
- * called a prompt cache. Only whole pages are written. A page consists of the smallest number of
- * the denoiser's blocks that has at least 16 tokens. If `saved` is not NULL, sets *saved to the
- * number of tokens whose keys and values were written. The file appears only when it is complete,
- * and replaces an existing file. If a request is running, the session drops it. INVALID_ARGUMENT if
- * the tokens do not fill a page, or if the file cannot be written. UNSUPPORTED if the denoiser has
- * full attention, or if the engine cannot share passes. */
+ * called a prompt cache. The library writes only whole pages. A page consists of one or more of
+ * the denoiser's blocks: as few as are needed for at least 16 tokens. If `saved` is not NULL,
+ * sets *saved to the number of tokens whose keys and values were written. The file appears only
+ * when it is complete, and replaces an existing file. If a request is running, the session drops
+ * it. INVALID_ARGUMENT if the tokens do not fill a page, or if the file cannot be written.
+ * UNSUPPORTED if the denoiser has full attention, or if the engine cannot share passes. */
 DLM_API dlm_status dlm_session_save_prompt_cache(dlm_session* session, const int32_t* tokens,
                                                  size_t count, const char* path, size_t* saved);
 
@@ -823,15 +853,15 @@ DLM_API dlm_status dlm_session_save_prompt_cache(dlm_session* session, const int
 DLM_API dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request,
                                         const dlm_result** result);
 
-/* Runs several requests until they end. At most max_batch (1..4096) of them run at the same time.
- * Each request has its own options. If requests share a pass, the pass reads the denoiser's weights
- * only once.
+/* Runs several requests until they end. At most max_batch (1..4096) requests run at the same
+ * time. Each request has its own options. If requests share a pass, the pass reads the
+ * denoiser's weights only once.
  *
- * On a CPU, all requests share passes. On a GPU or with a callback, requests share passes only if
- * their canvases have the same length. If they use a cache, their mask tokens must also be in the
- * same blocks, and store must not be "reuse". At the end of each block, the requests that share
- * passes wait for the slowest of them. The result of each request is the same as if it ran alone,
- * except for the engine's floating-point noise.
+ * On a CPU, all requests share passes. On a GPU or with a callback, requests share passes only
+ * if their canvases have the same length. If they use a cache, their mask tokens must also be in
+ * the same blocks, and store must not be "reuse". At the end of each block, the requests that
+ * share passes wait for the slowest of these requests. The result of each request is the same as
+ * if it ran alone, except for the engine's floating-point noise.
  *
  * If a request is invalid, the call fails before the first pass. If a request fails during a pass,
  * only this request ends. When all requests have ended, the call returns the status of the failed
@@ -842,9 +872,9 @@ DLM_API dlm_status dlm_session_generate_batch(dlm_session* session,
                                               const dlm_request* const* requests,
                                               size_t request_count, int32_t max_batch);
 
-/* Run a request like dlm_session_generate, but one pass at a time. Call dlm_session_start once, and
- * then dlm_session_step until step->done is 1. If the session starts a new request, it drops the
- * running request. If dlm_session_step fails, the request has ended. */
+/* The next two functions run a request like dlm_session_generate, but one pass at a time. Call
+ * dlm_session_start once, and then dlm_session_step until step->done is 1. If the session starts
+ * a new request, it drops the running request. If dlm_session_step fails, the request has ended. */
 DLM_API dlm_status dlm_session_start(dlm_session* session, const dlm_request* request);
 DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step);
 
@@ -855,10 +885,10 @@ DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step)
 DLM_API dlm_status dlm_session_result(dlm_session* session, size_t number,
                                       const dlm_result** result);
 
-/* Ends a running request after at most one more pass. Its result contains the canvas as it is then,
- * and `finish` is DLM_FINISH_CANCELLED. `number` is the index of the request as in
- * dlm_session_result, or DLM_ALL_REQUESTS. Any thread and any callback may call this function. If
- * no running request has this index, the function does nothing. */
+/* Ends a running request after at most one more pass. The result of the request contains the
+ * canvas after this pass, and `finish` is DLM_FINISH_CANCELLED. `number` is the index of the
+ * request as in dlm_session_result, or DLM_ALL_REQUESTS. Any thread and any callback may call
+ * this function. If no running request has this index, the function does nothing. */
 #define DLM_ALL_REQUESTS SIZE_MAX
 DLM_API void dlm_session_cancel(dlm_session* session, size_t number);
 
@@ -870,25 +900,26 @@ DLM_API dlm_status dlm_session_logits(dlm_session* session, const int32_t* token
                                       const int32_t* rows, size_t row_count, float* logits,
                                       size_t capacity);
 
-/* Measures the time of `repeats` passes. The tokens of these passes do not matter. Writes the time
- * of each pass in seconds to the array `seconds` [repeats]. Each pass runs `batch` requests
- * (1..4096). For each request, the pass computes `tokens` tokens, reads `cached` cached tokens, and
- * scores `rows` rows (1..tokens). If `cached` is above 0, a full pass fills the cache first. The
- * time of this full pass is not measured. If `repeats` is 0, the call only checks the arguments. If
- * a request is running, the session drops it. INVALID_ARGUMENT or UNSUPPORTED if the denoiser or
+/* Measures the time of `repeats` passes over arbitrary tokens. Writes the time of each pass in
+ * seconds to the array `seconds` [repeats]. Each pass runs `batch` requests (1..4096). For each
+ * request, the pass computes `tokens` tokens, reads `cached` cached tokens, and scores `rows`
+ * rows (1..tokens). If `cached` is above 0, one more pass fills the cache first. The call does
+ * not measure the time of this pass. If `repeats` is 0, the call only checks the arguments. If a
+ * request is running, the session drops it. INVALID_ARGUMENT or UNSUPPORTED if the denoiser or
  * the engine cannot run a pass with these arguments. */
 DLM_API dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                            int32_t cached, int32_t rows, double* seconds,
                                            size_t repeats);
 
-/* ---- Scheduler: requests from any thread, passes on one -------------------------------------- */
+/* ---- Scheduler: requests from any thread, passes on one thread
+ * --------------------------------- */
 
 /* A scheduler runs requests that many threads submit. On a CPU ("onnxruntime"), all running
  * requests share every pass. Between two passes, finished requests leave and waiting requests
- * start. On a GPU or with a callback, the requests take turns, one pass each. The result of each
- * request is the same as if it ran alone, except for the engine's floating-point noise. Requests
- * start in the order in which they were submitted. Each pass prefers the requests that have waited
- * longest. */
+ * start. On a GPU or with a callback, the requests take turns, and each turn is one pass. The
+ * result of each request is the same as if it ran alone, except for the engine's floating-point
+ * noise. Requests start in the order in which they were submitted. Each pass prefers the
+ * requests that have waited longest. */
 typedef struct dlm_scheduler dlm_scheduler;
 typedef struct dlm_job dlm_job; /* a submitted request */
 
@@ -914,24 +945,25 @@ typedef struct dlm_scheduler_options {
                            together. A request starts only when there is room for its whole canvas.
                            0 (default): 1 GiB, or more if the longest canvas needs more */
   double max_pass_ms;   /* limit for the predicted time of a shared pass, in milliseconds, 0 or
-                           more. A request starts only if a pass over the current blocks of all
-                           running requests then stays within this limit, or if no other request is
-                           running. 0 (default): no limit */
+                           more. A request starts only if a pass over its block and the current
+                           blocks of all running requests would stay within this limit, or if no
+                           other request is running. 0 (default): no limit */
   const dlm_pass_cost* cost; /* the model that predicts times for max_pass_ms and for
                                 dlm_scheduler_stats.expected_s. NULL (default): no model. If recent
                                 passes took longer than predicted, the library increases its
                                 predictions for max_pass_ms accordingly */
-  int32_t ended_fd; /* an eventfd, or the writing end of a non-blocking pipe; -1 (default): none.
-                       Whenever a request has ended, the scheduler writes the number 1 to it, as 8
-                       bytes. So a program can wait for many jobs with one call of poll(). ended_fd
-                       must stay open until the scheduler is destroyed */
+  int32_t ended_fd; /* file descriptor of an eventfd, or of the writing end of a non-blocking
+                       pipe; -1 (default): no descriptor. Whenever a request has ended, the
+                       scheduler writes the number 1 to it, as 8 bytes. So a program can wait for
+                       many jobs with one call of poll(). ended_fd must stay open until the
+                       scheduler is destroyed */
   uint64_t prefix_cache_bytes; /* number of bytes within cache_bytes that may keep the keys and
-                                  values of prompts and answers after their requests have ended. A
-                                  later request reuses them if its prompt starts with the same
+                                  values of prompts and answers after their requests have ended.
+                                  A later request reuses them if its prompt starts with the same
                                   tokens. UINT64_MAX (default): all bytes of cache_bytes that
-                                  running requests do not use. 0: no reuse. Reuse needs a denoiser
-                                  with block-causal attention, and an engine that can share
-                                  passes */
+                                  running requests do not use. 0: requests reuse nothing. Reuse
+                                  needs a denoiser with block-causal attention, and an engine
+                                  that can share passes */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 
@@ -972,20 +1004,21 @@ DLM_API void dlm_scheduler_stop(dlm_scheduler* scheduler);
 
 typedef struct dlm_scheduler_stats {
   size_t struct_size;
-  int32_t waiting, running; /* numbers of requests that wait in the queue, and that run */
+  int32_t waiting, running; /* number of requests that wait in the queue, and number of requests
+                               that run */
   int64_t submitted, finished, refused; /* counts since the scheduler was created. `submitted`:
                                            submitted requests. `finished`: requests that have ended.
                                            `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;        /* sum over all passes of the number of requests in the pass */
-  double busy_s;         /* seconds spent in passes and commits */
+  int64_t shares;                       /* sum of the numbers of requests in all passes */
+  double busy_s;                        /* seconds spent in passes and commits */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of all requests used at
                             the same time */
   double passes_s;       /* seconds spent in passes, without commits */
   double expected_s;     /* predicted seconds for the passes in passes_s; 0 without a cost model, or
                             if the engine cannot share passes */
   int64_t prefix_hits;   /* number of requests that reused keys and values of other requests */
-  int64_t prefix_tokens; /* number of tokens that these requests did not have to compute */
+  int64_t prefix_tokens; /* number of tokens whose keys and values these requests reused */
   uint64_t prefix_bytes; /* number of bytes of keys and values that new requests can reuse */
 } dlm_scheduler_stats;
 
@@ -1003,14 +1036,15 @@ DLM_API int32_t dlm_job_wait(const dlm_job* job, double timeout_ms);
  * INVALID_ARGUMENT. */
 DLM_API dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result);
 
-/* Ends the job's request after at most one more pass. Its result contains the canvas as it is then,
- * and `finish` is DLM_FINISH_CANCELLED. Any thread and any callback may call this function. */
+/* Ends the job's request after at most one more pass. The result of the request contains the
+ * canvas after this pass, and `finish` is DLM_FINISH_CANCELLED. Any thread and any callback may
+ * call this function. */
 DLM_API void dlm_job_cancel(dlm_job* job);
 
-/* Destroys the job. If its request has not ended, the request is cancelled. But the library may
- * still call the request's callbacks during the current pass. To be sure that no more callbacks
- * run, call dlm_job_cancel and dlm_job_wait before dlm_job_destroy. A job may outlive its
- * scheduler. */
+/* Destroys the job. If the job's request has not ended, this cancels the request. But the
+ * library may still call the request's callbacks during the current pass. To be sure that no
+ * more callbacks run, call dlm_job_cancel and dlm_job_wait before dlm_job_destroy. A job may
+ * outlive its scheduler. */
 DLM_API void dlm_job_destroy(dlm_job* job);
 
 #ifdef __cplusplus

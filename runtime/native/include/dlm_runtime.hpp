@@ -1,14 +1,14 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. The classes are defined completely
-// in this header, and call only the C ABI.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This header defines the classes
+// completely. They call only the C ABI.
 //
-// - Each handle of the C ABI is a class. Its objects can be moved but not copied. A session,
-//   scheduler or text keeps its bundle open.
+// - For each handle of the C ABI, there is a class. Objects of the class can be moved but not
+//   copied. A session, scheduler or text keeps its bundle open.
 // - A call that fails throws dlm_runtime::Error, with the status and the message.
 // - Callbacks are std::function. If a callback throws an exception, its request ends, and the C++
-//   call that ran the callback throws the exception again. So no exception passes through C code.
+//   call that ran the callback throws the exception again. So exceptions never pass through C code.
 // - dlm_runtime.h documents each C function, and says which threads may call it. Text is UTF-8.
-// - The namespace is not `dlm`, because the library itself uses `dlm`, and programs may link the
-//   library statically.
+// - The namespace is dlm_runtime, because the library itself uses the namespace dlm, and programs
+//   may link the library statically.
 #ifndef DLM_RUNTIME_HPP
 #define DLM_RUNTIME_HPP
 
@@ -40,8 +40,9 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The next three structs are structs of the C ABI, with constructors that set the defaults. They do
-// not copy strings. Use literals or strings that the bundle owns.
+// The next three structs are structs of the C ABI, with constructors that set the defaults. Their
+// string fields are pointers, and the strings are not copied. Use literals or strings that the
+// bundle owns.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -71,8 +72,10 @@ struct Request {
   std::optional<std::string> prompt;
   std::vector<Message> chat;
   bool special_tokens = false;
-  std::optional<Policy> policy;                          // empty: the bundle's default preset
-  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // default: the bundle's max_new_tokens
+  // If empty, the request uses the bundle's default preset.
+  std::optional<Policy> policy;
+  // Number of tokens to generate; default: the bundle's max_new_tokens.
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
   std::int32_t constrained_tokens = 0;
@@ -95,11 +98,11 @@ struct Result {
   std::vector<float> log_probs;         // [canvas length]
   std::vector<std::uint8_t> undecided;  // [canvas length]
   bool is_text_decided = false;
-  double constraint_log_prob_loss = 0;  // nats
+  double constraint_log_prob_loss = 0;  // in nats, see dlm_result
   dlm_stats stats{};
   std::vector<std::int32_t> top_tokens;  // [canvas length, Request::top_log_probs]
   std::vector<float> top_log_probs;      // [canvas length, Request::top_log_probs]
-  std::vector<double> option_probs;      // for DLM_CONSTRAINT_DECISIONS
+  std::vector<double> option_probs;      // probability of each option, for DLM_CONSTRAINT_DECISIONS
 };
 
 namespace detail {
@@ -119,7 +122,7 @@ void check(Call call) {
   if (status != DLM_OK) throw Error(status, message);
 }
 
-// Like `check`, but for a C function that creates a handle. Returns the handle.
+// Like `check`, but for a C function that creates a handle. Returns the new handle.
 template <class Handle, class Call>
 Handle* made(Call call) {
   Handle* out = nullptr;
@@ -128,7 +131,7 @@ Handle* made(Call call) {
 }
 
 // Stores an exception that a callback threw until the C call that ran the callback has returned.
-// After that, the caller of the C function calls rethrow().
+// After the C call, its caller calls rethrow().
 class Thrown {
  public:
   template <class Function>
@@ -271,7 +274,7 @@ inline Prepared::Prepared(Request request)
 // A bundle's tokenizer and chat template.
 class Text {
  public:
-  // flags is a sum of DLM_ENCODE_ values.
+  // Encodes a text. `flags` is a sum of DLM_ENCODE_ values.
   std::vector<std::int32_t> encode(std::string_view string,
                                    std::int32_t flags = DLM_ENCODE_PROMPT) const {
     return ids(
@@ -315,7 +318,7 @@ class Text {
   static std::vector<std::int32_t> ids(Call call) {
     std::vector<std::int32_t> out;
     std::size_t count = 0;
-    do {  // the first call gets the number of ids, and the second call gets the ids
+    do {  // The first call returns the number of ids, and the second call returns the ids.
       out.resize(count);
       detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
     } while (count > out.size());
@@ -358,8 +361,8 @@ class Bundle {
     });
     return policy;
   }
-  // Loads a prompt cache, which Session::save_prompt_cache wrote with the same bundle. The file
-  // must not change as long as the bundle exists.
+  // Loads a prompt cache (a file) that Session::save_prompt_cache wrote with the same bundle. The
+  // file must not change as long as the bundle exists.
   void load_prompt_cache(const std::string& path) const {
     detail::check([&](char* text, std::size_t size) {
       return dlm_bundle_load_prompt_cache(get(), path.c_str(), text, size);
@@ -450,7 +453,8 @@ class Session {
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
-  // Sets how many bytes of keys and values the session may keep between its calls.
+  // Sets how many bytes of keys and values the session may keep between its calls, for later
+  // requests whose prompts start with the same tokens.
   void prefix_cache(std::uint64_t bytes) {
     detail::Thrown none;
     check(dlm_session_prefix_cache(get(), bytes), none);
@@ -488,7 +492,7 @@ class Session {
 
 namespace detail {
 
-// A request of a scheduler, together with the objects that its callbacks use.
+// A request that was submitted to a scheduler, together with the objects that its callbacks use.
 struct Handed {
   explicit Handed(Request request) : prepared(std::move(request)) {}
 
@@ -525,8 +529,8 @@ class Orphans {
 
 }  // namespace detail
 
-// A request that was submitted to a scheduler. A Job may outlive the scheduler. If a Job is
-// destroyed before its request has ended, the request is cancelled.
+// A request that was submitted to a scheduler. A Job may outlive the scheduler. Destroying a Job
+// before its request has ended cancels the request.
 class Job {
  public:
   Job(Job&&) noexcept = default;

@@ -1,7 +1,7 @@
 // Emulates AMX on a processor without AMX. The processor faults at each AMX instruction. The signal
 // handler then decodes the instruction as described in Intel's manual (volume 2, chapters 2.3,
-// "TDPBSSD" and others), and executes it on emulated registers. If the instruction is not one that
-// kernels/x86/matrix_amx.h uses, the program ends.
+// "TDPBSSD" and others), and executes it on emulated registers. If kernels/x86/matrix_amx.h does
+// not use the instruction, the program ends.
 #include "amx_trap.h"
 
 #include <signal.h>
@@ -15,9 +15,11 @@ namespace {
 using matrix::demand;
 
 // An instruction with a three-byte VEX prefix. It consists of the byte C4, a byte with the fields
-// R, X, B and map, a byte with W, vvvv, L and pp, the opcode, the ModRM byte, and an address.
+// R, X, B and map, a byte with the fields W, vvvv, L and pp, the opcode, the ModRM byte, and an
+// address.
 struct Instruction {
-  int prefix, opcode, mode;  // prefix: none, 66, F3 or F2, as in pp; mode 3: no address
+  // Prefix: the value of pp, which means no prefix, 66, F3 or F2; mode 3: no address.
+  int prefix, opcode, mode;
   int reg, rm, vvvv;
   uint64_t base = 0, index = 0;  // the address of row i is base + i * index
   int64_t length = 5;

@@ -1,8 +1,8 @@
-// Tests of byte automata. Random expressions are compared with a list of all their short texts.
-// Other tests check that automata are minimal and that limits work.
+// Tests of byte automata. Some tests compare the automata of random expressions with lists of all
+// their short texts. Other tests check that automata are minimal and that limits work.
 //
-// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
-// failed". The exit status is 1 if a check failed.
+// This program is compiled with the library's sources, because the library hides the classes that
+// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -26,7 +26,7 @@ void check(bool holds, int line, const char* what) {
 }
 #define CHECK(condition) check((condition), __LINE__, #condition)
 
-constexpr size_t kLongest = 6;  // length of the longest tested texts, whose bytes are a or b
+constexpr size_t kLongest = 6;  // number of bytes of the longest tested texts; each byte is a or b
 using Texts = std::set<std::string>;
 
 Texts joined(const Texts& first, const Texts& second) {
@@ -37,7 +37,7 @@ Texts joined(const Texts& first, const Texts& second) {
   return out;
 }
 
-// Random expressions, with all their texts of at most kLongest bytes.
+// Makes random expressions, and lists all their texts of at most kLongest bytes.
 class Random {
  public:
   Random(Expressions& expressions, std::mt19937& random)
@@ -215,15 +215,16 @@ void test_characters(std::mt19937& random) {
   }
 }
 
-// Parts that accept the same texts are merged, even if they are in cycles or are reached in
-// different ways.
+// Minimisation merges parts that accept the same texts, even if the parts are in cycles or are
+// reached in different ways.
 void test_merging() {
   Budget budget(Limits{});
   Expressions e(budget);
   Automata automata(e);
   const Node a = e.bytes("a"), b = e.bytes("b"), c = e.bytes("c");
   const Node loop = e.repeat(e.either(a, e.sequence(b, e.either(a, b))), 0, kUnbounded);
-  // The same loop twice with the same end. In one copy, the first round is unrolled.
+  // The expression contains the same loop twice, with the same end. In one copy, the first round is
+  // unrolled.
   const Node unrolled =
       e.either(e.empty(), e.sequence(e.either(a, e.sequence(b, e.either(a, b))), loop));
   const size_t plain = automata.of(e.sequence(loop, c)).states();
@@ -263,7 +264,7 @@ void test_sizes_and_limits() {
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 1, 100), 1, 100); }) ==
         10001);
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 3, 4), 1, 2); }) == 9);
-  // Ten thousand words that end with the same optional parts.
+  // The expression is a choice of ten thousand words that end with the same optional parts.
   CHECK(states([](Expressions& e) {
           std::vector<Node> words;
           for (int i = 0; i < 10000; ++i) words.push_back(e.bytes(std::to_string(1000000 + i)));
@@ -275,7 +276,7 @@ void test_sizes_and_limits() {
             tail = e.sequence(e.optional(e.bytes("," + std::to_string(100 + i))), tail);
           return tail;
         }) < 60 * 60);
-  // A part that is nested too deeply for recursion on the stack.
+  // The nesting of this expression is too deep for recursion on the stack.
   CHECK(states([](Expressions& e) {
           Node deep = e.bytes("a");
           for (int i = 0; i < 5000; ++i)
@@ -294,7 +295,7 @@ void test_sizes_and_limits() {
   CHECK(refusal(limits, [](Expressions& e) {
           return e.repeat(e.bytes("a"), 4000000000u, kUnbounded);
         }).find("more than") != std::string::npos);
-  // 2^30 states, before and after minimisation.
+  // This automaton has 2^30 states, before and after minimisation.
   const auto too_many = [](Expressions& e) {
     const Node any = e.set(ByteSet{}.set('a').set('b'));
     return e.sequence(e.repeat(any, 0, kUnbounded),

@@ -1,5 +1,5 @@
 // Tests of grammars in GBNF, JSON Lines, CSV and XML: the texts that they accept, the error
-// messages for invalid ones, and the cost of hostile ones. With -DDLM_SANITIZE, the program is
+// messages for invalid input, and the cost of hostile input. With -DDLM_SANITIZE, the program is
 // built with sanitizers.
 #include <cstdio>
 #include <optional>
@@ -56,7 +56,8 @@ void check(const std::string& content, const std::vector<std::string>& valid,
   }
 }
 
-// Expects an Error whose message contains `part`. If `part` is "", the call may also succeed.
+// Expects that compiling throws an Error whose message contains `part`. If `part` is "", compiling
+// may also succeed.
 void refuse(const std::string& content, const std::string& part, Depth depth = std::nullopt) {
   Budget budget(limits(), "grammar");
   Expressions expressions(budget);
@@ -90,7 +91,7 @@ void grammars_accept_their_texts() {
   check("root ::= \"a\" even | \"b\" root | \"\"\neven ::= \"a\" root | \"b\" even",
         {"", "aa", "babba", "bb"}, {"a", "ab", "baaa"}, 0);
   check("root ::= ws \"x\" ws\nws ::= | \" \" ws", {"x", "   x  "}, {"", "  "}, 0);
-  // `depth` limits all other recursion.
+  // `depth` limits all recursion that is not at the end of a rule.
   const std::string sums =
       "root ::= term (\"+\" term)*\nterm ::= factor (\"*\" factor)*\n"
       "factor ::= [0-9] | \"(\" root \")\"";

@@ -1,8 +1,8 @@
 // Tests of the parsers of constraints: regular expressions, patterns of JSON Schema, formats,
 // numbers, and hostile input.
 //
-// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
-// failed". The exit status is 1 if a check failed.
+// This program is compiled with the library's sources, because the library hides the classes that
+// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -41,7 +41,7 @@ ByteAutomaton compiled(const Make& make, const Limits& limits = {}) {
   return automata.of(make(expressions));
 }
 
-// The error message, or "" if there is no error.
+// Returns the error message of a compilation, or "" if there is no error.
 string refusal(const Make& make, const Limits& limits = {}) {
   try {
     compiled(make, limits);

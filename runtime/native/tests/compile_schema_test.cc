@@ -1,5 +1,5 @@
 // Tests of the parser of JSON Schemas: the texts that schemas accept, the error messages for
-// invalid ones, and the cost of hostile ones.
+// invalid schemas, and the cost of hostile schemas.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -45,7 +45,8 @@ void check(const std::string& schema, const std::vector<std::string>& valid,
   }
 }
 
-// Expects an Error whose message contains `part`. If `part` is "", the call may also succeed.
+// Expects that compiling throws an Error whose message contains `part`. If `part` is "", compiling
+// may also succeed.
 void refuse(const std::string& schema, const std::string& part) {
   Budget budget(limits(), "schema");
   Expressions expressions(budget);

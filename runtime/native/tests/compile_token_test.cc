@@ -1,8 +1,8 @@
 // Tests of the token stage, which converts an automaton over bytes to an automaton over tokens. For
-// random vocabularies, the result is compared with the texts that the tokens spell.
+// random vocabularies, the tests compare the result with the texts that the tokens spell.
 //
-// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
-// failed". The exit status is 1 if a check failed.
+// This program is compiled with the library's sources, because the library hides the classes that
+// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -77,7 +77,7 @@ std::vector<std::string> make_vocabulary(Source& source) {
   const std::vector<std::string> pieces{
       "a",  "b",   "n",   "\"",           "\\",   ",",        "\xC3\xA9", "ab", "\xC3",
       "z ", "\",", ",\"", "\xE4\xB8\xAD", "\xA9", "\xE4\xB8", "\x80",     "\n", "\\n"};
-  std::vector<std::string> tokens(4);  // end and mask tokens, and two without text
+  std::vector<std::string> tokens(4);  // the end token, the mask token, and two tokens without text
   for (int i = 0; i < 120; ++i) {
     std::string text;
     for (int j = source.below(5); j >= 0; --j)
@@ -89,13 +89,14 @@ std::vector<std::string> make_vocabulary(Source& source) {
 }
 
 // Walks both automata in parallel. In the automaton over tokens, each token must lead to the state
-// that its bytes lead to. `forced` marks the states where only some of these tokens remain.
+// that its bytes lead to. `forced` marks the states after which a text is forced, so that only some
+// of these tokens remain.
 void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
              const std::vector<std::string>& tokens, const std::vector<int32_t>& ends,
              bool is_all) {
   std::map<std::pair<int32_t, int32_t>, bool> seen;
   std::vector<std::pair<int32_t, int32_t>> open{{0, 0}};
-  // True for states from which tokens of the vocabulary can complete a text.
+  // 1 for each state from which tokens of the vocabulary can complete a text, otherwise 0.
   std::vector<uint8_t> can_end(texts.accepting);
   const auto behind = [&](int32_t state, const std::string& text) {
     for (const char byte : text)
@@ -141,7 +142,7 @@ void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
   CHECK(static_cast<int32_t>(numbers.size()) + 1 == made.states);
 }
 
-// True if some sequence of tokens spells the text.
+// Returns true if the automaton accepts a sequence of tokens that spells the text.
 bool has_text(const dlm::Automaton& made, const std::vector<std::string>& tokens,
               const std::string& text) {
   std::set<std::pair<size_t, int32_t>> seen, open{{0, 0}};
@@ -224,11 +225,12 @@ void test_random_automata(std::mt19937& random, int rounds) {
       const dlm::Automaton shorter = token_automaton(texts, encoded, budget);
       compare(texts, shorter, tokens, ends, false);
       check_classes(shorter);
-      // Every text that tokens can spell can also be spelled with the tokenizer's tokens.
+      // If tokens can spell a text, the automaton also accepts the tokens into which the tokenizer
+      // encodes this text.
       for (int i = 0; i < 20; ++i)
         if (const std::string text = draw(texts, source); has_text(made, tokens, text))
           CHECK(has_text(shorter, tokens, text));
-      // Writing and reading the file gives the same automaton.
+      // If the automaton is written to a file and read again, the result is the same automaton.
       made.made_of = {1, 2, 3};
       const std::vector<uint8_t> file = dlm::write_automaton(made);
       const dlm::Automaton read = dlm::read_automaton(file.data(), file.size(), "test");
@@ -246,8 +248,8 @@ void test_random_automata(std::mt19937& random, int rounds) {
   CHECK(compared > rounds / 2);
 }
 
-// Words as an alternative to any other text. The states of the words have nearly all tokens in
-// common.
+// Tests a choice between some words and any other text. Nearly all tokens can follow each of the
+// words' states.
 void test_words_beside_any_text() {
   std::vector<std::string> tokens{"", "", "", "", "\"", "\"a", "b\""};
   for (size_t first = 0, length = 1; length <= 5; ++length) {
@@ -267,7 +269,8 @@ void test_words_beside_any_text() {
   const Node any = e.repeat(e.set(letters), 0, kUnbounded), quote = e.bytes("\"");
   const Node words =
       e.either({e.bytes("banana"), e.bytes("abba"), e.bytes("anna"), e.bytes("nab")});
-  // Words and other texts have different continuations, so the states of words are not merged.
+  // Words and other texts have different continuations, so minimisation does not merge the states
+  // of words.
   const Node texts = e.either(e.sequence({quote, words, quote, e.bytes("b")}),
                               e.sequence({quote, any, quote, e.bytes("nn")}));
   const Vocabulary vocabulary(tokens, static_cast<int32_t>(tokens.size()), {0}, nullptr);

@@ -1,8 +1,8 @@
-// Tests of constraints. They read valid and damaged automaton files. They also compare the most
-// likely text, and random samples, with a list of all texts.
+// Tests of constraints. Some tests read valid and damaged automaton files. Other tests list all
+// texts of a constraint, and compare the most likely text and random samples with this list.
 //
-// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
-// failed". The exit status is 1 if a check failed.
+// This program is compiled with the library's sources, because the library hides the classes that
+// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -137,7 +137,8 @@ void test_files(std::mt19937& random) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
     }
-    // Even a file with a valid hash may have any content. It must be rejected, or be safe to use.
+    // Even a file with a valid hash may have any content. The reader must reject it, or it must be
+    // safe to use.
     for (int32_t change = 0; change < 40; ++change) {
       std::vector<uint8_t> hostile = whole;
       const size_t number =
@@ -173,10 +174,11 @@ void test_files(std::mt19937& random) {
   }
 }
 
-// If a class leads from one state to two states, the file is rejected, whichever of the two groups
-// is larger.
+// If a class leads from one state to two next states, the reader rejects the file. It does so no
+// matter which of the two edges has the larger group.
 void test_ambiguous_files() {
-  // Tokens a and b. State 0 goes to itself on {a, b} and to state 1, where a text may end, on {b}.
+  // The tokens are a and b. From state 0, the group {a, b} leads back to state 0, and the group {b}
+  // leads to state 1, where a text may end.
   Made made{2, 2, 2, {0, 1}, {0, 2, 3}, {0, 1, 1}, {0, 2, 3}, {0, 1, 1}, {0, 1, 1}, {1, 0}};
   const auto is_refused = [&] {
     try {
@@ -238,7 +240,7 @@ void test_exact_sums(std::mt19937& random) {
   }
 }
 
-// Places of an automaton with rows of logits, and the start and end states of texts.
+// An automaton, places with rows of logits, and the states where a text starts and ends.
 struct Problem {
   dlm::Automaton automaton;
   std::vector<std::vector<float>> logits;
@@ -316,7 +318,7 @@ void test_most_likely_text(std::mt19937& random) {
             (automaton.distances[static_cast<size_t>(state)] <= problem.room));
     std::vector<std::vector<int32_t>> seen(length);  // the classes at each place
     double best = -std::numeric_limits<double>::infinity();
-    std::vector<int32_t> winner;  // of all equally good ones, the first
+    std::vector<int32_t> winner;  // the first of all equally good texts
     each_text(problem, ends, [&](const std::vector<int32_t>& text) {
       double sum = 0, weight = 0;
       for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
@@ -340,7 +342,7 @@ void test_most_likely_text(std::mt19937& random) {
   }
 }
 
-// Tests the best token of a class that is longer than the pieces in which it is searched.
+// Tests how the code finds the best token of a class with more tokens than it searches at a time.
 void test_long_classes(std::mt19937& random) {
   constexpr int32_t vocab_size = 3000;
   Made made{vocab_size, 2, 2, {}, {0, 1, 2}, {0, 1}, {0, 1, 2}, {1, 1}, {0, 1}, {1, 0}};
@@ -366,8 +368,8 @@ void test_long_classes(std::mt19937& random) {
   }
 }
 
-// Returns the weight of each token of a place for sampling: its tempered logit, minus a large
-// number if the token is cut.
+// Returns the weight of each token of a place for sampling: its logit divided by the temperature,
+// minus a large number if the token is cut.
 std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size,
                              const dlm::Sampling& sampling) {
   std::vector<double> weights;
@@ -403,7 +405,8 @@ void test_all_texts(std::mt19937& random) {
   for (int32_t round = 0; round < 2000; ++round) {
     Problem problem = random_problem(random);
     for (dlm::Place& place : problem.places) {
-      place.other = -1;  // a place of an edit, which is not sampled
+      // `other` is used only when a request edits decided tokens, which does not sample.
+      place.other = -1;
       if (place.logits == nullptr) place.best = -1;
     }
     const dlm::Automaton& automaton = problem.automaton;
@@ -466,7 +469,8 @@ void test_all_texts(std::mt19937& random) {
     }
     if (rest >= 5) meet(rest, rest_seen);
     CHECK(statistic <=
-          freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);  // at most one in 10^5 exceeds it
+          // At most one in 10^5 correct results exceeds this limit.
+          freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);
   }
 }
 
@@ -476,8 +480,8 @@ void test_all_texts(std::mt19937& random) {
 struct Known {
   std::vector<int32_t> tokens;
   int32_t ruled_out = 0, cut = 0;
-  std::vector<double> logits;  // the logits of the other tokens, and the negated best logit of each
-                               // row
+  std::vector<double> logits;  // the logits of the tokens that are not avoided, and the negated
+                               // best logit of each row
   double prob = 0;
 };
 
@@ -584,7 +588,7 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
   }
   CHECK(taken != nullptr);
   if (taken == nullptr || taken == best) return;
-  // Sums that are not large are computed in double, so they may have rounding errors.
+  // The code computes sums that are not large in double, so they may have rounding errors.
   const double total = std::fabs(exact_difference(*best, Known()));
   CHECK(!is_exact && taken->ruled_out == best->ruled_out && total < 0x1p21 &&
         exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
@@ -650,7 +654,8 @@ void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::S
   if (rest >= 5) meet(rest, rest_seen);
   if (freedom > 0)
     CHECK(statistic <=
-          freedom + 5 * std::sqrt(2.0 * freedom) + 14);  // at most one in 10^6 exceeds it
+          // At most one in 10^6 correct results exceeds this limit.
+          freedom + 5 * std::sqrt(2.0 * freedom) + 14);
 }
 
 void test_extreme_logits(std::mt19937& random, int32_t rounds) {
@@ -676,7 +681,7 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
     const std::vector<uint8_t> ends = dlm::Ways(problem.automaton).reaching({}, problem.room);
     const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1,
                                  draw(0, 2) == 0 ? draw(1, 3) : 0};
-    if (has_nan) {  // engines reject such rows, but the code must not crash
+    if (has_nan) {  // Requests with such rows fail, but the code must not crash.
       dlm::Viterbi viterbi(problem.automaton);
       dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
       std::vector<int32_t> tokens;
@@ -689,8 +694,8 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       }
       continue;
     }
-    // In the first four palettes, sums are exact multiples of a small power of 2, or too large for
-    // double.
+    // A palette is a kind of random logits (see extreme_logit). In the first four palettes, sums
+    // are exact multiples of a small power of 2, or too large for double.
     check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
     check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
   }
@@ -715,11 +720,11 @@ Made letters() {
           {1, 2, 0}};
 }
 
-// A denoiser with random logits and one failing pass.
+// A denoiser with random logits. One of its passes fails.
 struct Noise {
   std::mt19937 random;
   int32_t fails_at = -1, passes = 0;
-  dlm_session* cancels = nullptr;  // cancelled in the pass before the failing one
+  dlm_session* cancels = nullptr;  // the session to cancel in the pass before the failing pass
 };
 
 dlm_status run_noise(void* user, const dlm_pass* pass) {

@@ -1,8 +1,8 @@
 // Compares src/engines/cuda/cuda_api.h with CUDA's cuda.h at compile time: signatures, enum values,
 // and a struct's fields.
 //
-// Built only if the header is installed. The test is that this file compiles. The program does
-// nothing.
+// The build includes this file only if cuda.h is installed. The test passes if this file compiles.
+// The program itself does nothing.
 #include <cuda.h>
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 
 namespace {
 
-// Maps a type to its form in engines/cuda/cuda_api.h: enums become int, and structs declared there
-// replace CUDA's.
+// Maps a type to its form in engines/cuda/cuda_api.h: enums become int, and the structs that
+// cuda_api.h declares replace CUDA's structs.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;

@@ -1,5 +1,5 @@
-// Runs an engine for a device on mock libraries of CUDA, and of TensorRT or ONNX Runtime. Runs the
-// same passes with a callback engine in host memory, and compares the results.
+// Runs an engine for GPUs on mock libraries of CUDA, and of TensorRT or ONNX Runtime. Runs the same
+// requests with a callback engine in host memory, and compares the results of both.
 // tests/test_native_tensorrt.py and tests/test_providers.py run this program, mostly with
 // sanitizers.
 //
@@ -88,7 +88,8 @@ dlm_status run_pass(void* user, const dlm_pass* p) {
     pass.top_probs = p->top_probs + row * shape.top_k;
     pass.entropy = p->entropy == nullptr ? nullptr : p->entropy + row;
     pass.logits = p->logits == nullptr ? nullptr : p->logits + row * shape.vocab;
-    std::vector<std::vector<uint8_t>> pasts, presents;  // keys and values of every layer
+    // Past and present keys and values of every layer.
+    std::vector<std::vector<uint8_t>> pasts, presents;
     for (size_t i = 0; i < shape.layers.size(); ++i)
       for (const void* const past : {p->past_keys[i], p->past_values[i]}) {
         pasts.push_back(unpack(shape.layers[i],

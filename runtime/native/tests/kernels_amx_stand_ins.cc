@@ -1,14 +1,14 @@
 // The linear layers of kernels/x86/amx_kernels.cc with AVX2 instead of AVX-512, so that more
 // processors can run the tests. This file is compiled twice: with AMX instructions, and with
-// registers that are emulated in plain C++. In the emulated version, sanitizers see every memory
-// access.
+// registers that are emulated in plain C++. In the emulated version, sanitizers can check every
+// memory access.
 #ifdef DLM_AMX_EMULATED
 #include "matrix_emulated.h"
 #else
 #include "kernels/x86/matrix_amx.h"
 #endif
 #include "kernels/x86/simd_avx2.h"
-// needs the registers and vectors defined above
+// This header uses the registers and vectors that the headers above define.
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

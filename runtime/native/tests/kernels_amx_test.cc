@@ -8,7 +8,7 @@
 namespace kernels_test {
 namespace {
 
-int asked = 0, proven = 0;  // number of calls
+int asked = 0, proven = 0;  // how often request() and prove() were called
 
 dlm::AmxHost make_host() {
   asked = proven = 0;
@@ -20,7 +20,7 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
   const auto check = [&](dlm::AmxHost host, const std::string& refusal, int asks, int proofs) {
     tally.about = dlm::find_amx_refusal(host);
     CHECK(tally.about == refusal);
-    CHECK(asked == asks && proven == proofs);  // no check after the failed one was made
+    CHECK(asked == asks && proven == proofs);  // no further check was made after the first failure
   };
   dlm::AmxHost host = make_host();
   check(host, "", 1, 1);
@@ -43,7 +43,8 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
 // ---- The multiplication test ----
 
 const dlm::Kernels* whole = nullptr;
-// which group size gets a wrong result, and which result is wrong, counted from the end
+// the group size for which a result is made wrong, and the index of this result, counted from the
+// end
 int64_t spoilt_format = 0, spoilt_at = 0;
 
 void multiply_wrongly(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {

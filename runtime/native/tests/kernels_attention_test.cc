@@ -1,5 +1,5 @@
 // Tests of attention with a cache, and of the formats of cached rows. The results of attention must
-// be right within a tolerance.
+// equal those of plain loops within a tolerance.
 #include <array>
 #include <numeric>
 
@@ -53,7 +53,8 @@ std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
 }
 
 // Returns the values of rows [rows, D] after they were stored in a cache. fp16 rounds each number.
-// INT8 stores codes. Their scale is the smallest 8-bit scale that is at least amax / 127.
+// INT8 stores codes. The scale of the codes is the smallest 8-bit scale that is at least amax /
+// 127, where amax is the largest magnitude in the row.
 std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   std::vector<double> all(x.begin(), x.end());
   for (size_t from = 0; from < x.size() && cache != CacheType::fp32;
@@ -113,14 +114,15 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
 constexpr float kEpsilon = 1e-5f;
 
 struct Attention {
-  int64_t B, T, S, H, G, D;  // G: number of key/value heads
+  int64_t B, T, S, H, G, D;  // sizes; G is the number of key/value heads
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
   std::vector<dlm::Segment> segments;
-  std::vector<int64_t> first_segments;  // belongs to `segments`; set by pass()
+  // The result of first_segments() for `segments`; set by pass().
+  std::vector<int64_t> first_segments;
   Floats y, new_keys, new_values;
   Bytes stored_keys, stored_values, present_keys, present_values;
 
@@ -185,12 +187,23 @@ struct Attention {
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     kernels.attention(pass(), parallel);
   }
-  // Like run, but the past rows may be any fp32 numbers.
-  void run_exactly(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
+  // Like run(), but over past rows that another pass has stored.
+  void run_over(const Bytes& keys, const Bytes& values, const dlm::Kernels& kernels,
+                dlm::Parallel& parallel) {
     dlm::CachedAttention a = pass();
-    a.past_keys = past_keys.data(), a.past_values = past_values.data();
+    a.past_keys = keys.data(), a.past_values = values.data();
     kernels.attention(a, parallel);
   }
+  // Returns the new rows [B, G, T] in the format of the cache.
+  Bytes kept(bool is_key) const {
+    if (cache != CacheType::fp32) return is_key ? present_keys : present_values;
+    const Floats& rows = is_key ? new_keys : new_values;
+    Bytes bytes(rows.size() * sizeof(float));
+    std::memcpy(bytes.data(), rows.data(), bytes.size());
+    return bytes;
+  }
+  // True if queries see new rows as the cache stores them.
+  bool reads_rounded() const { return visible_block != 0 && cache != CacheType::fp32; }
 
   // Returns the head of x [B, T, heads, D] at [b, t, head], normalised and rotated.
   std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
@@ -232,7 +245,7 @@ struct Attention {
     return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
-  // Returns the pass that runs only this segment.
+  // Returns a pass that computes only this segment.
   Attention alone(const dlm::Segment& part) const {
     Attention one = *this;
     one.segments.clear();
@@ -257,17 +270,23 @@ struct Attention {
 
  private:
   std::vector<double> attend(int64_t b, int64_t t, int64_t h) const {
-    const int64_t g = h / (H / G), cache = (b * G + g) * S * D;
+    const int64_t g = h / (H / G), first = (b * G + g) * S * D;
     const std::vector<double> query = turned(q, q_norm, H, b, t, h);
+    // Returns a new row that the kernel rounded.
+    const auto rounded = [&](const Floats& rows, int64_t token) {
+      const float* const from = rows.data() + ((b * G + g) * T + token) * D;
+      return std::vector<double>(from, from + D);
+    };
     std::vector<double> weights;
     for (int64_t j = 0; j < S + T; ++j) {
       if (j >= S && !sees(b, t, j - S)) {
         weights.push_back(-kInfinity);
         continue;
       }
-      const float* const past = past_keys.data() + cache + j * D;
-      const std::vector<double> key =
-          j < S ? std::vector<double>(past, past + D) : turned(k, k_norm, G, b, j - S, g);
+      const float* const past = past_keys.data() + first + j * D;
+      const std::vector<double> key = j < S             ? std::vector<double>(past, past + D)
+                                      : reads_rounded() ? rounded(new_keys, j - S)
+                                                        : turned(k, k_norm, G, b, j - S, g);
       double score = 0;
       for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
       weights.push_back(score / std::sqrt(static_cast<double>(D)));
@@ -277,18 +296,21 @@ struct Attention {
     for (double& weight : weights) total += weight = std::exp(weight - largest);
     std::vector<double> out(static_cast<size_t>(D));
     for (int64_t j = 0; j < S + T; ++j) {
-      const float* const value =
-          j < S ? past_values.data() + cache + j * D : v.data() + ((b * T + j - S) * G + g) * D;
+      const float* const own = v.data() + ((b * T + j - S) * G + g) * D;
+      const float* const past = past_values.data() + first + j * D;
+      const std::vector<double> value = j < S             ? std::vector<double>(past, past + D)
+                                        : reads_rounded() ? rounded(new_values, j - S)
+                                                          : std::vector<double>(own, own + D);
       const double weight = weights[static_cast<size_t>(j)] / total;
       for (int64_t d = 0; d < D && weight != 0; ++d)
-        out[static_cast<size_t>(d)] += weight * value[d];
+        out[static_cast<size_t>(d)] += weight * value[static_cast<size_t>(d)];
     }
     return out;
   }
 };
 
-// Scores of D products have an error of about sqrt(D) * 2^-24 of their size, which is at most 100
-// here. The softmax weights have the same error. All other errors are smaller.
+// Attention scores are sums of D products. Their error is about sqrt(D) * 2^-24 times their size,
+// which is at most 100 here. The softmax weights have the same error. All other errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
@@ -355,8 +377,8 @@ void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
 }
 
 // A prompt gives the same bits in one pass and in several passes that read the rows of earlier
-// passes. The cached rows may be anywhere in the cache. This holds if each pass has more queries
-// per key/value head than a vector has lanes.
+// passes. The cached rows may be anywhere in the cache. The bits are equal if each pass has more
+// queries per key/value head than a vector has lanes.
 void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(11);
   InOrder in_order;
@@ -364,12 +386,16 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
   for (int round = 0; round < 24; ++round) {
     const int64_t D = std::array<int64_t, 4>{20, 64, 128, 256}[static_cast<size_t>(round % 4)];
     const int64_t N = kBlock * (6 + numbers.below(30));
-    tally.about = std::string(kernels.name) + " " + std::to_string(D) + " " + std::to_string(N);
+    const CacheType cache = kCaches[static_cast<size_t>(round / 4 % 3)];
+    tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache)) + " " +
+                  std::to_string(D) + " " + std::to_string(N);
     Attention whole(numbers, 1, N, 0, kHeads, kGroups, D);
-    whole.visible_block = kBlock, whole.table_rows = N;
+    whole.cache = cache, whole.visible_block = kBlock, whole.table_rows = N;
     whole.cos = numbers.normals(N * D / 2), whole.sin = numbers.normals(N * D / 2);
     std::iota(whole.positions.begin(), whole.positions.end(), 0);
     whole.run(kernels, in_order);
+    const Bytes stored[] = {whole.kept(false), whole.kept(true)};
+    const int64_t bytes = row_bytes(cache, D);
     for (int64_t first = 0, end; first < N; first = end) {
       end = std::min(N, first + kLeast + kBlock * numbers.below(8));
       if (N - end < kLeast) end = N;
@@ -383,30 +409,28 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
       if (is_mixed) std::reverse(starts.begin(), starts.end());
       const int64_t room = static_cast<int64_t>(starts.size()) * 16;
       part.S = room;
-      part.past_keys.assign(static_cast<size_t>(kGroups * room * D), 0);
-      part.past_values = part.past_keys;
+      Bytes past[2];
+      past[0].resize(static_cast<size_t>(kGroups * room * bytes)), past[1] = past[0];
+      part.past_keys.clear(), part.past_values.clear();
       for (int64_t page = 0; page * 16 < first; ++page) {
         const int64_t rows = std::min<int64_t>(16, first - page * 16);
         part.segments.push_back({starts[static_cast<size_t>(page)], rows, 0, end - first});
         for (int64_t g = 0; g < kGroups; ++g)
-          for (const bool is_key : {true, false}) {
-            const Floats& from = is_key ? whole.new_keys : whole.new_values;
-            Floats& to = is_key ? part.past_keys : part.past_values;
-            std::copy_n(from.data() + (g * N + page * 16) * D, rows * D,
-                        to.data() + (g * room + starts[static_cast<size_t>(page)]) * D);
-          }
+          for (const size_t kind : {0, 1})
+            std::copy_n(stored[kind].data() + (g * N + page * 16) * bytes, rows * bytes,
+                        past[kind].data() + (g * room + starts[static_cast<size_t>(page)]) * bytes);
       }
       if (part.segments.empty()) part.segments.push_back({0, 0, 0, end - first});
-      part.run_exactly(kernels, in_order);
+      part.run_over(past[1], past[0], kernels, in_order);
       CHECK(same_bits(
           part.y, Floats(whole.y.data() + first * kHeads * D, whole.y.data() + end * kHeads * D)));
     }
   }
 }
 
-// Tests blocks of any length. The positions are in order from any start, or in any order with some
-// missing. Only a part of each head is rotated. The results for a block must be bit-identical,
-// whatever follows the block.
+// Tests blocks of any length. The positions are consecutive from any start, or in any order with
+// some positions missing. The rotation applies only to a part of each head. The results for a block
+// must be bit-identical, whatever follows the block.
 void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(15);
   InOrder in_order;
@@ -429,6 +453,12 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
       attention.cache = cache;
       attention.run(kernels, in_order);
       CHECK(distance(attention.y, attention.expected(), 1) < kAttentionTolerance);
+      if (cache != CacheType::fp32) {
+        const auto wide = [](const Floats& x) { return std::vector<double>(x.begin(), x.end()); };
+        CHECK(read_rows(cache, attention.present_keys, D) == wide(attention.new_keys));
+        CHECK(read_rows(cache, attention.present_values, D) == wide(attention.new_values));
+        CHECK(wide(attention.new_values) != wide(attention.v));
+      }
       Attention other = attention;
       const int64_t changed = numbers.below(T);
       for (int64_t i = changed * G * D; i < (changed + 1) * G * D; ++i) {
@@ -503,7 +533,8 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
   for (const CacheType cache : kCaches)
     for (const int64_t T : {1, 3, 40}) {
       const int64_t B = 2, S = 70, H = 4, G = 2, D = 12;
-      const bool by_rows = cache == CacheType::int8;  // one NaN makes the whole row NaN
+      // In an INT8 cache, one NaN makes the whole row NaN.
+      const bool by_rows = cache == CacheType::int8;
       tally.about = std::string(kernels.name) + ", " + std::to_string(T) + " tokens";
       const auto check = [&](Attention& attention, auto is_bad) {
         attention.cache = cache;
@@ -533,7 +564,8 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
     }
 }
 
-// Several requests in one pass, with cached rows anywhere, give the same bits as separate passes.
+// A pass over several requests, whose cached rows may be anywhere, gives the same bits as separate
+// passes.
 void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -541,7 +573,8 @@ void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& ker
       {{0, 0, 0, 33}, {0, 0, 33, 1}, {0, 0, 34, 7}},
       {{60, 11, 0, 4}, {3, 40, 4, 32}, {0, 0, 36, 5}},
       {{0, 71, 0, 41}},
-      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},  // two segments may share rows
+      // Two segments may refer to the same cached rows.
+      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},
   };
   for (const CacheType cache : kCaches)
     for (const int64_t visible_block : {0, 5})

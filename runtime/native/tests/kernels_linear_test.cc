@@ -1,4 +1,5 @@
-// Tests of INT8 and INT4 linear layers. Except for gated layers, the results must be bit-identical.
+// Tests of INT8 and INT4 linear layers. Except for gated layers, kernels must give the same bits as
+// plain loops.
 #include <cstdlib>
 
 #include "kernels_test.h"
@@ -15,7 +16,7 @@ uint16_t half_of(float x) {
 
 struct Weight {
   int64_t inputs, columns, group_size;  // 0: INT8
-  std::vector<uint8_t> plain;           // [K, N], plus 128, or plus 8 for INT4
+  std::vector<uint8_t> plain;           // codes [K, N], plus 128 for INT8, or plus 8 for INT4
   std::vector<uint8_t> panels;          // in the kernels' layout
   Floats scales;
   std::vector<uint16_t> halves;  // the scales of INT4, in the kernels' layout
@@ -75,7 +76,7 @@ Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 
 }
 
 // Computes a layer with `kernels`. Returns one result per weight matrix, or a single result if
-// `is_gated`.
+// `is_gated` is true.
 std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel,
                                const Floats& x, int64_t rows, const std::vector<Weight>& weights,
                                bool is_gated) {
@@ -97,8 +98,8 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
   return results;
 }
 
-// Computes one product with the arithmetic of the exporter's functions.py. The order of the sums
-// does not change the result.
+// Multiplies x by a weight matrix with the arithmetic of the exporter's functions.py. The order of
+// the additions does not change the result.
 Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
   const int64_t K = weight.inputs, N = weight.columns;
   Floats y;
@@ -177,7 +178,8 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
     for (int64_t rows = 1; rows <= 40; ++rows) {
-      for (const int64_t K : {8, 32, 40, 136, 264}) {  // some of these have a shorter last group
+      // For some of these numbers of inputs, the last group is shorter.
+      for (const int64_t K : {8, 32, 40, 136, 264}) {
         std::vector<Weight> weights;
         for (int64_t i = 0; i < 1 + rows % 3; ++i)
           weights.push_back(make_weight(numbers, K, 1 + numbers.below(100), size));
@@ -207,7 +209,7 @@ Floats make_extreme_rows(int64_t rows, int64_t K) {
   return x;
 }
 
-// With the largest codes, 16-bit sums are within 7% of overflow.
+// With the largest codes, the kernels' 16-bit sums are at most 7% below overflow.
 void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1032, N = 40;
   for (const int64_t size : kGroupSizes) {
@@ -280,8 +282,8 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
                                            make_weight(numbers, K, columns, size)};
       Floats x = numbers.normals(rows * K);
       for (int64_t k = 0; k < K; ++k)
-        x[static_cast<size_t>(k)] *= 1000;  // far outside the linear range of the sigmoid, at both
-                                            // ends
+        x[static_cast<size_t>(k)] *= 1000;  // far outside the range in which the sigmoid changes,
+                                            // at both ends
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
       const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
       // Exponentials are accurate to 2e-7, plus the rounding error of their exponent. There are

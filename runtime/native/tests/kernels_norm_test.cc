@@ -1,4 +1,5 @@
-// Tests of RMSNorm of the sum of two rows. Results must be right within a tolerance.
+// Tests of RMSNorm of the sum of two rows. Results must equal those of plain loops within a
+// tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

@@ -1,4 +1,4 @@
-// Tests of NVFP4 linear layers. Results must be right within a tolerance.
+// Tests of NVFP4 linear layers. Results must equal those of plain loops within a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

@@ -1,5 +1,5 @@
 // Code that the tests of kernels share. Each test file compares one kind of kernel with plain
-// loops. kernels_test.cc runs all of them.
+// loops. kernels_test.cc runs the tests of all files.
 #pragma once
 
 #include <algorithm>
@@ -83,7 +83,8 @@ inline bool same_bits(const Floats& a, const Floats& b) {
          (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-// Returns the largest difference divided by `scale`. Infinite if only one of two values is finite.
+// Returns the largest difference divided by `scale`. The result is infinite if one number is finite
+// and the corresponding number is not.
 inline double distance(const Floats& got, const std::vector<double>& expected, double scale) {
   double worst = got.size() == expected.size() ? 0 : std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::min(got.size(), expected.size()); ++i) {

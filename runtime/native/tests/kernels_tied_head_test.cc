@@ -1,4 +1,5 @@
-// Tests of tied heads with every type of table. Results must be right within a tolerance.
+// Tests of tied heads with every type of table. Results must equal those of plain loops within a
+// tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -21,7 +22,7 @@ double value_of_fp16(int code) {
   return (code & 0x8000) != 0 ? -size : size;
 }
 
-// A table in the kernels' layout, and its values.
+// A table in the kernels' layout, and the same numbers as floats.
 struct Table {
   dlm::TableType type;
   int64_t rows, inputs;

@@ -4,7 +4,8 @@
 //
 // memory_test STRIDE [BUNDLE]: makes every STRIDE-th allocation fail. Also opens BUNDLE, a folder
 // with a compiled text file. The program is compiled with the library's sources, so that a bundle
-// of files can have a fake engine. Prints "N allocations failed, N claims did".
+// of files can have a fake engine. Prints "N allocations failed, N claims did", where a claim is a
+// check.
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -29,8 +30,8 @@
 namespace {
 
 // The number of allocations that still succeed. After them, one allocation fails. A negative number
-// means that no allocation fails. All threads count, because opening a bundle hashes files on a
-// second thread.
+// means that no allocation fails. The allocations of all threads count, because opening a bundle
+// hashes files on a second thread.
 std::atomic<long> allocations_left{-1};
 std::atomic<bool> has_failed{false};
 
@@ -68,9 +69,10 @@ struct Came {
   std::string result;
 };
 
-// Makes each allocation of `call` fail in turn. `prepare` creates a new object for each call. If an
-// allocation fails, the call must return OUT_OF_MEMORY or the usual result. A second call must give
-// the usual result. `wanted` is the status that the call has if no allocation fails.
+// Calls `call` many times, and each time makes a different allocation fail. `prepare` creates a new
+// object for each call. If an allocation fails, the call must return OUT_OF_MEMORY or the usual
+// result. After a failure, a second call must give the usual result. `wanted` is the status that
+// the call has if no allocation fails.
 template <class Prepare, class Call>
 void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status wanted = DLM_OK) {
   Came whole;
@@ -113,7 +115,7 @@ dlm_status run(void*, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// Like the class above, but requests may share a pass.
+// Like the engine above, but requests may share a pass.
 class Sharing final : public dlm::HostEngine {
  public:
   explicit Sharing(dlm::CacheShape cache) : HostEngine(std::move(cache)) {}
@@ -285,7 +287,7 @@ void sweep_sessions(long stride) {
     double seconds[2];
     return of(*session, dlm_session_time_passes(session.get(), 2, 4, 8, 2, seconds, 2));
   });
-  // Errors, whose messages need memory too.
+  // Tests calls that fail, because their error messages need memory too.
   sweep(
       "a canvas that is too long", stride, anew(*alone),
       [&](auto& session) {
@@ -308,10 +310,10 @@ void sweep_sessions(long stride) {
 // Returns an automaton that accepts all texts. It has one state, one class and one group.
 std::string any_text() {
   std::vector<int32_t> numbers = {kVocab, 1, 1, 1, 1, 1};
-  numbers.resize(numbers.size() + 8);  // made_of
+  numbers.resize(numbers.size() + 8);  // the field made_of
   for (int32_t token = 0; token < kVocab; ++token) numbers.push_back(token == kMask ? -1 : 0);
   for (const int32_t number : {0, 1, 0, 0, 1, 0, 0, 0})
-    numbers.push_back(number);  // groups, edges, distances
+    numbers.push_back(number);  // the groups, the edges and the distances
   std::string file = "DLMAUTO\x01";
   file.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int32_t));
   dlm::Sha256 hash;
@@ -475,7 +477,8 @@ void sweep_files(long stride, const std::string& folder) {
   };
   sweep(
       "dlm_bundle_open", 7 * stride, [] { return 0; },
-      [&](int) {  // a manifest has thousands of values
+      // Makes only some allocations fail, because parsing a manifest makes thousands of them.
+      [&](int) {
         dlm_bundle* bundle = nullptr;
         const dlm_status status = open(&bundle);
         const Owned<dlm_bundle> owned(bundle);
@@ -530,7 +533,8 @@ void sweep_files(long stride, const std::string& folder) {
       },
       DLM_INVALID_ARGUMENT);
 
-  // A whole run from text to text, with a fake denoiser that has the vocabulary of the text file.
+  // Tests a request with a prompt and a text as its result. The fake denoiser has the vocabulary of
+  // the text file.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
   bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);

@@ -1,10 +1,11 @@
 // A mock of libcuda.so.1, for machines without CUDA. The mock is stricter than a real device. The
-// host cannot read device pointers. Every range of memory is checked. Work on a stream is done only
-// when a caller waits for the stream. Calls without a current context fail.
+// host cannot read device pointers. The mock checks every range of memory. It does the work on a
+// stream only when a caller waits for the stream. Calls without a current context fail.
 //
 // Environment variables configure it. $MOCK_CUDA_SM is the compute capability of the devices
-// (default 120). $MOCK_CUDA_DEVICES is the number of devices (default 1). $MOCK_CUDA_BYTES is
-// the memory of each device (default 1 GiB). $MOCK_CUDA_FAIL lists the calls that fail.
+// (default 120, which means 12.0). $MOCK_CUDA_DEVICES is the number of devices (default 1).
+// $MOCK_CUDA_BYTES is the memory of each device (default 1 GiB). $MOCK_CUDA_FAIL lists the calls
+// that fail.
 #include "mock_cuda.h"
 
 #include <cstdlib>
@@ -34,14 +35,14 @@ constexpr unsigned char kGuard = 0xD7;
 struct State {
   std::mutex mutex;
   std::map<std::string, int> counts;
-  std::map<uintptr_t, size_t> device, pinned;  // from the start of each block to its size
+  std::map<uintptr_t, size_t> device, pinned;  // map the start of each memory block to its size
   std::set<const void*> objects;
   int retained = 0;
 };
 
 State& state() {
-  static State* const all = new State;  // never destroyed, because the libraries that use it are
-                                        // unloaded in any order
+  static State* const all = new State;  // This object is never destroyed, because the libraries
+                                        // that use it are unloaded in any order
   return *all;
 }
 
@@ -96,7 +97,8 @@ void drain(CUstream stream) {
   stream->pending.clear();
 }
 
-// Allocates a block with guard bytes on both sides. They are checked when the block is freed.
+// Allocates a block with guard bytes on both sides. The mock checks the guard bytes when the block
+// is freed.
 void* allocate(std::map<uintptr_t, size_t> State::* blocks, size_t bytes) {
   auto* const raw = static_cast<unsigned char*>(std::malloc(bytes + 2 * kGuardBytes));
   std::memset(raw, kGuard, bytes + 2 * kGuardBytes);
@@ -172,7 +174,8 @@ void submit(CUstream stream, const std::function<void()>& work) {
 
 }  // namespace mock
 
-// Counts the call, and makes it fail if the test asks for it. Most calls need a current context.
+// Counts the call, and makes it fail if $MOCK_CUDA_FAIL lists it. Most calls need a current
+// context.
 #define CALL_ANYWHERE(name, failure) \
   if (mock::note(#name)) return failure
 #define CALL(name, failure)                               \

@@ -1,5 +1,5 @@
-// Functions of the mock of CUDA that libcuda does not have. The mock of TensorRT and the test
-// driver call them.
+// Functions that only the mock of CUDA has, and not the real libcuda. The mock of TensorRT and the
+// test driver call them.
 #pragma once
 
 #include <cuda.h>
@@ -26,8 +26,8 @@ void* view(CUdeviceptr address, size_t bytes);
 
 bool is_capturing(CUstream stream);
 
-// Queues work on a stream. If the stream is being captured, the work is recorded. Otherwise the
-// work is done when a caller waits for the stream.
+// Queues work on a stream. If the stream is being captured, records the work. Otherwise, the work
+// runs when a caller waits for the stream.
 void submit(CUstream stream, const std::function<void()>& work);
 
 }  // namespace mock

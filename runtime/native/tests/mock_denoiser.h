@@ -25,7 +25,8 @@ struct Pass {
   int32_t tokens, cached, rows;
   const int64_t *ids, *positions, *score_rows;
   std::vector<const uint8_t*> past;  // keys and values of every layer, [kv_heads, S, row_bytes]
-  std::vector<uint8_t*> present;  // [kv_heads, T, row_bytes] in the same order; empty if not needed
+  // [kv_heads, T, row_bytes] in the same order; empty if the pass stores no rows.
+  std::vector<uint8_t*> present;
   int32_t* top_tokens;
   float *top_probs, *entropy, *logits;  // entropy and logits may be NULL
 };
@@ -69,7 +70,8 @@ inline void denoise(const Shape& shape, const Pass& pass) {
     const int64_t row = pass.score_rows[r];
     const uint64_t word = mix(mix(seen, static_cast<uint64_t>(pass.positions[row])),
                               static_cast<uint64_t>(pass.ids[row]));
-    const float best = 0.5f + static_cast<float>(word >> 48) / 131072.0f;  // exact, below 1
+    // A number below 1 that a float represents exactly.
+    const float best = 0.5f + static_cast<float>(word >> 48) / 131072.0f;
     for (int32_t k = 0; k < shape.top_k; ++k) {
       const auto token = static_cast<int32_t>((word + static_cast<uint64_t>(k)) %
                                               static_cast<uint64_t>(shape.vocab - 1));

@@ -1,7 +1,7 @@
 // A mock of libnvinfer. It implements the classes of TensorRT 10.14's headers, and runs the
 // denoiser of mock_denoiser.h.
 //
-// Its "engine file" is a text with these lines. Types are numbers of nvinfer1::DataType.
+// An engine file for this mock is a text with these lines. Types are numbers of nvinfer1::DataType.
 //   mock-engine
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE               (once per layer)
@@ -9,7 +9,7 @@
 //   rename PORT NAME                       (replaces the port's name)
 // For invalid engines, the file may also have the lines "without PORT", "extra OUTPUT", "type PORT
 // TYPE", "host PORT", "nan", or "chatty" (reports an error and continues). $MOCK_TRT_VERSION is the
-// version (default 10.14.1.48). $MOCK_CUDA_FAIL lists the calls that fail.
+// version that the mock reports (default 10.14.1.48). $MOCK_CUDA_FAIL lists the calls that fail.
 //
 // The mock is stricter than TensorRT. An enqueue checks every address against the mock's device
 // memory, and checks that tensors do not overlap. A context with new shapes cannot be captured. If
@@ -38,7 +38,7 @@ using nvinfer1::OptProfileSelector;
 using nvinfer1::TensorIOMode;
 
 constexpr int64_t kT = -1, kS = -2, kR = -3;
-constexpr size_t kWorkingBytes[] = {4096, 1000};  // one per profile
+constexpr size_t kWorkingBytes[] = {4096, 1000};  // the working memory that each profile needs
 
 struct Tensor {
   bool is_input;
@@ -494,7 +494,7 @@ class MockRuntime final : public nvinfer1::IRuntime, public nvinfer1::apiv::VRun
   nvinfer1::ILogger& logger_;
 };
 
-// Returns the number at this place of the version.
+// Returns the part of the version number with this index.
 int32_t version(int place) {
   const char* const given = std::getenv("MOCK_TRT_VERSION");
   int32_t numbers[4] = {};

@@ -2,17 +2,17 @@
 // calls, and runs the denoiser of mock_denoiser.h. A GPU provider computes in the device memory of
 // mock_cuda, which the host cannot read.
 //
-// Its "graph" is a text with these lines. Types are numbers of ONNXTensorElementDataType.
+// A graph for this mock is a text with these lines. Types are numbers of ONNXTensorElementDataType.
 //   mock-graph
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
 //   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR for other domains; the CPU runs all)
 // For an invalid graph, the text may also have the line "nan".
 //
-// $MOCK_ORT_VERSION is the version (default 1.31.1). $MOCK_ORT_PROVIDERS lists the providers
-// (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that a provider cannot
-// load. $MOCK_ORT_FULL is the call that fails because the device is full ("Run:2"). $MOCK_CUDA_FAIL
-// lists the calls that fail.
+// $MOCK_ORT_VERSION is the version that the mock reports (default 1.31.1). $MOCK_ORT_PROVIDERS
+// lists the providers (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that
+// a provider cannot load. $MOCK_ORT_FULL is the call that fails because the device is full, for
+// example "Run:2". $MOCK_CUDA_FAIL lists the calls that fail.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
 // device, and all other arrays must be in host memory. If work is still queued on our streams when
@@ -104,7 +104,8 @@ OrtStatus* refuse(const std::string& message, int code = kFail) {
   return new OrtStatus{code, message};
 }
 
-// Counts the call. Returns an error status if the call must fail, or if the device must be full.
+// Counts the call. Returns an error status if a test wants this call to fail, for example because
+// the device is full.
 OrtStatus* noted(const std::string& call) {
   static std::map<std::string, int> made;  // static, because tests let one of the driver's threads
                                            // fail at a time
@@ -218,8 +219,8 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   return nullptr;
 }
 
-// Returns a value's bytes where the provider sees them. If the value is in the wrong memory, counts
-// an error and returns nullptr.
+// Returns a pointer to a value's bytes in the provider's memory. If the value is in the wrong
+// memory, counts an error and returns nullptr.
 void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
   const bool on_device = is_cache && session.provider != kCpu;
   const bool is_there = on_device

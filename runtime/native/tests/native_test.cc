@@ -1,8 +1,8 @@
 // Tests of independent parts of the native runtime: the JSON reader, SHA-256, the callback engine,
-// contexts in host memory, requests, and decisions of the TensorRT engine.
+// contexts in host memory, requests, and the functions in tensorrt_profiles.h.
 //
-// Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
-// failed". The exit status is 1 if a check failed.
+// This program is compiled with the core's sources, because the library hides the classes that it
+// tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -35,8 +35,8 @@ struct Tally {
 };
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
-// Checks that `code` throws Error(status) with the message `message`. If `message` starts with
-// "...", the message of the error must contain the text after the dots.
+// Checks that the expression `code` throws Error(status) with the message `message`. If `message`
+// starts with "...", the message of the error must contain the text after the dots.
 #define CHECK_ERROR(code, status, message) \
   check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
@@ -252,8 +252,8 @@ void test_sha256(Tally& tally) {
       CHECK(hash.hex() == hex);
     }
   }
-  // Tests every length around the block size, with pieces of every size. Both implementations must
-  // agree with each other, and with the hash of the text as one piece.
+  // Tests every length around SHA-256's block size. The text is hashed as a whole, and in pieces of
+  // every size. All of these hashes, with both implementations, must be equal.
   bool agree = true;
   std::string text;
   for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
@@ -314,12 +314,12 @@ void test_callback_engine(Tally& tally) {
 struct Rows {
   dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
   int passes = 0, wrong = 0;
-  std::map<int, int> written;  // for each position, the last pass that wrote it
+  std::map<int, int> written;  // for each position, the last pass that wrote its rows
   const char* start = nullptr;
   bool is_growing = false;  // the rows may move to a larger buffer
 
   // Checks the rows that the pass reads, and writes the rows that it must write. Gives the highest
-  // score to the last scored row.
+  // probability to the last scored row.
   static dlm_status run(void* user, const dlm_pass* pass) {
     static_cast<Rows*>(user)->check(*pass);
     return DLM_OK;
@@ -361,7 +361,8 @@ struct Rows {
             bytes[1] = static_cast<char>(passes);
           }
           if (layer + kind + head > 0) continue;
-          // Keys and values were appended without a copy: the new rows follow the others.
+          // The context has appended keys and values without a copy, so the new rows must follow
+          // the cached rows in memory.
           const char* const begins = present - heads * pass.cached * row_bytes;
           wrong += pass.cached > 0 && !is_growing && begins != start;
           start = begins;
@@ -408,7 +409,7 @@ void test_host_contexts(Tally& tally) {
     make(6, 9, length, CacheUse::read);
     context->keep_outside(5, behind);
     make(5, behind, length, CacheUse::refresh);
-    context->keep_outside(4, length);  // directly from one refreshing pass to the next
+    context->keep_outside(4, length);  // two refreshing passes, one directly after the other
     make(4, length, length, CacheUse::refresh);
     context->keep_outside(behind, length);
     make(behind, length, length, CacheUse::read);
@@ -441,7 +442,8 @@ void test_rows_through_random_ranges(Tally& tally) {
     dlm_pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
     context->run(pass, dlm::CacheUse::write);
-    int first = length, last = 0;  // the rows that were not kept; the next range must include them
+    // The range of positions whose rows were not kept; the next pass must include these positions.
+    int first = length, last = 0;
     for (int i = 0; i < 8; ++i) {
       first = random(0, std::min(first, length - 1)),
       last = random(std::max(last, first + 1), length);
@@ -521,12 +523,12 @@ void test_rows_that_are_appended(Tally& tally) {
             const auto jobs = run_together(denoiser, *engine, batch, [&] {
               return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
             });
-            // of the first job, because all jobs are alike
+            // the statistics of the first job, because the jobs are all the same
             const dlm_stats& counts = *jobs[0]->result().stats;
             // Requests with `reuse` never run together.
             const int32_t turns = std::strcmp(store, "reuse") == 0 ? batch : 1;
-            // A pass that opens a block also decides one position of the block, because in this
-            // test every pass decides one.
+            // In this test, every pass decides one position. So a pass that opens a block also
+            // decides one position of this block.
             const bool opens = std::strcmp(store, "open") == 0;
             wrong += rows.wrong + (counts.denoise_passes +
                                        (opens ? counts.prefill_passes + counts.store_passes : 0) !=
@@ -564,8 +566,8 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes the least likely token. Commits one position per pass, always the last one. Records the
-// calls of note().
+// Proposes the least likely token. Commits one position per pass, which is always the last
+// position. Records the calls of note().
 class Least final : public dlm::Proposer {
  public:
   Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
@@ -644,7 +646,8 @@ void test_proposers_side_by_side(Tally& tally) {
   CHECK(seen.passes == 4 && seen.with_logits == 4 && seen.with_entropy == 0);
 }
 
-// An engine that takes one request per pass cannot run two canvases.
+// An engine that accepts only one canvas per pass cannot run requests with guidance, which need two
+// canvases.
 void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   class One final : public dlm::HostEngine {
    public:
@@ -668,8 +671,8 @@ void test_undecided_is_not_the_mask_token(Tally& tally) {
   // A given mask token (9) stays in the canvas. A token at an undecided position is replaced.
   CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) ==
          std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
-  // Token 12 is the end token. When it is committed at position 2, it fills the undecided positions
-  // after its block, and no other positions.
+  // Token 12 is the end token. When token 12 is committed at position 2, the undecided positions
+  // after its block become end tokens. No other positions change.
   CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
          std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
   policy.stop = "eos";
@@ -707,8 +710,10 @@ void test_tensorrt_plans(Tally& tally) {
       is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
     }
   CHECK(is_right);
-  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);  // at least the smallest number of the profile
-  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);  // at least the number of rows that are needed
+  // The result is at least the smallest number of rows of the profile.
+  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);
+  // The result is at least the number of rows that are needed.
+  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);
 
   const auto sizes = dlm::trt::largest(engine);
   CHECK(sizes.tokens == 512 && sizes.cached == 512 && sizes.rows == 64);

@@ -1,8 +1,8 @@
 // Compares src/engines/onnxruntime/ort_api.h with ONNX Runtime's official header at compile time:
 // slots, signatures and enum values.
 //
-// Built only if the header is installed (Debian's libonnxruntime-dev puts it in <onnxruntime/>).
-// The test is that this file compiles. The program does nothing.
+// The build includes this file only if the header is installed (Debian's libonnxruntime-dev puts it
+// in <onnxruntime/>). The test passes if this file compiles. The program itself does nothing.
 #include "engines/graph_contract.h"
 #include "engines/onnxruntime/ort_api.h"
 
@@ -19,8 +19,8 @@
 
 namespace {
 
-// Maps a type to its form in engines/onnxruntime/ort_api.h: enums become int, noexcept is dropped,
-// and the tables that our code looks up become void.
+// Maps a type to its form in engines/onnxruntime/ort_api.h: enums become int, noexcept is removed,
+// and the tables in which our code looks up functions become void.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;
@@ -136,7 +136,8 @@ CHECK_SLOT_OF(PlacedNodeGetDomain, EpAssignedNode_GetDomain);
 CHECK_SLOT_OF(PlacedNodeGetOperator, EpAssignedNode_GetOperatorType);
 #endif
 
-// OrtCustomOp grows only at its end. A library reads only the part that exists in its version.
+// OrtCustomOp grows only at its end. ONNX Runtime reads only the part of the struct that exists in
+// its version.
 static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));
 static_assert(
     std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);

@@ -1,10 +1,10 @@
 // Tests that a request gives the same result when it runs alone, when it shares passes with other
-// requests, and when requests take turns. The predictions of a fake denoiser depend only on the
-// rows that a pass can see, and on all of them. Several threads submit random requests, some of
-// which are cancelled or fail.
+// requests, and when requests take turns. The predictions of a fake denoiser depend on every row
+// that a pass can see, and on nothing else. Several threads submit random requests, some of which
+// are cancelled or fail.
 //
-// Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
-// failed".
+// This program is compiled with the core's sources, because the library hides the classes that it
+// tests. Prints "N passed, N failed".
 #include "decode/runner.h"
 
 #include <unistd.h>
@@ -46,7 +46,7 @@ void note(bool holds, int line, const std::string& what) {
 }
 #define CHECK(condition) note((condition), __LINE__, #condition)
 
-// The call in which a proposer throws, or `none`.
+// The call in which a proposer throws an exception, or `none`.
 enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
 
 struct NotAnException {};
@@ -205,9 +205,9 @@ std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, co
   return job;
 }
 
-// Returns true if both jobs have equal canvases, finishes and statistics. Times may differ. The
-// number of passes that fill the cache may differ too, because a limit of the scheduler may split
-// these passes.
+// Returns true if both jobs have the same canvas, ended for the same reason, and have the same
+// statistics. Times may differ. The number of passes that fill the cache may differ too, because a
+// limit of the scheduler may split these passes.
 bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
   const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
@@ -279,8 +279,8 @@ void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32
   unlink(path.c_str());
 }
 
-// Requests whose prompts start with the same tokens reuse keys and values. So do requests whose
-// prompts start like a prompt cache. The answers must not change.
+// Requests whose prompts start with the same tokens reuse keys and values. Requests whose prompts
+// start with the tokens of a prompt cache reuse keys and values too. The answers must not change.
 void test_prefixes(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {4, 8, 16, 32}),
@@ -295,8 +295,8 @@ void test_prefixes(uint32_t seed) {
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
       most_idle);
-  // There are few different prompts, so that many requests start alike. Some prompts continue an
-  // earlier answer.
+  // There are only a few different prompts, so that many requests start with the same tokens. Some
+  // prompts continue an earlier answer.
   std::vector<std::vector<int32_t>> prompts;
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -352,7 +352,7 @@ std::string message_of(const std::function<void()>& body) {
   return "";
 }
 
-// Every changed byte and every missing byte of a prompt cache is detected.
+// The runtime detects every changed byte and every missing byte of a prompt cache.
 void test_damaged_prompt_caches() {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, true);
@@ -442,13 +442,14 @@ void test_full_attention_reuses_prompts_if_asked(bool reuses, const char* cache)
   const auto first = run(5), again = run(5), other = run(6);
   CHECK(canvas_of(*first) == canvas_of(*again));
   CHECK(first->result().stats->nfe == again->result().stats->nfe);
-  const int32_t expected = reuses ? 48 : 0;  // whole pages before the last 8 tokens of the prompt
+  // The tokens of the whole pages before the last 8 tokens of the prompt.
+  const int32_t expected = reuses ? 48 : 0;
   CHECK(first->result().stats->cached_tokens == 0);
   CHECK(again->result().stats->cached_tokens == expected);
   CHECK(other->result().stats->cached_tokens == expected);
 }
 
-// Requests that start together compute their common prompt once.
+// Requests with the same prompt that start at the same time compute the prompt only once.
 void test_requests_at_once_share_their_prompt(int32_t shift) {
   const dlm::Denoiser of = denoiser(4, shift);
   Summing engine(shape(), 4, true), other(shape(), 4, false);
@@ -505,7 +506,7 @@ void test_long_prompts_are_split(int32_t shift) {
   }
 }
 
-// Compares Pages with a simple model, which knows the tokens of each page.
+// Compares the class Pages with a simple model, which knows the tokens of each page.
 void test_pages(uint32_t seed) {
   std::mt19937 random(seed);
   constexpr int32_t kPages = 24;
@@ -586,8 +587,8 @@ void test_passes_are_shared() {
                                         // requests
 }
 
-// The expected cost of a shared pass stays within the time limit. A request that does not fit waits
-// for a later pass.
+// The predicted time of a shared pass stays within the limit. A request that does not fit waits for
+// a later pass.
 void test_costs(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {0, 4}),
@@ -615,8 +616,8 @@ void test_costs(uint32_t seed) {
   CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
 }
 
-// A request starts only if passes then stay within the time limit. If no other request is running,
-// it always starts.
+// A request starts only if passes with this request stay within the time limit. If no other request
+// is running, it always starts.
 void test_admission_by_cost() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -678,8 +679,8 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
-// If a request fails, even while it ends, no other request fails. Every wait ends, and the results
-// of the other requests do not change.
+// If a request fails, even while it ends, no other request fails. All threads that wait for a
+// request wake up, and the results of the other requests do not change.
 void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -693,7 +694,7 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
     const auto submit_faulty = [&](Limits limits) {
       if (fault == Fault::step) limits.on_step = throws;
       Wish wish = make_wish(random, 4, 0);
-      wish.policy.cfg_scale = 0;  // with guidance, the proposer's needs are not called
+      wish.policy.cfg_scale = 0;  // with guidance, requests do not call the proposer's needs()
       wish.canvas = std::vector<int32_t>(20, kMask);
       return scheduler.submit(wish.make(of, engine, fault), limits);
     };
@@ -812,7 +813,8 @@ void test_limits() {
       return error.status();
     }
   };
-  CHECK(status_of(wish(33, {})) == DLM_INVALID_ARGUMENT);  // needs more rows than exist
+  // Needs more cache rows than the scheduler has.
+  CHECK(status_of(wish(33, {})) == DLM_INVALID_ARGUMENT);
   const auto first = submit(wish(30, {})),
              second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   CHECK(status_of(wish(8, {})) == DLM_BUSY);
@@ -892,7 +894,8 @@ void test_threads(bool shares, int requests_a_thread) {
 
 // Four threads submit requests of every kind, some with a fault in one of their calls. Meanwhile,
 // the thread that makes passes is stopped and restarted. Finally the scheduler is destroyed while
-// it still has requests. Every wait ends, and the results of the other requests do not change.
+// it still has requests. All threads that wait for a request wake up, and the results of the other
+// requests do not change.
 void test_mixed_requests(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -987,10 +990,10 @@ std::shared_ptr<const dlm::Automaton> barred_alone() {
   return made;
 }
 
-// Of every fifty jobs, five are special. One throws in its last step, one fails as it ends, one is
-// cancelled, one has a proposer that finds no token, and one has a constraint whose tokens the
-// denoiser rules out. These jobs fail or end, and must not affect the others. All other jobs must
-// give the same result as when they run alone.
+// Five of every fifty jobs are special. The first throws in its last step, the second fails as it
+// ends, the third is cancelled, the fourth has a proposer that finds no token, and the fifth has a
+// constraint whose tokens the denoiser rules out. These jobs must not affect the other jobs. All
+// other jobs must give the same result as when they run alone.
 void test_ten_thousand_jobs(bool shares, int count) {
   enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
   const dlm::Denoiser of = denoiser(0, 0);

@@ -45,10 +45,12 @@ class Summing final : public dlm::HostEngine {
   std::string description() const override { return "made up"; }
   void fail_after(int passes) { fails_after_ = passes; }
   int64_t most_requests() const { return most_requests_; }
-  // From now on, adds up the predicted costs of passes, and records the most expensive shared pass.
+  // After this call, the engine adds up the predicted times of its passes, and records the most
+  // expensive shared pass.
   void count_by(const dlm::PassCost& cost) { cost_ = cost; }
   double cost() const { return spent_; }
-  void take(std::chrono::microseconds time) { time_ = time; }  // least time that each pass takes
+  // Sets the smallest time that each pass takes.
+  void take(std::chrono::microseconds time) { time_ = time; }
   double costliest_shared() const { return costliest_shared_; }
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
@@ -74,7 +76,8 @@ class Summing final : public dlm::HostEngine {
   }
 
  private:
-  // The tokens of one request, and its cached rows as pairs of a first row and a number of rows.
+  // The tokens of one request, and the ranges of its cached rows. A range is a pair of a first row
+  // and a number of rows.
   struct Part {
     int64_t first, tokens, cached;
     std::vector<std::pair<int64_t, int64_t>> rows;
@@ -151,7 +154,7 @@ class Summing final : public dlm::HostEngine {
     double logits[kVocabulary], total = 0;
     int32_t order[kVocabulary];
     for (int32_t v = 0; v < kVocabulary; ++v) {
-      // An end token is rarely predicted, so that requests run for a while.
+      // The logits make end tokens rare, so that requests run for a while.
       logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
                   (v == kEnd ? 4 : 0);
       order[v] = v;

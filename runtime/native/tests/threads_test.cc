@@ -1,6 +1,6 @@
 // Uses one bundle from many threads, through the C ABI. Some threads run sessions, some submit
 // requests to a scheduler, and some cancel requests. Some requests miss their deadline or fail, and
-// some are stopped by callbacks. Handles are destroyed at any time that the header allows. Each
+// callbacks stop some requests. Handles are destroyed at any time that the header allows. Each
 // request must give a valid result.
 //
 // threads_test [REQUESTS]: prints "N passed, N failed". Run it with ThreadSanitizer and
@@ -28,7 +28,7 @@ void check(bool holds, int line, const char* what) {
 constexpr int32_t kVocab = 40, kMask = 39, kEos = 1, kLength = 24;
 constexpr int kThreads = 4;
 
-// Fails about once in 300 passes.
+// The denoiser's passes. About one in 300 passes fails.
 dlm_status run(void* user, const dlm_pass* pass) {
   auto& passes = *static_cast<std::atomic<uint32_t>*>(user);
   for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
@@ -54,7 +54,7 @@ bool may_be(dlm_status status) {
   return status == DLM_OK || status == DLM_ENGINE_FAILED || status == DLM_CANCELLED;
 }
 
-// The options of a request, and its callback's counter.
+// The options of a request, and a counter for its callback.
 struct Wish {
   dlm_policy policy;
   dlm_request request;

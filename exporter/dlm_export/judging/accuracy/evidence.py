@@ -1,8 +1,8 @@
-"""Compares two denoisers sample by sample, so that judging can stop after any sample.
+"""Compares two denoisers sample by sample, so that the comparison can stop after any sample.
 
-The candidate is the denoiser to judge. The reference is the denoiser with which the candidate is
-compared. Part of the comparison uses the canvases of a decoding run, which is one generation with
-all its passes. Either the reference or the candidate generates this run:
+The candidate is the denoiser whose accuracy is measured. The reference is the denoiser with which
+the candidate is compared. Part of the comparison uses the canvases of a decoding run, which is one
+generation with all its passes. Either the reference or the candidate generates this run:
 
 - If the reference generates the run, both denoisers generate text for every sample. Such a
   comparison is slow, because the reference makes all passes of its own runs.
@@ -40,10 +40,10 @@ Side = Literal["reference", "candidate"]
 class Evidence:
     """Compares a candidate with a reference on the samples of ``pool``.
 
-    Each call of ``add`` judges the next samples. ``states_of`` names the denoiser that generates
-    the decoding runs. ``free`` is the reference as a denoiser that can generate text. If ``free``
-    is ``None``, the reference generates no text, and only predicts tokens on the candidate's
-    canvases.
+    Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
+    denoiser that generates the decoding runs. ``free`` is the reference as a denoiser that can
+    generate text. If ``free`` is ``None``, the reference generates no text, and only predicts
+    tokens on the candidate's canvases.
     """
 
     def __init__(
@@ -60,15 +60,19 @@ class Evidence:
         states_of: Side = "candidate",
         free: Predictor | None = None,
         free_runs: int | None = None,
+        candidate_policy: Policy | None = None,
     ) -> None:
         """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
-        but computes in the precision of the stored weights. It is judged like the candidate.
-        ``free`` generates text for at most ``free_runs`` samples, or for all samples if
-        ``free_runs`` is ``None``.
+        but computes in the precision of the stored weights. It is compared with the reference in
+        the same way as the candidate. ``free`` generates text for at most ``free_runs`` samples, or
+        for all samples if ``free_runs`` is ``None``. The candidate generates text with
+        ``candidate_policy``, if it is not ``None``. In this case, ``states_of`` must be
+        "reference".
         """
+        assert candidate_policy is None or states_of == "reference"
         if not pool:
             raise JudgeError("no samples to judge on: give held-out data")
         if max_new_tokens < 1:
@@ -82,6 +86,7 @@ class Evidence:
                     f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
                 )
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
+        self._candidate_policy = candidate_policy or policy
         self._reference, self._candidate, self._floor = reference, candidate, noise_floor
         self._states_of, self._free, self._free_runs = states_of, free, free_runs
         self._new_tokens = max_new_tokens
@@ -100,7 +105,7 @@ class Evidence:
         self.judged = self._freely = 0
 
     def add(self, count: int, on_done: Callable[[], None] = lambda: None) -> None:
-        """Judge the next ``count`` samples. Raises JudgeError.
+        """Compare the denoisers on the next ``count`` samples. Raises JudgeError.
 
         ``on_done`` is called once per sample, and once per decoding run.
         """
@@ -174,13 +179,8 @@ class Evidence:
             )
         met = self._as_run(run, run.tokens, run.nfe)
         if self._states_of == "reference":
-            self._keep(
-                sample,
-                run,
-                met,
-                self._as_run(run, *self._candidate.generate(run.prompt, run.room, policy)),
-                run.nfe,
-            )
+            made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
+            self._keep(sample, run, met, self._as_run(run, *made), run.nfe)
             return
         known, nfe = None, float(run.nfe)
         if isinstance(reference, Seer):
@@ -246,7 +246,7 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Return True if judging more samples would hardly change which budgets are met.
+        """Return True if more samples would hardly change which budgets are met.
 
         The function computes a 95% interval for each value that has a limit in ``budgets``. It
         returns True if no interval contains the limit of its value. If there are no budgets, it

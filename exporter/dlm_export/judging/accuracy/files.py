@@ -1,4 +1,4 @@
-"""Reads and writes files with the results of judging: accuracy.json and report.html."""
+"""Reads and writes the files with a bundle's measured accuracy: accuracy.json and report.html."""
 
 from __future__ import annotations
 

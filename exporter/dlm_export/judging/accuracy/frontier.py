@@ -147,10 +147,10 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Generate text for one sample after another, with about ``passes`` passes in total at most.
+    """Generate text for one sample after another, with at most about ``passes`` passes in all.
 
-    The function stops before a run that would probably exceed ``passes``. It always makes at least
-    ``least`` runs.
+    The function stops before a run that would probably exceed ``passes``. At least ``least`` runs
+    are always made.
     """
     runs: list[Met] = []
     for number, sample in samples:

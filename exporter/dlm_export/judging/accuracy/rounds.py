@@ -1,4 +1,4 @@
-"""Decides how many samples to judge, and when to stop."""
+"""Decides on how many samples a candidate is compared with its reference, and when to stop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
-MOST_JUDGED = 32  # maximum number of samples to judge, unless the user requests more samples
+MOST_JUDGED = 32  # maximum number of samples to compare on, unless the user requests more
 LEAST_SECONDS = 4.0  # smallest time limit in seconds, even if the build's other stages are short
-PILOT_SAMPLES = 4  # number of samples to judge first, to measure how long a sample takes
-LARGE_PILOT = 1  # number of samples to judge first if a single pass takes several seconds
+PILOT_SAMPLES = 4  # number of samples in the first round, which measures how long a sample takes
+LARGE_PILOT = 1  # samples in the first round if a single pass takes several seconds
 
 EffortName = Literal["default", "full", "none"]
 
@@ -22,13 +22,13 @@ EffortName = Literal["default", "full", "none"]
 class Effort:
     """How thoroughly a candidate is compared with its reference. ``name`` is one of:
 
-    - ``default``: only the candidate generates text. Judging stops after ``seconds`` or after 32
-      samples. It stops earlier if it is clear which budgets are met.
+    - ``default``: only the candidate generates text. The comparison stops after ``seconds`` or
+      after 32 samples. It stops earlier if it is clear which budgets are met.
     - ``full``: both denoisers generate text for every sample, without a time limit.
-    - ``none``: no sample is judged.
+    - ``none``: the denoisers are not compared.
 
-    If ``judged`` is set, exactly this number of samples is judged. With ``default``, ``free_runs``
-    is the number of samples for which the reference generates text too.
+    If ``judged`` is set, exactly this number of samples is used. With ``default``, ``free_runs`` is
+    the number of samples for which the reference generates text too.
     """
 
     name: EffortName = "default"
@@ -38,12 +38,12 @@ class Effort:
 
     @property
     def is_exact(self) -> bool:
-        """True if the number of judged samples does not depend on the time that judging takes."""
+        """True if the number of samples does not depend on the time that the comparison takes."""
         return self.judged is not None or self.name == "full"
 
     @property
     def most(self) -> int:
-        """The maximum number of samples to judge."""
+        """The maximum number of samples to compare on."""
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
@@ -65,19 +65,19 @@ def judge_in_rounds(
     pilot: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge as many samples as ``effort`` demands.
+    """Compare a candidate with its reference on as many samples as ``effort`` demands.
 
-    With the default effort, the function first judges ``pilot`` samples, to measure how long a
-    sample takes. Then the function judges as many samples as fit into the time limit. If there are
-    budgets, the function judges the samples in rounds. Each round at most doubles the number of
-    judged samples. After each round, the function stops if further samples would hardly change
-    which budgets are met.
+    With the default effort, the function first uses ``pilot`` samples, to measure how long a sample
+    takes. It then uses as many further samples as fit into the time limit. If there are budgets,
+    these samples are split into rounds. Each round at most doubles the number of samples used so
+    far. After each round, the function stops if further samples would hardly change which budgets
+    are met.
 
-    ``Judgement.effort`` records why judging stopped:
+    ``Judgement.effort`` records why the comparison stopped:
 
-    - ``asked``: the number of samples that the user requested was judged.
+    - ``asked``: all samples that the user requested were used.
     - ``all``: there are no more samples.
-    - ``most``: the default maximum number of samples was judged.
+    - ``most``: the default maximum number of samples was reached.
     - ``decided``: further samples would hardly change which budgets are met.
     - ``time``: the time limit was reached.
 

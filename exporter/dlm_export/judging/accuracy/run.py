@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from dlm_export.workplace import Workplace
 
 
+REUSE_BYTES = 1 << 30
+"""Limit of the prefix cache of a candidate with ``reuse_prompt``, in bytes."""
 VERIFY_SECONDS = 60.0  # time limit of the default effort in seconds, outside of builds
 
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """Options for judging a finished bundle. ``opening`` describes how the bundle is opened."""
+    """Options for measuring a bundle's accuracy. ``opening`` describes how the bundle is opened."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -63,8 +65,8 @@ def judge_source(
 ) -> Judgement:
     """Compare the accuracy of a bundle with its source, which runs in torch in fp32.
 
-    If the source is small, it is judged in bf16 too. The accuracy difference between bf16 and fp32
-    is the noise floor.
+    If the source is small, the source in bf16 is also compared with the source in fp32. The
+    difference between their accuracies is the noise floor.
 
     If the effort is "full", the whole source is loaded into memory, because the source generates
     text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
@@ -110,10 +112,11 @@ def _judge(
     floor: Scorer | None,
     pilot: int,
     on_done: Callable[[], None],
+    candidate_policy: Policy | None = None,
 ) -> Judgement:
     effort = options.effort
     pool = list(samples[: effort.most])
-    is_full = effort.name == "full"
+    is_full = effort.name == "full" or candidate_policy is not None
     evidence = Evidence(
         reference,
         candidate,
@@ -126,9 +129,22 @@ def _judge(
         states_of="reference" if is_full else "candidate",
         free=free,
         free_runs=effort.free_runs if isinstance(reference, Seer) else None,
+        candidate_policy=candidate_policy,
     )
     found = judge_in_rounds(evidence, effort, options.budgets, pilot, on_done)
+    if candidate_policy is not None:
+        found = replace(found, candidate_loop=_own_loop(candidate, candidate_policy))
     return replace(found, speed=candidate.speed())
+
+
+def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
+    """Describe the decoding loop that only the candidate ran, and how many tokens it reused."""
+    prompt_tokens, cached_tokens = candidate.reused()
+    return {
+        "policy": policy.as_dict(),
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": cached_tokens,
+    }
 
 
 def judge_bundle(
@@ -140,7 +156,7 @@ def judge_bundle(
 ) -> Judgement:
     """Compare a finished bundle's accuracy with its source's accuracy.
 
-    The comparison does not use the calibration data. Raises DlmError.
+    The comparison uses no sample that calibrated the bundle. Raises DlmError.
     """
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
@@ -156,14 +172,23 @@ def compare_bundles(
     options: JudgingOptions,
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
+    candidate_changes: Mapping[str, Any] | None = None,
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
-    Raises JudgeError if the denoisers differ. Also raises further kinds of DlmError.
+    ``candidate_changes`` changes fields of the policy with which the candidate generates text. The
+    reference generates text with the unchanged policy. Both sides may be the same bundle.
+
+    Raises JudgeError if the denoisers differ. Raises other kinds of DlmError if a bundle cannot be
+    opened or run.
     """
+    reuses = bool((candidate_changes or {}).get("reuse_prompt"))
+    own_opening = (
+        replace(options.opening, prefix_cache_bytes=REUSE_BYTES) if reuses else options.opening
+    )
     with (
         options.opening.open(reference) as first,
-        options.opening.open(candidate) as second,
+        own_opening.open(candidate) as second,
     ):
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
@@ -173,9 +198,16 @@ def compare_bundles(
         ours = BundlePredictor(second, _title(candidate, second))
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.data.preset)
+        own = policy.with_fields(dict(candidate_changes)) if candidate_changes else None
         samples = _samples(c, reference, first, options, progress, warn)
         pilot, on_done = PILOT_SAMPLES, progress.advance
-        result = _judge(theirs, theirs, ours, samples, c, policy, options, None, pilot, on_done)
+        result = _judge(
+            theirs, theirs, ours, samples, c, policy, options, None, pilot, on_done, own
+        )
+        if reuses and not ours.reused()[1]:
+            warn(
+                "no prompt was reused, so reuse_prompt was not judged: give data whose prompts start with the same tokens"
+            )
     return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
 
 
@@ -187,7 +219,7 @@ def _samples(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Load the samples to judge on, and start the stage of ``progress``.
+    """Load the samples for a comparison, and start the stage "judge" of ``progress``.
 
     Calls ``warn`` if the data is not ideal, for example if there are few samples.
     """

@@ -54,7 +54,7 @@ class Budgets:
     def check(self, samples: Sequence[Sample]) -> None:
         """Raise JudgeError if a limit needs right answers, but ``samples`` contain none.
 
-        Call this method before judging.
+        Call this method before the denoisers are compared.
         """
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
@@ -66,11 +66,13 @@ class Budgets:
 class Judgement:
     """A candidate's loss of accuracy. Each field is a section of accuracy.json.
 
-    - ``effort``: why judging stopped (see ``rounds``), and which denoiser provided the canvases of
+    - ``effort``: why the comparison stopped (see ``rounds``), and which denoiser generated the
       decoding runs (see ``evidence``).
     - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
     - ``layers_method``: the method that measured ``layers``, which is ``fisher`` or ``exact``.
     - ``threshold``: the result of ``Refit.as_dict``.
+    - ``candidate_loop``: if the candidate generated text with its own policy, this policy, the number
+      of prompt tokens, and how many of them were reused from earlier prompts.
     - ``speed``: the result of ``BundlePredictor.speed``. The report shows the speed, but
       accuracy.json does not contain the speed, because speed depends on the machine.
     """
@@ -89,6 +91,7 @@ class Judgement:
     layers_method: str | None = None
     threshold: dict[str, Any] | None = None
     budgets: list[dict[str, Any]] = field(default_factory=list)
+    candidate_loop: dict[str, Any] | None = None
     speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:

@@ -1,7 +1,7 @@
 """Compares a bundle's logits and generated text with the results of our denoiser in torch.
 
-First, the torch denoiser computes all expected results. It is freed before the bundle is opened, so
-that memory never contains both the torch denoiser and the bundle.
+First, the torch denoiser computes all expected results. The torch denoiser is then freed before the
+bundle is opened, so that they are never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def expect(
     expected = Expected(make_canvases(denoiser.network, prompts, seed), [], cases, [])
     for number, canvas in enumerate(expected.canvases, start=1):
         ids = torch.from_numpy(canvas.tokens).unsqueeze(0)
-        features, _ = denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        features, _ = denoiser.hidden(ids, positions, cache_dtype=cache_dtype)
         expected.logits.append(
             denoiser.project(features[0, torch.from_numpy(canvas.rows)]).float().numpy()
         )
@@ -263,7 +264,8 @@ def compare(
             row.first_difference or difference,
         )
         on_done()
-    return Parity(precision, tolerance_of(precision, cache_dtype), graph, list(loop.values()))
+    tolerance = tolerance_of(precision, cache_dtype, bundle.visible_block)
+    return Parity(precision, tolerance, graph, list(loop.values()))
 
 
 def _first_difference(

@@ -51,6 +51,7 @@ from dlm_export.judging.parity.verdict import (
     LayerRow,
     Parity,
     graph_rows,
+    rounded,
 )
 from dlm_export.memory import give_back
 from dlm_export.network.experts import RoutedMLPs, Router, Stacked
@@ -120,7 +121,7 @@ def check_layers(
     for part in parts:
         show(part.model, taps)
     wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
-    beside = _Beside(done, taps, canvases, workplace or Workplace())
+    beside = _Beside(done, taps, canvases, cache_dtype, workplace or Workplace())
     passes = [
         full_pass(
             network,
@@ -136,7 +137,7 @@ def check_layers(
     graph = graph_rows(canvases, beside.found, beside.expected)
     return Parity(
         f"quantised, {base}" if done.formats else base,
-        PART_TOLERANCES[base],
+        rounded(PART_TOLERANCES[base], cache_dtype, network.visible_block),
         graph,
         [],
         layers=list(beside.rows.values()),
@@ -161,6 +162,7 @@ class _Beside:
         done: Quantisation,
         taps: Mapping[str, Tap],
         canvases: Sequence[Canvas],
+        cache_dtype: str,
         workplace: Workplace,
     ) -> None:
         self.done, self.taps, self.canvases = done, taps, canvases
@@ -170,7 +172,9 @@ class _Beside:
         if done.recipe.embedding is not None or done.has_tied_table:
             self.layered.read = functools.partial(read_rounded, done, self.layered.read)
         tokens = [canvas.tokens for canvas in canvases]
-        self.equal, self.alone = Carried(self.layered, tokens), Carried(self.layered, tokens)
+        self.equal, self.alone = (
+            Carried(self.layered, tokens, cache_dtype=cache_dtype) for _ in range(2)
+        )
         self.rows: dict[str, LayerRow] = {}
         self.found: list[np.ndarray] = []
         self.expected: list[np.ndarray] = []
@@ -214,8 +218,8 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # ``simulate`` has added a hook that quantises the input. The new hook must get the
-                # unquantised input, so ``prepend`` makes the new hook run first.
+                # ``calibrate.simulate`` has added a hook that quantises the layer's input. The new
+                # hook must get the unquantised input, so ``prepend`` makes the new hook run first.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )

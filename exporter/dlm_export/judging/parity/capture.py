@@ -48,8 +48,8 @@ INSTALL = "pip install 'dlm-export[capture]'"
 # The keys of auto_map that may name the class to run. The keys that name classes with logits come
 # first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# The keys of config.json that must not be passed to the trunk, because they name other classes or
-# the type of the stored weights.
+# The keys of config.json that must not be passed to the trunk (a class of transformers with the
+# same layers), because they name other classes or the type of the stored weights.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -276,7 +276,7 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of a module, and the files in the folder that it imports, also indirectly."""
+    """Return a module's file, and the folder's files that it imports directly or indirectly."""
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
         path = folder / name
@@ -433,7 +433,7 @@ class _Released:
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Check that the class lets position 0 see its own block, but no later block.
+        """Check that position 0 attends to its own block, but not to later blocks.
 
         The check changes one token of the canvas at a time. If the changed token is a later token
         of the first block, the logits of position 0 must change. If the changed token is the first

@@ -17,7 +17,7 @@ L tokens. For each canvas, there are R rows of logits for a vocabulary of V toke
 ``lengths``        int64 ``[N]``           the number of token IDs of each canvas
 ``rows``           int64 ``[sum of R]``    the rows of each canvas that have logits, ascending
 ``row_counts``     int64 ``[N]``           the number of rows of each canvas that have logits
-``logits``         fp32 ``[sum of R, V]``  raw logits, as the class returns them
+``logits``         fp32 ``[sum of R, V]``  raw logits, as the released code returns them
 =================  ======================  ====================================================
 """
 

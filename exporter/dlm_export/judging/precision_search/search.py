@@ -10,7 +10,7 @@ The search has three steps:
    that it tries, the bisection makes these changes and measures the actual loss, always with the
    same random masks.
 
-Torch simulates all formats, so the target device is not needed.
+Torch computes the effect of every format in fp32, so the target device is not needed.
 """
 
 from __future__ import annotations
@@ -119,9 +119,10 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
     """Group the layers whose formats the search chooses. All layers of a group get the same format.
 
-    All three expert matrices of a block form one group. Every other layer is a group of its own.
-    The head is included only if the head and the embedding table share a matrix. Otherwise, the
-    head stays in full precision. Returns a mapping from the path of each group to its layers.
+    The gate, up and down matrices of all experts of a transformer block form one group. Every other
+    layer is a group of its own. The head is included only if the head and the embedding table share
+    a matrix. Otherwise, the head stays in full precision. Returns a mapping from the path of each
+    group to its layers.
     """
     units = network.units()
     return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
@@ -171,7 +172,7 @@ class _RoundedHead(Head):
 
 
 class _Assigned(Layered):
-    """A source whose layers simulate the chosen formats."""
+    """A source whose layers compute as if their weights and inputs had the chosen formats."""
 
     def __init__(
         self,

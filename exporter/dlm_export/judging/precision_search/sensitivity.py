@@ -2,18 +2,18 @@
 
 The loss of a layer is the mean KL divergence between the predictions with and without quantisation
 of this layer. Two losses are measured: one over all masked positions, and one over the frontier.
-The frontier consists of the positions that the next pass would commit. All experts of a block count
-as one layer, because they have the same format.
+The frontier consists of the positions that the next pass would commit. All experts of a transformer
+block count as one layer, because they have the same format.
 
 There are two methods: the exact method and the estimate. The exact method quantises each layer in
 turn and runs the whole denoiser. The estimate computes the losses of all layers with one forward
-and one backward pass, and needs memory for one block at a time.
+and one backward pass, and needs memory for one transformer block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of
 ``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is
 not. ``g`` is a random gradient at the layer's output. The module samples random gradients at the
-logits, with the Fisher information as their covariance. It then backpropagates them to each layer
-(as in K-FAC, arXiv:1503.05671).
+logits, with the Fisher information as their covariance. The gradients are then backpropagated to
+each layer (as in K-FAC, arXiv:1503.05671).
 
 A tied head uses the embedding table. Quantising the table changes both the head's output and the
 table rows that are looked up at the start of a pass. The head's loss is the sum of the losses from
@@ -49,8 +49,8 @@ FRONTIER = 0.9  # a position is at the frontier if a token has at least this pro
 DRAWS = 4
 """Number of random gradients for frontier positions.
 
-There are as many again for all other masked positions. BENCHMARKS.md shows how much the estimate
-would improve with more gradients.
+The same number of gradients is used for all other masked positions. BENCHMARKS.md shows how much
+the estimate would improve with more gradients.
 """
 Losses = dict[str, tuple[float, float]]
 """Maps each layer or mixture of experts to ``(kl, frontier_kl)``, in nats per position."""
@@ -96,7 +96,7 @@ def divergence(expected: Tensor, found: Tensor) -> Tensor:
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
 
-# --- All layers from one sweep ---
+# --- The estimate: all layers from one forward and one backward pass ---
 
 
 def estimate(
@@ -108,14 +108,14 @@ def estimate(
     memory_bytes: int | None = None,
     folder: Path | None = None,
 ) -> list[Losses]:
-    """Estimate the losses of all quantised layers, for each choice in ``choices``.
+    """Estimate the losses of all quantised layers, for each quantisation in ``choices``.
 
     ``layered`` must be in fp32. If smoothing or AWQ was used, the weights in ``layered`` must
     already include the scales. ``on_done`` is called twice per transformer block.
 
-    Memory contains one block, a quantised copy of the block for each choice in ``choices``, and the
-    hidden states before every block. Hidden states that do not fit into ``memory_bytes`` are stored
-    in a file in ``folder``. Raises MemoryLimitError.
+    Memory contains one block, a quantised copy of the block for each quantisation in ``choices``,
+    and the hidden states before every block. Hidden states that do not fit into ``memory_bytes``
+    are stored in a file in ``folder``. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -162,7 +162,7 @@ def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterato
 
     Each token j is randomly assigned to one gradient, and ``b_j`` is added to that gradient with a
     random sign. Only the products ``b_i b_j^T`` of two distinct tokens in the same gradient are
-    then random. The usual method samples labels from p. It would need hundreds of gradients if
+    then random. The usual method, which samples labels from p, would need hundreds of gradients if
     probabilities in p are near 0 or 1.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
@@ -181,7 +181,7 @@ def _at_the_head(
 ) -> tuple[list[int], list[Losses]]:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    Returns a list with two counts, and a list with the head's losses for each choice in
+    Returns a list with two counts, and a list with the head's losses for each quantisation in
     ``choices``. The counts are the number of frontier positions and the number of all other masked
     positions.
     """
@@ -229,8 +229,8 @@ def _through(
 ) -> list[dict[str, Tensor]]:
     """Backpropagate the gradients through transformer block ``i``, and compute the block's losses.
 
-    Returns a mapping for each choice in ``choices``. The keys are the paths of linear layers and
-    mixtures of experts. The values are the sums of ``(g . e)**2`` over all canvases, with one
+    Returns a mapping for each quantisation in ``choices``. The keys are the paths of linear layers
+    and mixtures of experts. The values are the sums of ``(g . e)**2`` over all canvases, with one
     element per random gradient g.
     """
     layered, block = carried.layered, carried.layered.block(i)
@@ -276,10 +276,10 @@ def _at_the_table(
 ) -> list[Tensor | None]:
     """Compute the loss that arises because a pass looks up rows of a quantised embedding table.
 
-    For each choice in ``choices``, the function returns the sum of ``(g . e)**2`` over all
-    canvases, with one element per random gradient g. For a choice that does not quantise a tied
-    table, the function returns ``None``. ``gradients`` must be the gradients at the input of the
-    first block.
+    For each quantisation in ``choices``, the function returns the sum of ``(g . e)**2`` over all
+    canvases, with one element per random gradient g. For a quantisation that leaves a tied table
+    unquantised, the function returns ``None``. ``gradients`` must be the gradients at the input of
+    the first block.
     """
     found: list[Tensor | None] = []
     for done in choices:
@@ -331,7 +331,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
     return twins
 
 
-# --- One layer at a time, through the whole denoiser ---
+# --- The exact method: one layer at a time, through the whole denoiser ---
 
 
 class Sweep:
@@ -370,8 +370,8 @@ def method(*, exact: bool) -> str:
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
     """Return the maximum number of times that ``losses`` calls ``on_done``.
 
-    ``layers`` is the total number of quantised layers in all choices. A mixture of experts counts
-    as one layer.
+    ``layers`` is the total number of quantised layers in all quantisations that are compared. A
+    mixture of experts counts as one layer.
     """
     return layers if exact else 2 * len(network.layers)
 
@@ -386,15 +386,16 @@ def losses(
     exact: bool,
     workplace: Workplace | None = None,
 ) -> list[Losses]:
-    """Measure the loss of each quantised layer, for each choice in ``choices``.
+    """Measure the loss of each quantised layer, for each quantisation in ``choices``.
 
-    All choices must have been computed from the same ``parameters``.
+    All of them must have been computed from the same ``parameters``.
     """
     place = workplace or Workplace()
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        # Hidden states, the inputs of all blocks, and gradients get a third of the memory each.
+        # Three kinds of data get a third of the memory each: the hidden states of the current
+        # block, the inputs of all blocks, and the gradients.
         shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES

@@ -1,8 +1,8 @@
 """Writes an HTML page that compares the size, accuracy and speed of bundles of one checkpoint.
 
 The accuracy figures come from each bundle's accuracy.json. The page compares the figures only if
-all bundles were judged on the same data, against the same denoiser. The caller measures the speed
-of all bundles in one run (``bench.side_by_side``). This module does not need torch.
+they were measured on the same data, with the same denoiser as reference. The caller measures the
+speed of all bundles in one run (``bench.side_by_side``). This module does not need torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    # If two losses of the reference differ by more than this share, they belong to different
-    # denoisers. Smaller differences occur between machines.
+    # Each bundle's accuracy.json records the loss of the reference. If the recorded losses of two
+    # bundles differ by more than this share, the bundles were compared with different references.
+    # Smaller differences occur between machines.
     1e-3
 )
 
@@ -38,8 +39,8 @@ class ComparisonError(DlmError):
 class Entry:
     """A bundle that the page compares.
 
-    ``judgement`` comes from the bundle's accuracy.json. If the bundle was not judged, ``judgement``
-    is ``None``.
+    ``judgement`` contains the accuracy figures from the bundle's accuracy.json, or ``None`` if the
+    accuracy was not measured.
     """
 
     folder: Path
@@ -132,7 +133,7 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Check that the judgement contains every value that the page needs.
+    """Check that the accuracy figures contain every value that the page needs.
 
     Raises KeyError, TypeError, ValueError or AttributeError if a value is missing or wrong.
     """

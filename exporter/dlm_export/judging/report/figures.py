@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# The figure of effort levels gets a logarithmic axis if a variant needs more than ``LONG_AXIS``
-# times as many passes as the level ``high``.
+# The figure of effort levels gets a logarithmic axis if a variant of the preset needs more than
+# ``LONG_AXIS`` times as many passes as the level ``high``.
 LONG_AXIS = 4
 
 

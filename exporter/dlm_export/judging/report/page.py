@@ -1,9 +1,9 @@
 """Writes report.html, a page that shows how much accuracy a quantised bundle loses.
 
 The module fills the template ``report.html.jinja`` with values from the manifest and accuracy.json,
-and with the figures of ``figures.py``. The page loads no other files and runs no scripts. Its
-colours depend on the browser's light or dark mode. The same results always give a page with the
-same bytes.
+and with the figures of ``figures.py``. The page loads no other files and runs no scripts. The
+page's colours depend on the browser's light or dark mode. The same results always give a page with
+the same bytes.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """Split a layer's path into the index of the layer's block and the layer's role in the block.
+    """Split a layer's path into the index of its transformer block, and its role in the block.
 
     For example, ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). If the layer is outside the
     blocks, the index is ``None``.
@@ -237,14 +237,15 @@ def _block_and_role(layer: str) -> tuple[int | None, str]:
 
 
 def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
-    """Replace the block indices in paths by ``*``, and count how often each result occurs."""
+    """Replace the block index in each path by ``*``, and count how often each new path occurs."""
     return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
-    """Arrange the formats of all layers as a map: one row per role, one column per block.
+    """Arrange the formats of all layers as a map: rows are roles, columns are blocks.
 
-    A role is, for example, ``blocks.*.mlp.up``. The result contains three keys:
+    A block is a transformer block. A role is, for instance, ``blocks.*.mlp.up``. The result
+    contains three keys:
 
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.
@@ -280,11 +281,11 @@ def clipped(text: str | None) -> str | None:
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
-    """Split the text ``ours`` into pieces, and compare the pieces with the text ``theirs``.
+    """Mark the parts of the text ``ours`` that differ from the text ``theirs``.
 
-    Returns a list of pairs of a flag and a piece of ``ours``. The flag is True if ``theirs`` does
-    not contain the piece at the corresponding place. If ``ours`` is ``None``, the function returns
-    ``None``.
+    Returns a list of pairs of a flag and a part of ``ours``. The parts follow each other in the
+    text. The flag is True if ``theirs`` does not contain the part at the corresponding place. If
+    ``ours`` is ``None``, the function returns ``None``.
     """
     if ours is None:
         return None

@@ -65,11 +65,20 @@ class BundlePredictor:
         """See ``Predictor``."""
         return scores(turn, logits, policy)
 
+    def reused(self) -> tuple[int, int]:
+        """Return the number of prompt tokens of all generated texts so far, and how many of these
+        tokens were reused from earlier prompts.
+        """
+        return (
+            sum(done.prompt_tokens for done in self._spent),
+            sum(done.cached_tokens for done in self._spent),
+        )
+
     def speed(self) -> dict[str, Any] | None:
         """Return the speed of text generation so far, and a description of the machine.
 
-        If the bundle has generated no text, or if a CPU simulates the bundle's number formats, the
-        function returns ``None``.
+        If the bundle has generated no text, the function returns ``None``. It also does so if the
+        CPU only simulates the bundle's number formats, by computing in fp32.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)

@@ -26,7 +26,7 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A ``Seer`` in torch.
+    """Implements ``Seer`` with torch.
 
     The method ``see`` runs all canvases through the first layer, then through the second layer, and
     so on.

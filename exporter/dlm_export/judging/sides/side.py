@@ -13,7 +13,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class JudgeError(DlmError):
-    """Raised if two denoisers cannot be compared, or if the data is unsuitable for judging."""
+    """Raised if two denoisers cannot be compared, or if the data cannot be used to compare them."""
 
     exit_code = ExitCode.WRONG_INPUT
 

@@ -3,7 +3,7 @@
 A variant changes the preset's commit threshold or its number of passes per block. Some presets use
 a separate pass to store a finished block in the cache. A variant of such a preset may instead store
 the finished block in the first pass of the next block (``store=open``). ``store=open`` does not
-change the text. It reduces the number of passes, but some passes compute two blocks.
+change the text. With ``store=open``, there are fewer passes, but some passes compute two blocks.
 
 Every variant generates text for the same samples. The levels are chosen as follows:
 
@@ -90,7 +90,7 @@ class Levels:
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of the manifest with these levels, and a default loop from ``curve``.
 
-        These replace any levels and fitted default loop that the manifest already contains.
+        The new levels and the new default loop replace any that were fitted before.
         """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {

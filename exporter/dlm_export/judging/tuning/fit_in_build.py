@@ -25,8 +25,8 @@ def fit_threshold(
 ) -> Refit:
     """Check whether the bundle needs a different commit threshold than its source.
 
-    Both the bundle and the source generate text for ``samples``, which must not be used for
-    judging. The docstring of ``refit_threshold`` explains the details.
+    Both the bundle and the source generate text for ``samples``. The bundle's accuracy must be
+    measured on other samples. The docstring of ``refit_threshold`` explains the details.
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(

@@ -133,19 +133,19 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Choose the candidate's commit threshold: that of the policy, or a better one in ``grid``.
+    """Choose the candidate's commit threshold: the policy's, or a better threshold in ``grid``.
 
     If every sample has an answer and ``decode`` returns text, quality is the share of right
     answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
     with one token per pass. In the second case, the function uses fewer samples, because the loop
-    with one token per pass is slow. That loop makes at most as many passes as judging makes for
-    masked positions.
+    with one token per pass is slow. The function chooses so few samples that this loop makes at
+    most as many passes as the comparison of masked canvases.
 
     There are two reasons to change the threshold:
 
     - The candidate's quality is significantly worse than the reference's quality. In this case, the
-      function finds the lowest threshold for which the quality is not significantly worse. It
-      chooses this threshold if it is significantly better than the policy's threshold.
+      function finds the lowest threshold for which the quality is not significantly worse. If this
+      threshold is significantly better than the policy's threshold, the function chooses it.
     - The candidate needs significantly more passes than the reference. In this case, the function
       chooses the lowest threshold that loses no quality and needs at least as many passes as the
       reference. It does not choose a threshold that needs fewer passes, because the few samples

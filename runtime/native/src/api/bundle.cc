@@ -14,7 +14,8 @@ using dlm::require;
 
 namespace {
 
-// Returns the member `size` of all layers if it is the same in all layers. Otherwise returns 0.
+// Returns the member that `size` points to if it has the same value in all layers. Otherwise
+// returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -44,8 +45,8 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
-// The engines that a caller can choose by name. A caller can also choose "auto", the engine that
-// the manifest names.
+// The engines that a caller can choose by name. A caller can also choose "auto", which means the
+// engine that the manifest names.
 constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
@@ -62,8 +63,8 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
 }
 
-// Returns the engine that the caller chose, which may be "auto". Throws if a GPU provider was
-// chosen with an engine other than ONNX Runtime.
+// Returns the engine that the caller chose, which may be "auto". Throws an error if the caller
+// chose a GPU provider together with an engine other than ONNX Runtime.
 std::string choose_engine(const dlm_open_options& options) {
   const std::string engine = options.engine == nullptr ? "" : options.engine;
   if (engine != "auto" &&
@@ -89,8 +90,8 @@ int available_cores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Returns `wanted`, limited to the number of cores. More threads would only wait for each other,
-// and starting thousands of threads would take minutes.
+// Returns `wanted`, limited to the number of cores. With more threads than cores, threads would
+// only wait for each other, and starting thousands of threads would take minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
@@ -231,7 +232,7 @@ dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const
   return dlm::guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(policy, "policy");
-    dlm::take(*policy, *policy, "dlm_policy");  // checks struct_size
+    dlm::take(*policy, *policy, "dlm_policy");  // throws an error if struct_size is wrong
     const dlm::Manifest& manifest = bundle->manifest;
     const dlm_policy& found =
         effort != nullptr

@@ -89,9 +89,9 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// Returns the hash of a vocabulary that the program passes. If the program passes a callback, only
-// the callback's address is hashed. The library calls the callback only during the C call that
-// received it.
+// Returns the hash of the vocabulary that the program passes. The vocabulary may contain a
+// callback. Then the hash includes only the address of the callback. The library calls the callback
+// only during the C call that received it.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };

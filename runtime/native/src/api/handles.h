@@ -1,5 +1,5 @@
-// Code that all files of the C ABI share: the handles, the checks of arguments, and the function
-// that turns exceptions into statuses.
+// Code that all files of the C ABI share: the structs of the handles, checks of arguments, and a
+// function that converts exceptions to statuses.
 #pragma once
 
 #include <array>
@@ -37,13 +37,13 @@ struct dlm_bundle {
   dlm_denoiser denoiser{};
   dlm_bundle_info info{};
   std::mutex text_mutex;
-  dlm_text text;  // empty until a call needs the bundle's text
+  dlm_text text;  // the bundle's tokenizer and chat template; empty until a call needs them
   std::mutex vocabulary_mutex;
-  // The bundle's vocabulary. Made by the first call that compiles a constraint.
+  // The bundle's vocabulary. The first call that compiles a constraint creates it.
   std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
-  // The vocabulary that the program passed last.
+  // The vocabulary that the program passed in its last call.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
-  std::array<uint8_t, 32> given_hash{};  // identifies given_vocabulary
+  std::array<uint8_t, 32> given_hash{};  // hash of given_vocabulary
   dlm::PromptCaches prompt_caches;
 };
 
@@ -82,7 +82,8 @@ dlm_status guarded(Body body, Report report) {
   } catch (const ThreadExit&) {
     throw;
   } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // reached only if there is not enough memory for the message
+    return DLM_OUT_OF_MEMORY;  // `report` has thrown an exception, because there is not enough
+                               // memory for the message
   }
 }
 
@@ -126,7 +127,8 @@ std::string_view view_of(const char* string, size_t size, const char* name);
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
                                  int32_t new_tokens);
 
-constexpr double kLongestMs = 1e12;  // 31 years; every clock can represent this time
+// The longest timeout. This is 31 years, which every clock can represent.
+constexpr double kLongestMs = 1e12;
 inline Clock::duration from_ms(double ms) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
 }

@@ -12,7 +12,7 @@
 namespace dlm {
 namespace {
 
-constexpr int32_t kMostTopLogProbs = 20;  // the limit of OpenAI's API
+constexpr int32_t kMostTopLogProbs = 20;  // the limit for top_logprobs in OpenAI's API
 
 dlm_request default_request() {
   dlm_request request{};

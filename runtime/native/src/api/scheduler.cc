@@ -47,8 +47,8 @@ void check_time(const char* name, double value) {
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is not a time: set milliseconds", name, value);
 }
 
-// Returns the cost model for shared passes. If the engine cannot run shared passes, returns an
-// unknown cost model.
+// Returns the cost model for shared passes. If the engine cannot run shared passes, returns a model
+// for which is_known() is false.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;
@@ -80,8 +80,8 @@ int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& deno
   const uint64_t row = dlm::row_bytes(denoiser.cache);
   const int32_t page = dlm::page_rows(denoiser.visible_block);
   const auto longest = static_cast<uint64_t>(dlm::in_pages(denoiser.max_canvas_length, page));
-  // The largest number of rows that max_running requests can use. The factor is 2, because a
-  // request with guidance has two canvases.
+  // The largest number of cache rows that max_running requests can use. The factor 2 is necessary
+  // because a request with guidance has two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted =

@@ -40,14 +40,16 @@ struct dlm_session {
   }
 
   dlm_bundle& bundle;
-  // The session runs requests in `passes`. If `shared` is not NULL, it may run them there instead.
+  // The session runs requests in `passes` (lockstep). If `shared` is not NULL, the session can run
+  // requests in shared passes instead.
   dlm::LockstepPasses passes;
   Runner runner;
   std::unique_ptr<SharedRunner> shared;
   uint64_t prefix_cache_bytes = 0;
-  dlm::Buffers buffers;  // the arrays for passes that do not belong to a request
+  // The arrays for passes that do not belong to a request, for example for measuring.
+  dlm::Buffers buffers;
   std::mutex jobs_mutex;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;  // the jobs of the last call
+  std::vector<std::shared_ptr<dlm::Job>> jobs;  // the jobs of the last call that ran requests
   // returns false if the session must stop
   std::function<bool()> before_pass = [] { return true; };
   std::string last_error;
@@ -63,8 +65,9 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  // Rejects a call if an earlier call on the same session is still running. For example, a callback
-  // may make such a call. It would destroy the request or the buffers that the running call uses.
+  // Rejects a call if an earlier call on the same session is still running, for example because a
+  // callback makes the call. The new call would destroy the request or the buffers that the running
+  // call uses.
   const auto refuse = [] {
     dlm::fail(DLM_INVALID_ARGUMENT,
               "this session is already in a call: callbacks must not call it, and each thread "
@@ -112,7 +115,7 @@ void run(dlm_session& session, Runner::Until until) {
   }
 }
 
-// Prepares session.shared for requests that together need `rows` cache rows. Does nothing if the
+// Prepares session.shared for requests that need `rows` cache rows together. Does nothing if the
 // engine cannot share passes.
 void share_passes(dlm_session& session, int64_t rows) {
   if (session.shared != nullptr && session.shared->passes->rows() >= rows) return;
@@ -131,7 +134,8 @@ void share_passes(dlm_session& session, int64_t rows) {
 void start(dlm_session& session, const dlm_request* request) {
   drop(session);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  // A single request needs shared passes only if the rows of its prompt may be stored already.
+  // Only the PassMaker for shared passes can reuse stored cache rows. So a single request uses it
+  // only if rows of its prompt may be stored.
   const bool has_stored = session.prefix_cache_bytes > 0 || !session.bundle.prompt_caches.empty();
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
   if (has_stored && wanted.request.reusable() > 0)
@@ -149,8 +153,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Groups requests that can run in lockstep. Adds each request to the first group that it fits.
-// Returns the indices of the requests, group by group.
+// Groups requests that can run in lockstep. Adds each request to the first group with whose members
+// it can run. Returns the indices of the requests, group by group.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;

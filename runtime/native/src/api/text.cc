@@ -12,8 +12,8 @@ using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// Copies the result of `body` to the caller's buffer, but at most `capacity` characters or ids.
-// Sets *count to the full number of characters or ids, even if they do not fit.
+// Copies the result of `body` to the caller's buffer, but at most `capacity` bytes or ids. Sets
+// *count to the full number of bytes or ids, even if the buffer is too small.
 template <class Element, class Body>
 dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,
                 size_t capacity, size_t* count, Body body) {

@@ -7,7 +7,7 @@ namespace dlm {
 
 class Descriptor {
  public:
-  // Takes the result of open(), which is negative on failure.
+  // `number` is the result of open(), which is negative if open() failed.
   explicit Descriptor(int number) : number_(number) {}
   ~Descriptor() {
     if (number_ >= 0) close(number_);

@@ -24,9 +24,9 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// If a callback calls pthread_exit(), the stack is unwound with an exception of this type. A
-// handler that catches all exceptions must rethrow an exception of this type. Otherwise the process
-// aborts. CPython up to 3.13 calls pthread_exit() when it exits.
+// If a callback of the program calls pthread_exit(), the C library unwinds the stack with an
+// exception of this type. A handler that catches all exceptions must rethrow an exception of this
+// type. Otherwise the process aborts. CPython up to 3.13 calls pthread_exit() when it exits.
 using ThreadExit = abi::__forced_unwind;
 
 // The status and the message of a caught exception.

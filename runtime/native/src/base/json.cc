@@ -22,7 +22,8 @@ std::string shown(double number) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// True if the key needs no quotes in a path such as presets[0].block_length.
+// Returns true if messages can show the key without quotes in a path such as
+// presets[0].block_length.
 bool is_plain(std::string_view key) {
   const auto is_word = [](char c) {
     return is_digit(c) || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';

@@ -2,8 +2,8 @@
 //
 // The parser also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that
 // overflow a double, and duplicate keys. The parser rejects an escaped NUL, because the library
-// converts strings to C strings. The caller limits the length and the nesting depth of the text.
-// The parser rejects text that exceeds these limits.
+// converts strings to C strings. The caller passes limits for the length and the nesting depth of
+// the text, and the parser rejects text that exceeds these limits.
 //
 // Every failure throws Error(DLM_BAD_BUNDLE). The message of a syntax error starts with "line N: ".
 // If a value has the wrong type or range, the message starts with the path of the value, for
@@ -53,15 +53,15 @@ class Value {
   // value that they cannot accept.
   [[noreturn]] void refuse(const std::string& reason) const;
 
-  // The next functions return the value as the type in the function's name. If the value has a
-  // different type, the function throws an error.
+  // Each of the next functions returns the value as the type in the function's name. If the value
+  // has a different type, the function throws an error.
   bool boolean() const;
   double number(double low, double high) const;  // throws an error unless low <= number <= high
   // Throws an error unless low <= integer <= high. Also throws an error if the number is written
   // with a fraction or an exponent.
   int64_t integer(int64_t low, int64_t high) const;
   const std::string& string() const;
-  // Returns the text of a number as written in the file.
+  // Returns the text of a number as it is written in the file.
   const std::string& written() const { return text_; }
   const std::vector<Value>& elements() const;  // returns the elements of an array
   // Returns the members of an object, in file order. Each member's key() is the member's key.

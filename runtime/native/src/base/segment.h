@@ -6,10 +6,10 @@
 namespace dlm {
 
 // A segment belongs to one request in a pass that several requests share. A segment describes a
-// range of the request's cached rows, and the request's new tokens. The cached rows are rows
-// `start` to `start + cached - 1` of the past keys and values. The new tokens are tokens `first` to
-// `first + tokens - 1` of the pass. The graph reads each segment as one row of its input
-// "segments".
+// range of the request's cached rows, and the range of the request's new tokens in the pass. The
+// cached rows are rows `start` to `start + cached - 1` of the past keys and values. The new tokens
+// are tokens `first` to `first + tokens - 1` of the pass. The graph reads each segment as one row
+// of its input "segments".
 //
 // If the cached rows of a request are in several ranges, the request has one segment for each
 // range. These segments follow each other, and have the same `first` and `tokens`.

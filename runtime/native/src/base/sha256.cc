@@ -1,5 +1,5 @@
-// Computes SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2). The file contains a version in
-// portable code, and a version with the SHA instructions of x86-64 or ARMv8.
+// Computes SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2). This file contains a version in
+// portable code, and a version that uses the SHA instructions of x86-64 or ARMv8.
 #include "base/sha256.h"
 
 #include <fcntl.h>
@@ -80,9 +80,10 @@ bool has_instructions() {
          (b >> 29 & 1) != 0;
 }
 
-// The instruction sha256rnds2 computes two rounds. For this instruction, the hash state must be
-// split into (A, B, E, F) and (C, D, G, H), with the high word first. The instructions sha256msg1
-// and sha256msg2 compute four words of the message schedule (Intel SDM, volume 2).
+// The instruction sha256rnds2 computes two rounds. For this instruction, the eight words A to H of
+// the hash state must be in two registers: (A, B, E, F) and (C, D, G, H), with the high word first.
+// The instructions sha256msg1 and sha256msg2 compute four words of the message schedule (Intel SDM,
+// volume 2).
 __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* state,
                                                                   const uint8_t* blocks,
                                                                   size_t count) {

@@ -18,8 +18,8 @@ class Sha256 {
   // portable code with the results of the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // digest() and hex() return the hash of the data. hex() returns lower-case hex. The object cannot
-  // be used after a call of digest() or hex().
+  // digest() and hex() return the hash of the data. hex() returns lower-case hex. After a call of
+  // digest() or hex(), do not use the object again.
   std::array<uint8_t, 32> digest();
   std::string hex();
 

@@ -23,8 +23,8 @@ constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
-// Returns the size of a regular file in bytes. If the file is missing, throws an error with the
-// status `missing`.
+// Returns the size of a regular file in bytes. If the file is missing, throws an error whose status
+// is the argument `missing`.
 int64_t file_bytes(const std::string& path, const char* advice = kAgain,
                    dlm_status missing = DLM_NOT_FOUND) {
   struct stat info{};
@@ -103,9 +103,9 @@ constexpr int64_t kLarge = 16 << 20;  // size in bytes from which a file is larg
 
 // Checks the files that the manifest lists. Engine files are checked only if a TensorRT engine may
 // run. So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild
-// the engine. If no TensorRT engine may run, the hashes of large files are not checked here.
-// Instead, the function returns these files. `records` applies only to large files, because hashing
-// a small file is faster than finding its record.
+// the engine. If no TensorRT engine may run, this function does not check the hashes of large
+// files. Instead, the function returns these files. `records` applies only to large files, because
+// hashing a small file is faster than finding its record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -136,7 +136,7 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// Returns a file name that the manifest uses outside of `files`. Throws an error if `files` does
+// Returns a file name that another member of the manifest contains. Throws an error if `files` does
 // not list the name, because only the files in that list are checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
@@ -280,8 +280,8 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// Returns advice on running a GPU bundle on a GPU. Only the exporter checks "targets", so the list
-// may be empty here.
+// Returns advice on how to run a bundle for GPUs. Only the exporter checks the manifest's member
+// "targets", so this list may be empty here.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -294,8 +294,8 @@ std::string device_advice(const json::Value& root, const std::string& folder) {
          (is_target_name(first) ? first : "TARGET");
 }
 
-// Reads the entry of one engine. If `is_run` is true, also checks the hashes of the files from
-// which the engine was built.
+// Reads the entry of one TensorRT engine. If `is_run` is true, an engine may run, so the function
+// also checks the hashes of the files from which the engine was built.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
@@ -383,7 +383,8 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   return found;
 }
 
-// Reads the name of the compiled text file. If the build wrote no text file, reads the reason.
+// Reads the name of the bundle's text file (tokenizer and chat template). If the build wrote no
+// text file, reads the reason.
 void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
                      bool check_hashes, Manifest& manifest) {
   const json::Value* const entry = root.find("text");

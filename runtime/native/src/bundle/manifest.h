@@ -3,8 +3,8 @@
 //
 // docs/reference/bundle.md and manifest.schema.json define the format. The folder is untrusted
 // until it has been checked. File names must stay inside the folder. Sizes are checked before
-// memory is allocated. Unknown keys are errors. The runtime uses only the members `loop` and
-// `files` of the manifest.
+// memory is allocated. Unknown keys are errors. The runtime checks only the members `loop` and
+// `files` of the manifest completely.
 #pragma once
 
 #include <memory>
@@ -46,13 +46,13 @@ struct Manifest {
   std::string engine;
   Denoiser denoiser;
   GraphSpec graph;
-  std::string graph_sha256;         // identifies the graph and its weights
+  std::string graph_sha256;         // a hash that identifies the graph and its weights
   std::vector<EngineSpec> engines;  // engine files, in the order of the manifest
   bool is_for_gpus = false;   // true if the bundle was built for GPUs, even if it has no engine yet
   std::string device_advice;  // how to run the bundle on a GPU; empty if the bundle was not built
                               // for GPUs
   std::string default_preset;
-  Policies presets;                // the strings in these policies are static
+  Policies presets;                // the strings in these policies are string literals
   Policies efforts;                // fitted effort levels, fewest passes first; may be empty
   std::string effort_preset;       // preset for which the effort levels were fitted
   std::string text_path;           // path of the compiled text file; empty if the bundle has none

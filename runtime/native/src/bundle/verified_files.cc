@@ -20,13 +20,14 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSettledSeconds = 2;  // some file systems store times in whole seconds
+// A file must be unchanged for this long. Some file systems store times in whole seconds.
+constexpr int64_t kSettledSeconds = 2;
 constexpr const char* kFolder = "dlm-runtime";
 
 // Records are written only for these file systems. Each of them is read-only, or updates the change
-// time of a file at every write. For writes through mmap, it updates the change time at the first
-// write after a flush, because its page_mkwrite calls file_update_time. The magic numbers are from
-// linux/magic.h and from the kernel's fs/.
+// time of a file at every write. If a program writes through mmap, the file system updates the
+// change time at the first write after a flush, because its page_mkwrite calls file_update_time.
+// The magic numbers are from linux/magic.h and from the kernel's fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -42,8 +43,8 @@ constexpr FileSystem kTrusted[] = {
 };
 
 // Returns a text that describes a file and its current state. The text changes whenever the file
-// changes, and two files never have the same text. A record consists of this text, so that records
-// can be compared without a parser.
+// changes, and two files never have the same text. A record consists of this text. So the code can
+// compare records without parsing them.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -56,8 +57,8 @@ std::string describe(const struct stat& info, const std::string& sha256) {
 }
 
 // Returns the file name of a file's record. There are at most 65,536 names, so that records cannot
-// fill the disk. If the records of two files have the same name, each new record replaces the other
-// one.
+// fill the disk. If the records of two files have the same name, each new record replaces the
+// record of the other file.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -126,8 +127,8 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // If the record's time stamp is in the future, the clock was set back, and time stamps may
-  // repeat.
+  // If the record's time stamp is in the future, the clock was set back. Then a changed file may
+  // get the same time stamp as before.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
   char found[512];

@@ -29,7 +29,8 @@ enum class Records {
 };
 
 // Returns true if the file at `path` has the SHA-256 `sha256`, which is in lower-case hex. Throws
-// the same errors as sha256_file_hex. A record that cannot be read or written is not an error.
+// the same errors as sha256_file_hex. If a record cannot be read or written, the function ignores
+// this.
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
 // Returns the choice of the user in $DLM_HASH_FILES. "changed" means Records::use, and so does an

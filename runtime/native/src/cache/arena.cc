@@ -43,7 +43,7 @@ bool Arena::has_room(const std::vector<Wanted>& wanted) const {
   size_t needed = 0;
   for (const Wanted& one : wanted) {
     const Pages::Found found = pages_.find(one.tokens.data(), page_rows_, one.stored / page_rows_);
-    // If this canvas uses an idle page, the page is not available for new rows.
+    // If this canvas uses an idle page, the page is no longer available for new rows.
     needed += pages_for(one.rows) - found.pages.size() + found.idle;
   }
   return needed <= static_cast<size_t>(pages_.unused());
@@ -62,7 +62,7 @@ std::vector<Arena::Handle> Arena::take(const std::vector<Wanted>& wanted) {
     place.pages.reserve(pages_for(one.rows));
   }
   // From here on, no statement allocates memory. First mark the shared pages of all canvases as
-  // used, so that they are not overwritten by new pages.
+  // used, so that the loop below does not take these pages for new rows.
   for (const Place& place : places)
     for (const int32_t page : place.pages) pages_.use(page);
   auto one = wanted.begin();
@@ -196,7 +196,8 @@ void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
   used_bytes_ = std::max<uint64_t>(used_bytes_, static_cast<uint64_t>(held) * row_sum_);
 }
 
-// Shares the first page of a canvas that is not shared yet.
+// A canvas has shared pages, followed by other pages. Converts the first of the other pages to a
+// shared page.
 void Arena::keep_next(Place& place, const std::vector<int32_t>& tokens) {
   const size_t number = place.shared;
   const int32_t before = number == 0 ? -1 : place.pages[number - 1];

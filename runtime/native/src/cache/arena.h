@@ -1,8 +1,8 @@
 // An arena is host memory for the keys and values of all requests that share passes.
 //
 // The arena is divided into pages (cache/pages.h). Each canvas has a list of pages. The row of a
-// position stays in the same place until the canvas is given back. In each pass, the arena tells
-// the engine which rows the pass reads.
+// position stays in the same place until the request of the canvas has ended. In each pass, the
+// arena tells the engine which rows the pass reads.
 //
 // With block-causal attention, the row of a position depends only on the tokens before the end of
 // its block. So requests whose prompts start with the same tokens can use the same pages. A shared
@@ -22,7 +22,7 @@
 namespace dlm {
 
 class Arena {
-  // The rows of one canvas.
+  // The pages of one canvas.
   struct Place {
     std::vector<int32_t> pages;
     size_t shared = 0;   // the first `shared` pages are never written again
@@ -35,23 +35,23 @@ class Arena {
   // The part of a pass that belongs to one canvas.
   struct Part {
     Handle place;
-    // The pass computes positions `first` to `first + tokens - 1`. It also reads the first `cached`
-    // positions of the canvas that are not among these.
+    // The pass computes positions `first` to `first + tokens - 1`. It also reads `cached` cached
+    // rows: those of the canvas's first positions, without the positions that the pass computes.
     int32_t first, tokens, cached;
     CacheUse use;
   };
 
-  // The memory is allocated when rows are reserved for the first request with a cache. `rows` must
-  // be a multiple of page_rows(). Rows can stay stored when no request uses them. `most_idle` is
-  // the largest number of such rows, and is at most `rows`. If it is 0, pages are never shared.
-  // Throws std::bad_alloc.
+  // The arena allocates its memory when it reserves rows for the first request with a cache. `rows`
+  // must be a multiple of page_rows(). Rows can stay stored when no request uses them. `most_idle`
+  // is the largest number of such rows, and is at most `rows`. If `most_idle` is 0, requests never
+  // share pages. Throws std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int64_t rows,
         int64_t most_idle);
 
   int64_t rows() const { return rows_; }
 
-  // Returns the number of leading tokens whose rows are stored in shared pages. The result is a
-  // multiple of the page size, and at most `most`.
+  // Returns how many of the first tokens of `tokens` have stored rows in shared pages. The result
+  // is a multiple of the page size, and at most `most`.
   int32_t stored(const std::vector<int32_t>& tokens, int32_t most) const;
 
   // A canvas that needs `rows` rows. The rows of its first `stored` tokens are in shared pages.
@@ -62,20 +62,20 @@ class Arena {
   // Returns true if the arena has room for all of these canvases at the same time.
   bool has_room(const std::vector<Wanted>& wanted) const;
 
-  // Reserves the rows of several canvases. Call this function only if has_room() returned true. For
-  // a canvas without a cache, Wanted::rows is 0.
+  // Reserves the rows of several canvases. Call this function only if has_room() returned true. If
+  // a canvas uses no cache, Wanted::rows is 0.
   std::vector<Handle> take(const std::vector<Wanted>& wanted);
   void give_back(Handle place) noexcept;
 
   // Gets the rows of a canvas's first tokens without computing them. For the first `stored` tokens,
-  // the canvas uses the shared pages of these tokens, if they exist. Then further pages are copied
-  // from a prompt cache that contains the same tokens.
+  // the canvas uses the shared pages of these tokens, if they exist. Then the arena copies further
+  // pages from a prompt cache that contains the same tokens.
   void adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored,
              const PromptCaches::Found& file);
   bool shares() const { return shares_; }
 
-  // Runs a pass over all parts, in this order, with batch size 1. Works like Context::run. Sets the
-  // pass's pointers to keys and values.
+  // Runs a pass over all parts, in this order, with batch size 1. Sets the pass's pointers to keys
+  // and values, and throws the same errors as Context::run.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // Lets other requests use the pages that contain the first `rows` positions of a canvas. The rows
@@ -87,11 +87,11 @@ class Arena {
   void read_page(Handle place, size_t number, std::byte* to) const;
   uint64_t page_bytes() const { return static_cast<uint64_t>(page_rows_) * row_sum_; }
 
-  // Returns the number of bytes of the rows that a canvas stores now.
+  // Returns how many bytes the rows of a canvas take now.
   uint64_t bytes_of(Handle place) const { return static_cast<uint64_t>(place->length) * row_sum_; }
 
-  // Returns the largest number of bytes that all requests together have stored so far. Shared pages
-  // count once.
+  // Returns the largest number of bytes that the rows of all requests together have taken so far.
+  // Shared pages count once.
   uint64_t cache_bytes() const { return used_bytes_; }
   // Returns the number of bytes of the pages that new requests can share.
   uint64_t shared_bytes() const { return static_cast<uint64_t>(pages_.shared()) * page_bytes(); }
@@ -141,7 +141,7 @@ inline int32_t page_rows(int32_t visible_block) {
   return (kLeast + visible_block - 1) / visible_block * visible_block;
 }
 
-// Returns the number of rows in the pages that are needed for `rows` rows.
+// Returns `rows`, rounded up to whole pages.
 inline int64_t in_pages(int64_t rows, int32_t page_rows) {
   return (rows + page_rows - 1) / page_rows * page_rows;
 }

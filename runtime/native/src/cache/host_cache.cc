@@ -82,8 +82,8 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // Lays out the storage with at least `rows` rows per head. If the storage has room for more rows,
-  // uses up to `most` rows per head. The storage never shrinks.
+  // Lays out the storage with at least `rows` rows per head. If the storage already has room for
+  // more rows, lays it out for up to `most` rows per head. The storage never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();

@@ -3,8 +3,8 @@
 //
 // A page contains the rows of a fixed number of consecutive positions. Several requests can use the
 // same page if its rows depend only on tokens that these requests have in common. Such a page is
-// called shared. A shared page is found by its tokens and the page before it. So a request finds it
-// only if the request has the same tokens up to the end of the page.
+// called shared. To find a shared page, a request needs the page's tokens and the page before it.
+// So a request finds a page only if its tokens are the same from the start to the end of the page.
 //
 // If no request uses a shared page any more, the page becomes idle, and keeps its rows. When memory
 // is needed, idle pages are freed, beginning with the page that was used least recently. A page is
@@ -27,7 +27,7 @@ class Pages {
   // Shared pages that a request can use, in the order of their positions.
   struct Found {
     std::vector<int32_t> pages;
-    int32_t idle = 0;  // number of these pages that no request uses
+    int32_t idle = 0;  // number of pages in `pages` that no request uses
   };
   // Finds the longest sequence of shared pages that contain the first tokens of a request. Compares
   // at most `count` pages of `rows` tokens each.
@@ -41,13 +41,13 @@ class Pages {
   int32_t take();
   // Tells that one more request uses a shared page.
   void use(int32_t page);
-  // Returns the pages of one request. They must be in the order of their positions.
+  // Takes back the pages of one request. `pages` must be in the order of their positions.
   void give_back(const std::vector<int32_t>& pages) noexcept;
   void give_back(int32_t page) noexcept;
 
-  // Makes a page that one request uses a shared page. `before` is the shared page of the preceding
-  // positions, or -1. Returns the page that the request must use from now on. This is a different
-  // page if there is already a shared page with the same tokens.
+  // Converts a page that one request uses to a shared page. `before` is the shared page of the
+  // preceding positions, or -1. Returns the page that the request must use from now on. This is a
+  // different page if there is already a shared page with the same tokens.
   int32_t share(int32_t page, int32_t before, const int32_t* tokens, size_t rows);
 
   // Returns the number of shared pages, including idle pages.
@@ -75,10 +75,13 @@ class Pages {
   // Returning pages must not fail. So no member below allocates memory when pages are returned.
   std::vector<Page> pages_;
   const int32_t most_idle_;
-  // A heap. The lowest page is taken first, so that the pages of a request are mostly contiguous.
+  // A heap of the pages that are neither used nor idle. take() returns the lowest page first, so
+  // that the pages of a request are mostly contiguous.
   std::vector<int32_t> free_;
-  int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;  // a list of the idle pages
-  ByTokens by_tokens_;  // finds shared pages by the hash of their tokens and of `before`
+  // The ends and the length of the list of idle pages.
+  int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;
+  // Finds shared pages by the hash of their tokens and of the page before them.
+  ByTokens by_tokens_;
   int64_t saved_ = 0;
 };
 

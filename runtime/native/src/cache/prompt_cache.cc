@@ -36,8 +36,8 @@ struct Header {
 static_assert(sizeof(Header) == 2 * kAlignment);
 
 // Computes a checksum of data whose size is a multiple of 64 bytes. A change of a single word is
-// always detected. Any other change is detected with a probability of 1 - 2^-64. This is not a
-// cryptographic hash. It is used because it is about ten times as fast as SHA-256.
+// always detected. Any other change is detected with a probability of 1 - 2^-64. The checksum is
+// not a cryptographic hash, but it is about ten times as fast as SHA-256.
 class Checksum {
  public:
   void add(const void* data, size_t bytes) {
@@ -150,7 +150,8 @@ PromptCache::PromptCache(const std::string& path, const PromptCacheFormat& forma
     refuse("the prompt cache was saved with a different bundle");
   if (header.page_rows != format.page_rows || header.page_bytes != format.page_bytes)
     refuse("the pages have a size that this bundle does not use");
-  // There are at most `most` pages in the file, so the products below cannot overflow.
+  // The next check limits the number of pages to `most`, so the products after this check cannot
+  // overflow.
   const auto rows = static_cast<size_t>(format.page_rows);
   const size_t most = file_.bytes() / page_bytes_;
   const auto count = static_cast<size_t>(header.tokens);
@@ -188,7 +189,7 @@ void PromptCache::write(const std::string& path, const PromptCacheFormat& format
   PartialFile file(path);
   Checksum checksum;
   checksum.add(&header, sizeof header);
-  // Collects data until a multiple of 64 bytes can be written.
+  // Data that has not been written yet. It is written in multiples of 64 bytes.
   std::vector<std::byte> pending(aligned(tokens.size() * sizeof(int32_t)));
   std::memcpy(pending.data(), tokens.data(), tokens.size() * sizeof(int32_t));
   size_t at = sizeof header;

@@ -1,5 +1,6 @@
-// A prompt cache is a file that contains the keys and values of a prompt. With block-causal
-// attention, later requests can use them if their prompts start with the same tokens.
+// A prompt cache is a file that contains the keys and values of a prompt. If the denoiser has
+// block-causal attention, later requests can use these keys and values if their prompts start with
+// the same tokens.
 //
 // A file contains a header, the tokens as int32, zeros up to a multiple of 64 bytes, and then the
 // pages of the prompt, without gaps. Zeros at the end of the file also fill up a multiple of 64
@@ -10,7 +11,7 @@
 // Keys and values are used only with the graph that computed them. So the header contains a hash of
 // this graph. The header also contains a checksum of the whole file, which detects damage. The
 // checksum does not protect against a file that someone made on purpose. Such a file can change the
-// answers, but it cannot make the runtime read or write outside of its memory.
+// answers, but it cannot make the runtime access invalid memory.
 #pragma once
 
 #include <cstddef>
@@ -66,8 +67,8 @@ class PromptCaches {
   bool empty() const;
 
   // The prompt cache that has the most leading tokens in common with a prompt. `rows` is the number
-  // of these tokens in whole pages, and is at most `most`. The prompt must have at least `most`
-  // tokens. If there is no such cache, `rows` is 0.
+  // of these common tokens, rounded down to whole pages, and is at most `most`. The prompt must
+  // have at least `most` tokens. If there is no such cache, `rows` is 0.
   struct Found {
     const PromptCache* cache = nullptr;
     int32_t rows = 0;

@@ -12,19 +12,19 @@
 namespace dlm {
 
 // Assigns the rows of a tensor of keys or values to slots, which are places in the tensor. A row
-// belongs to one position and one head. The heads of all requests in a batch are counted together.
-// S is the number of cached positions, T is the number of positions that the pass computes, and L =
-// S + T. There are heads * L slots. L is the length of the canvas. If rows are appended, L grows
-// with each append. A pass reads the first part of the tensor, [heads, S], and writes the next
-// part, [heads, T].
+// belongs to one position and one head. The number of heads is the total over all requests of the
+// batch. S is the number of cached positions, T is the number of positions that the pass computes,
+// and L = S + T. There are heads * L slots. L is the length of the canvas. With CacheUse::append, L
+// grows with each pass. A pass reads the first part of the tensor, [heads, S], and writes the part
+// after it, [heads, T].
 //
 // The cached rows of a head may be in any order. If S or the cached positions change, each head
 // gets a new part of the tensor, and only the rows outside this part must move. The number of rows
 // that must move depends on the number of preceding heads, but not on the length of the canvas.
 class Slots {
  public:
-  // Moves `rows` rows of a tensor from row `from` on to row `to`. With is_swap, the two ranges of
-  // rows are exchanged. The ranges do not overlap.
+  // Moves `rows` rows of a tensor from row `from` on to row `to`. If is_swap is true, exchanges the
+  // two ranges of rows instead. The ranges do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
@@ -60,16 +60,16 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Makes the rows of all positions except `first` to `last` - 1 the cached rows. They must then be
-  // at the start of the tensor, head by head. Returns the moves that bring them there. The caller
-  // must apply these moves to the tensor.
+  // Makes the rows of all positions except `first` to `last` - 1 the cached rows. The cached rows
+  // must be at the start of the tensor, head by head. Returns the moves that bring them there. The
+  // caller must apply these moves to the tensor.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
-    // For each head, `slots` lists the slots in the head's new part that may contain rows that must
-    // leave. `rows` lists the rows of the head that may be outside its new part. All other slots of
-    // the new part contain rows that stay.
+    // For each head, `slots` lists the slots in the head's new part whose rows may have to leave
+    // this part. `rows` lists the rows of the head that may be outside its new part. All other
+    // slots of the new part contain rows that stay.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
@@ -93,7 +93,8 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        // The loop always finds such a row, because `rows` and `slots` have the same length.
+        // This loop looks for a row that must move into the head's part. It always finds one,
+        // because `rows` and `slots` have the same length.
         while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);

@@ -25,8 +25,8 @@ constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 
-// Builds the automaton that accepts the UTF-8 bytes of any one character in `points`. A state
-// determines which values the remaining bits of the code point may have.
+// Builds an automaton that accepts the UTF-8 bytes of each single character in `points`. Each state
+// stands for a set of values that the remaining bits of the code point may have.
 class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
@@ -148,7 +148,7 @@ class GraphMaker {
       : expressions_(expressions), kept_(kept), budget_(expressions.budget()) {}
 
   Graph make(Node node) {
-    graph_.items.push_back({0, 0, false});  // this item is kEnd
+    graph_.items.push_back({0, 0, false});  // the item with index 0 is kEnd
     graph_.start = enter(node);
     return std::move(graph_);
   }
@@ -159,13 +159,12 @@ class GraphMaker {
   struct Frame {
     Node node;
     State follows;   // the state after the node
-    uint32_t stage;  // number of stages that have started
+    uint32_t stage;  // number of stages of building the node that have started
     State loop;      // for unbounded repetitions: the state where the loop starts
     size_t held;     // for `either`: the index in held_ of the first choice's state
   };
 
-  // A node that is already built, with the state that follows the node and the start state of the
-  // node.
+  // A node that is already built, the state that follows the node, and the node's start state.
   struct Entered {
     Node node;
     State follows, start;
@@ -269,7 +268,8 @@ class GraphMaker {
         graph_.branches[graph_.items[frame.loop].first] = result;
         if (low == 0) return frame.loop;
       }
-      // The code has built `stage` copies, including the copy in the loop.
+      // At this line, the code has built `stage` copies of the repeated part, including the copy in
+      // the loop.
       if (stage >= low) return result;
       frames.push_back({part, result, 0, 0, 0});
       return kUnknown;
@@ -438,8 +438,8 @@ class Subsets {
     }
   }
 
-  // Returns the number of the subset that consists of the given states. If a given state is a
-  // branch, the subset contains the alternatives of the branch instead.
+  // Returns the number of the subset that consists of the given states. If one of the given states
+  // is a branch, the subset contains the alternatives of the branch instead.
   int32_t number_of(const State* states, size_t count) {
     if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
     ++round_;

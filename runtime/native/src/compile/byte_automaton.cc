@@ -134,7 +134,7 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   for (size_t i = 0; i < before.size(); ++i) {
     first = texts.next(first, static_cast<uint8_t>(before[i]));
     if (first < 0) {
-      size_t good = i;  // size of the matching start of `before`, cut to whole characters
+      size_t good = i;  // end of the accepted part of `before`, at a whole character
       while (good > 0 && (static_cast<uint8_t>(before[good]) & 0xC0) == 0x80) --good;
       throw Error(DLM_INVALID_ARGUMENT, "no text of the constraint starts with " +
                                             json::quoted(before) + ", though some may with " +

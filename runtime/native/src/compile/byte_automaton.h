@@ -26,8 +26,8 @@ struct ByteEdge {
 struct ByteAutomaton {
   // [states + 1]: the edges of state s are edges[starts[s]] to edges[starts[s + 1] - 1].
   std::vector<uint32_t> starts;
-  // All edges, sorted by state and byte. If the byte ranges of two edges of a state are adjacent,
-  // the edges lead to different states.
+  // All edges, sorted by state and byte. Two edges of the same state with adjacent byte ranges lead
+  // to different states.
   std::vector<ByteEdge> edges;
   std::vector<uint8_t> accepting;  // [states]: 1 if a text may end in the state
 
@@ -47,8 +47,9 @@ void append_edge(ByteAutomaton& automaton, uint8_t low, uint8_t high, int32_t st
 // limit.
 ByteAutomaton minimised(const ByteAutomaton& automaton, int32_t first, Budget& budget);
 
-// intersection() accepts the texts that both automata accept. difference() accepts the texts that
-// `first` accepts and `second` does not accept. Both functions return minimal automata.
+// The automaton that intersection() returns accepts the texts that both automata accept. The
+// automaton that difference() returns accepts the texts that `first` accepts and `second` does not
+// accept. Both results are minimal.
 ByteAutomaton intersection(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 

@@ -49,7 +49,8 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
 
-// Returns a hint for the error message that no text of the constraint starts with `before`.
+// If no text of the constraint starts with `before`, an error message says so. Returns a hint for
+// this message.
 std::string layout_hint(const Constraint& constraint) {
   if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list ||
       constraint.kind == Constraint::grammar)
@@ -69,8 +70,9 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
       fail(DLM_INVALID_ARGUMENT, "decisions: put the text of before and behind into parts");
     return {decisions(constraint.content, vocabulary, budget), {}};
   }
-  // most_states limits an estimate of the number of states, and this estimate may be too low. So if
-  // the automaton is too large, the code tries again with a lower limit.
+  // schema() chooses a nesting depth with an estimate of the number of states. `most_states` limits
+  // this estimate, and the estimate may be too low. So if the automaton is too large, the code
+  // tries again with a lower limit.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

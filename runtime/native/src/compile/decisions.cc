@@ -1,6 +1,6 @@
-// Compiles decisions. The code first builds a tree of bytes from the parts of the answer. Then, for
-// each node of this tree, it finds the tokens that can follow the node, and the options that each
-// of these tokens completes.
+// Compiles decisions. The code first builds a graph of bytes from the parts of the answer. Then,
+// for each node of this graph, it finds the tokens that can follow the node, and the options that
+// each of these tokens completes.
 #include "compile/decisions.h"
 
 #include <algorithm>
@@ -19,10 +19,10 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
-// A longer forced text is cut to this many bytes before it is passed to the tokenizer.
+// The compiler passes at most this many bytes of a forced text to the tokenizer.
 constexpr size_t kEncodedBytes = 96;
 
-// A tree of the bytes of all answers. Each node stores the bytes that can come next. After a
+// A graph of the bytes of all answers. Each node stores the bytes that can come next. After a
 // question, the paths of its options join again.
 struct Bytes {
   struct Step {
@@ -123,7 +123,7 @@ class Reader {
   Bytes bytes_;
   // The current node: the end of the fixed text so far, or the start of the last question.
   int32_t at_ = 0;
-  // For each option of the last question: the node at its end, and the option's number.
+  // For each option of the last question: the node where the option ends, and the option's number.
   std::vector<std::pair<int32_t, int32_t>> open_;
 };
 
@@ -283,7 +283,7 @@ class Builder {
     budget_.check_memory(token_count_ * sizeof(int32_t) + edge_count_ * sizeof(Edge));
   }
 
-  // Computes the smallest number of tokens from each state to an end. Drops the states from which
+  // Computes the smallest number of tokens from each state to an end. Removes the states from which
   // no end can be reached.
   void drop_dead_states() {
     std::vector<std::vector<int32_t>> sources(states_.size());
@@ -318,7 +318,7 @@ class Builder {
              json::quoted(bytes_.options[option]).c_str());
   }
 
-  // Tokens that are on the same edges form a class. The end tokens form a separate class. So if
+  // Tokens that lead along the same edges form a class. The end tokens form a separate class. So if
   // only this class is possible at a position, a request may fill the position with any end token.
   void add_classes(Automaton& out) {
     std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // for each token: its edges

@@ -2,10 +2,10 @@
 // answers. An answer is a text that consists of fixed texts and one option of each question.
 //
 // The automaton also shows which options a text has completed. If a token completes an option, the
-// state after the token has this option as a tag (`Automaton::tags`). Every answer passes through
-// exactly one tag of each question. So the probability of an option is the total probability of the
-// texts that arrive in a state with the option's tag. constraints/option_probs.h computes this
-// probability.
+// state after the token has this option as a tag (`Automaton::tags`). For each question, every
+// answer reaches exactly one state that has one of the question's options as a tag. So the
+// probability of an option is the total probability of the texts that reach a state with this tag.
+// constraints/option_probs.h computes this probability.
 #pragma once
 
 #include <string_view>

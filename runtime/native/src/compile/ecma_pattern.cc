@@ -18,9 +18,10 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The character sets of \d, \w and \s in ECMA-262, line breaks for the dot, and characters that
-// other engines add to these sets. In ECMA-262, \d and \w contain only ASCII characters. \s
-// contains the characters that ECMA-262 calls WhiteSpace and LineTerminator.
+// The characters that match \d, \w and \s in ECMA-262 (JavaScript), the line breaks that the dot
+// does not match, and characters that other regex engines add to these sets. In ECMA-262, \d and \w
+// contain only ASCII characters. \s contains the characters that ECMA-262 calls WhiteSpace and
+// LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
@@ -32,8 +33,8 @@ const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// any_digits() returns the characters that at least one engine includes in \d. any_word() returns
-// the characters that at least one engine includes in \w.
+// any_digits() returns the characters that at least one regex engine includes in \d. any_word()
+// returns the characters that at least one regex engine includes in \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;
@@ -79,8 +80,8 @@ class Reader {
   }
 
   Node read() {
-    // ECMA-262 does not allow (?i) at this position. Other engines allow (?i) here, and the meaning
-    // is clear.
+    // ECMA-262 does not allow (?i) at the start of a pattern. This parser accepts it, because other
+    // regex engines do, and because its meaning is clear.
     if (take("(?i)")) flags_.ignores_case = true;
     const Term found = disjunction();
     if (at_ < pattern_.size()) refuse("an unmatched )");
@@ -91,7 +92,7 @@ class Reader {
 
  private:
   [[noreturn]] void refuse(const std::string& what) const {
-    size_t place = 0;  // the number of characters before the error
+    size_t place = 0;  // number of characters before the error
     for (size_t at = 0; at < at_ && at < pattern_.size(); at += char_bytes(pattern_[at])) ++place;
     throw Error(DLM_INVALID_ARGUMENT, "pattern " + json::quoted(pattern_) + " has " + what +
                                           " at character " + std::to_string(place));
@@ -241,9 +242,9 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    // In Python, $ also matches before a \n at the end of the string. For Found::perhaps, this code
-    // lets $ match before every \n, even if more characters follow. So the language for
-    // Found::perhaps may be larger than necessary.
+    // In Python, $ also matches before a \n at the end of the string. Found::perhaps selects the
+    // texts that match in at least one engine. For these texts, this code lets $ match before every
+    // \n, even if more characters follow. So the result may contain more texts than necessary.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
     CodePoints& set = (is_start ? look.before : look.after)[0];
@@ -261,8 +262,8 @@ class Reader {
 
   Term boundary(bool is_edge) {
     Look look;
-    // Set 0 contains the characters that are word characters in all engines. Set 1 contains the
-    // characters that are word characters only in some engines.
+    // Set 0 contains the characters that are word characters in all regex engines. Set 1 contains
+    // the characters that are word characters only in some regex engines.
     look.before[0] = look.after[0] = kWord;
     look.before[1] = look.after[1] = intersection(any_word(), complement(kWord));
     for (size_t before = 0; before < 4; ++before)
@@ -317,7 +318,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // Only the neighbouring character decides if the look-around matches.
+    // Whether the look-around matches depends only on the neighbouring character.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)

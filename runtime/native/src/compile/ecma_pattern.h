@@ -2,9 +2,9 @@
 // a regular expression in the syntax of ECMA-262 with the flag u. See
 // https://tc39.es/ecma262/#sec-patterns.
 //
-// The flag u forbids escapes such as \- and \_. Browsers accept these escapes if the flag is not
-// set, and this compiler always accepts them. Such an escape matches the character after the
-// backslash.
+// The flag u forbids escapes such as \- and \_. Browsers accept these escapes in expressions
+// without the flag, and this compiler always accepts them. Such an escape matches the character
+// after the backslash.
 //
 // Validators of JSON use the regex engines of their programming languages, and these engines
 // differ. In Python, for example, \d and \w match more than ASCII, the dot matches every character

@@ -3,10 +3,10 @@
 // compiles a node of the graph to an automaton.
 //
 // The graph never contains two nodes with the same content. So if several expressions contain the
-// same part, the graph stores this part only once. If the part also has the same continuation in
-// these expressions, the part is compiled only once. To get as many common parts as possible, build
-// sequences from right to left. For example, [a][b][c] and [d][b][c] then share one node for the
-// end [b][c].
+// same part, the graph stores this part only once. If the same text follows the part in these
+// expressions, the compiler also compiles the part only once. To get as many common parts as
+// possible, build sequences from right to left. For example, [a][b][c] and [d][b][c] then share one
+// node for the end [b][c].
 #pragma once
 
 #include <bitset>
@@ -57,7 +57,7 @@ class Expressions {
     bytes,       // matches one fixed text
     set,         // matches one byte of a set
     characters,  // matches the UTF-8 bytes of one code point of a set
-    machine,     // matches each text that a given automaton accepts
+    machine,     // matches the texts that a given automaton accepts
     sequence,    // matches a text of `first`, followed by a text of `second`
     either,      // matches a text of one of the nodes in choices(), which are sorted
     repeat,      // matches `low` to `high` texts of `first`, one after another
@@ -74,7 +74,7 @@ class Expressions {
   // Adds a node for the texts that `automaton` accepts. Stores a minimal copy of `automaton`.
   Node machine(const ByteAutomaton& automaton);
   Node sequence(Node first, Node second);
-  // Adds a node for a text of each part, in the order of `parts`.
+  // Adds a node for texts that consist of one text of each part, in the order of `parts`.
   Node sequence(const std::vector<Node>& parts);
   Node either(Node first, Node second);
   Node either(std::vector<Node> choices);

@@ -49,8 +49,8 @@ string duration() {
 // ---- Hosts ----
 
 // Returns a regular expression for the labels of host names, with up to `most` characters. A label
-// is the part between two dots. Labels whose third and fourth characters are both "-" are left out,
-// because such a label may be Punycode, which programs decode and check.
+// is the part between two dots. Labels whose third and fourth characters are both "-" are left out.
+// Such a label may be Punycode, which programs decode and check, so they could reject it.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -74,8 +74,8 @@ string host(int fewest) {
 }
 
 // Letters of common scripts that are written from left to right. IDNA 2008 allows these letters
-// unchanged. In Punycode, twelve of these letters need fewer than 63 characters, so twelve letters
-// fit into a label.
+// unchanged. A label may have at most 63 characters after conversion to Punycode. Twelve of these
+// letters always fit into this limit.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -106,8 +106,8 @@ string ipv6() {
 
 // ---- Mail ----
 
-// Returns mail addresses as in RFC 5321. The part before the @ consists of words that are separated
-// by dots. This part is at most `most` characters long. Quoted names are left out.
+// Returns mail addresses in the format of RFC 5321. The part before the @ consists of words that
+// are separated by dots. This part is at most `most` characters long. Quoted names are left out.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
   const Node words = regex(e, word + "(?:\\." + word + ")*");
@@ -167,9 +167,9 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Returns a regular expression that matches simple regular expressions. All engines accept these
-// expressions. Their groups are nested at most twice, and their ranges contain only letters or only
-// digits.
+// Returns a regular expression for the format "regex". It matches simple regular expressions that
+// all regex engines accept. In these expressions, groups are nested at most twice, and ranges
+// contain only letters or only digits.
 string expression() {
   // JSON writes each backslash as two backslashes.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
@@ -235,8 +235,8 @@ Node format_in_string(Expressions& e, std::string_view name) {
     return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
   if (name == "json-pointer") return pointer(e);
   if (name == "relative-json-pointer")
-    // In the number, a 0 is only allowed as the last digit. The validator jsonschema accepts no
-    // digit after a 0.
+    // A relative JSON pointer starts with a number. This expression allows a 0 only as the last
+    // digit of the number, because the validator jsonschema accepts no digit after a 0.
     return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
   return regex(e, written(name));
 }

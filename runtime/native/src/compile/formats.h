@@ -8,8 +8,8 @@
 
 namespace dlm::compile {
 
-// Returns true if the specification defines the format `name`. Formats with other names allow any
-// value.
+// Returns true if the specification defines the format `name`. Formats with other names do not
+// limit values.
 bool is_format(std::string_view name);
 
 // Returns JSON strings that every validator accepts for a format. Strings that only some validators

@@ -44,7 +44,7 @@ struct Components {
       last = open_.back();
       open_.pop_back();
       numbers[last] = count;
-      // Marks the vertex as finished, so that it is not added to a second component.
+      // Marks the vertex as finished, so that the search does not add it to a second component.
       low_[last] = UINT32_MAX;
     }
     ++count;
@@ -57,12 +57,14 @@ struct Components {
 
 // Compiles the rules of a grammar to regular languages (sets of texts).
 //
-// Some rules refer to themselves or to each other at their ends, like `root ::= "a" root | "b"`.
-// Rules that refer to each other in this way, directly or through other rules, form a rule set. A
-// rule set is a system of linear equations, and its solutions are regular languages.
+// In a grammar such as `root ::= "a" root | "b"`, a rule refers to itself at its end. Rules can
+// also refer to each other at their ends. Rules that refer to each other in this way, directly or
+// through other rules, form a rule set. A rule set is a system of linear equations, and its
+// solutions are regular languages.
 //
 // All other references are calls. A recursive call is a call that leads back to the calling rule
-// set. A recursive call goes one level deeper. At the deepest level, recursive calls match no text.
+// set. The compiler computes the texts of all rules level by level. A recursive call uses the texts
+// of the next deeper level. At the deepest level, recursive calls match no text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
@@ -86,7 +88,7 @@ class Compiler {
     for (uint32_t level = is_recursive() ? max_depth + 1 : 1; level-- > 0;) {
       std::vector<Node> made(grammar_.rules.size(), expressions_.nothing());
       for (const uint32_t set : order_) solve(set, made, below);
-      if (made == below) break;  // more levels would add no texts
+      if (made == below) break;  // further levels would add no texts
       below = std::move(made);
     }
     return below[grammar_.root];
@@ -132,7 +134,7 @@ class Compiler {
     });
   }
 
-  // Appends to `out` all references with which a text of `choices` can start.
+  // Appends to `out` all references to rules with which a text of `choices` can start.
   void starts_of(const GrammarChoices& choices, const std::vector<uint8_t>& nullable,
                  std::vector<const GrammarPart*>& out) {
     for (const GrammarSequence& each : choices)
@@ -184,7 +186,8 @@ class Compiler {
     order_.push_back(set);
   }
 
-  // A reference to a rule. The bool is true if the reference is at the end of the referring rule.
+  // A reference to a rule. The bool is true if the reference is at the end of the rule that
+  // contains it.
   using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {
@@ -289,8 +292,8 @@ class Compiler {
   std::unordered_set<const GrammarPart*> deeper_;  // the recursive calls
 };
 
-// Estimates the number of states that a node needs. A part that occurs several times is counted
-// several times.
+// Estimates the number of states of a node's automaton. Counts a part once for each time that it
+// occurs.
 double unfolded_states(const Expressions& expressions, Node root) {
   // The parts of a node have lower indices than the node itself. So the loop computes the sizes of
   // the parts first.

@@ -15,8 +15,8 @@ namespace dlm::compile {
 //
 // A rule may refer to itself at its end, as in this example. The number of such repetitions is not
 // limited. All other recursive references may be nested up to `max_depth` times. The default of
-// `max_depth` is 3. If the automaton would exceed the limits with this default, a smaller depth is
-// used.
+// `max_depth` is 3. If the automaton would be too large with this default, the function uses a
+// smaller depth.
 //
 // Throws an error with the message "grammar: line L, column C: ..." if the text is not a valid
 // grammar, or if the grammar uses an unsupported feature.

@@ -169,8 +169,8 @@ class Reader {
       if (!take("}")) refuse_here("the } of a count");
       if (low > high) refuse("a count ends below its start");
     }
-    // A part can have only one repetition. If a repeated part is repeated again, as in x{2}{3}, the
-    // inner repetition becomes a group.
+    // A part can have only one repetition. If a part has two repetitions, as in x{2}{3}, the part
+    // with the first repetition becomes a group.
     if (part.low != 1 || part.high != 1) {
       GrammarPart group{GrammarPart::group};
       group.at = part.at;
@@ -215,7 +215,7 @@ class Reader {
     return is_negated ? complement(made) : made;
   }
 
-  // Parses one character, which may be escaped, inside a quoted text or a set.
+  // Parses one character inside a quoted text or a set. The character may be escaped.
   char32_t character(const char* end) {
     if (is_end()) refuse_here(end);
     if (!take("\\")) return next_char(text_, at_);

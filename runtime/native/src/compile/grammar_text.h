@@ -16,8 +16,8 @@ using GrammarChoices = std::vector<GrammarSequence>;
 
 struct GrammarPart {
   enum Kind : uint8_t { node, rule, group } kind;
-  Node texts = 0;               // for kind `node`: the texts that this part matches
-  uint32_t number = 0;          // for kind `rule`: the index of the rule
+  Node texts = 0;       // for kind `node`: the expression for the texts that this part matches
+  uint32_t number = 0;  // for kind `rule`: the index of the rule
   GrammarChoices choices = {};  // for kind `group`: alternatives in parentheses
   uint32_t low = 1, high = 1;   // minimum and maximum number of repetitions
   size_t at = 0;                // offset of the part in the grammar's text, in bytes

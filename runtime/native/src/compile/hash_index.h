@@ -1,5 +1,5 @@
-// A hash index that finds numbers by the hashes of their data. The caller stores the data of each
-// number.
+// A hash index. The caller stores objects and numbers them. The index finds the number of an object
+// by the object's hash.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace dlm::compile {
 // must not be negative.
 class HashIndex {
  public:
-  // Among the numbers that were added with this hash, returns a number for which is_equal(number)
-  // is true. Returns -1 if there is no such number.
+  // Returns a number that was added with this hash, and for which is_equal(number) is true. Returns
+  // -1 if there is no such number.
   template <class Equal>
   int32_t find(uint64_t hash, const Equal& is_equal) const {
     if (slots_.empty()) return -1;

@@ -22,7 +22,7 @@ constexpr size_t kExactDigits = 15;  // number of decimal digits that every doub
 constexpr uint64_t kMostRemainders = 5000;
 // rounded_multiples() lists at most this many multiples one by one.
 constexpr int64_t kMostListed = 10000;
-// rounded_multiples() lists multiples only if the number nearest to zero in the range is below
+// rounded_multiples() lists multiples only if the range contains a number whose magnitude is below
 // this.
 constexpr double kMostNearest = 1e6;
 constexpr int64_t kSixDigits = 1000000;
@@ -61,9 +61,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// Changes a bound of more than 15 digits so that the range becomes smaller. The change is one unit
-// of the bound's 15th digit, which is the last digit that every double represents. Without the
-// change, a program could round a number close to the bound to the wrong side of the bound.
+// Makes a range slightly smaller if its bound has more than 15 digits. The bound moves by one unit
+// of its 15th digit, because doubles represent only 15 digits reliably. Without the change, a
+// program could round a number close to the bound to the wrong side of the bound.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();
@@ -85,7 +85,7 @@ void keep_away(Bound& bound, bool is_low) {
 // Builds the texts of the non-negative numbers between two bounds. The functions process a number
 // digit by digit, like an automaton. If the parameter `is_low` is true, all digits so far equal the
 // digits of the lower bound. So the next digit must not be smaller than the next digit of the lower
-// bound. The parameter `is_high` is the same for the upper bound.
+// bound. The parameter `is_high` has the same meaning for the upper bound.
 class Naturals {
  public:
   Naturals(Expressions& expressions, const Bound& low, const std::optional<Bound>& high,
@@ -123,7 +123,7 @@ class Naturals {
   }
 
  private:
-  // The texts that may follow a digit, as an array with the indices [is_low][is_high].
+  // The texts that may follow a digit, for each combination of is_low and is_high.
   using Tight = std::array<std::array<Node, 2>, 2>;
 
   static ByteSet set(char low, char high) {
@@ -132,7 +132,8 @@ class Naturals {
     return bytes;
   }
 
-  // Returns the numbers with `digits + 1` to `most + 1` digits before the decimal point.
+  // Returns the texts of the numbers with `digits + 1` to `most + 1` digits before the decimal
+  // point.
   Node longer(size_t digits, uint32_t most) {
     return expressions_.sequence({expressions_.set(set('1', '9')),
                                   expressions_.repeat(digit_, static_cast<uint32_t>(digits), most),
@@ -253,7 +254,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // zero must be written without a sign
+    low.is_excluded = true;  // the text of zero has no sign, so a negative number must not be zero
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);
@@ -270,9 +271,9 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 // caller must intersect the result with the texts of valid numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
-  // State 0 is the start state. Every other state is a pair of a phase and a remainder. The phase
-  // is 0 before the decimal point. The decimal point and each digit after it increase the phase by
-  // 1.
+  // State 0 is the start state. Every other state is a pair of a phase and a remainder (of the
+  // digits so far, divided by `divisor`). The phase is 0 before the decimal point. The decimal
+  // point and each digit after it increase the phase by 1.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
@@ -327,8 +328,8 @@ Node integer_multiples(Expressions& e, const Decimal& divisor) {
       e.sequence(tens, e.bytes(std::string(static_cast<size_t>(divisor.exponent), '0'))));
 }
 
-// Returns the numbers with up to `digits` digits before the decimal point and up to `places` digits
-// after the decimal point.
+// Returns the texts of the numbers with up to `digits` digits before the decimal point and up to
+// `places` digits after it.
 Node with_digits(Expressions& e, size_t digits, size_t places) {
   NumberRange range;
   range.integers = places == 0;

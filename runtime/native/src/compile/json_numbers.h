@@ -35,7 +35,7 @@ struct NumberRange {
   std::optional<Decimal> low, high;
   bool low_excluded = false, high_excluded = false;
   bool integers = false;
-  // Positive divisors. Each number must be a multiple of all of these divisors.
+  // Positive divisors. Each number in the range must be a multiple of every divisor.
   std::vector<Decimal> multiples;
 };
 
@@ -53,9 +53,9 @@ Node any_number(Expressions& expressions);
 // If a divisor in `multiples` is an integer, the function returns only integers. A divisor such as
 // 0.01 has no exact double. Validators divide the number by this divisor in doubles, and check that
 // the quotient is an integer. The function returns only multiples that pass this check. First, the
-// function lists up to 10,000 multiples around the number inside the bounds that is nearest to
-// zero. Then the function adds all multiples that are integers of up to six digits, but only if all
-// of these integers pass the check.
+// function finds the number inside the bounds that is nearest to zero. It lists up to 10,000
+// multiples around this number. Then the function adds all multiples that are integers of up to six
+// digits, but only if all of these integers pass the check.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

@@ -14,7 +14,7 @@ namespace {
 constexpr std::pair<char32_t, const char*> kEscapes[] = {
     {8, "\\b"}, {9, "\\t"}, {10, "\\n"}, {12, "\\f"}, {13, "\\r"}, {'"', "\\\""}, {'\\', "\\\\"}};
 
-// Returns the characters that are written without an escape.
+// Returns the characters that JSON strings may contain without an escape.
 const CodePoints& written() {
   static const CodePoints points{{0x20, 0x21}, {0x23, 0x5B}, {0x5D, 0x7E}, {0xA0, 0x10FFFF}};
   return points;

@@ -1,4 +1,4 @@
-// Builds regular languages (sets of texts) of the characters and strings of JSON text.
+// Builds regular languages (sets of texts) for the characters and strings in JSON text.
 //
 // Characters are written as in Python's json.dumps(ensure_ascii=False). If JSON allows a character
 // without an escape, it is written without an escape. Otherwise it is written as an escape of two
@@ -18,7 +18,7 @@ namespace dlm::compile {
 Node spelled(Expressions& expressions, const CodePoints& points);
 // Does the same as spelled(), for all code points.
 Node any_character(Expressions& expressions);
-// Returns all JSON strings of `low` to `high` code points, with quotes.
+// Returns the texts, with quotes, of all JSON strings of `low` to `high` code points.
 Node any_string(Expressions& expressions, uint32_t low = 0, uint32_t high = kUnbounded);
 // Returns UTF-8 text as a JSON string with quotes, as json.dumps(ensure_ascii=False) writes it.
 std::string json_string(std::string_view text);

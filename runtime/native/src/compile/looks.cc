@@ -11,7 +11,7 @@ namespace {
 
 // The largest number of character classes before or after a position.
 constexpr size_t kMostClasses = 64;
-constexpr size_t kMostBoundaries = 16;  // largest number of states in close()
+constexpr size_t kMostBoundaries = 16;  // largest number of states of the automaton in close()
 // The largest number of repetitions of a part that has conditions.
 constexpr uint32_t kMostRepetitions = 1000;
 constexpr int kDeepest = 2000;  // largest depth of nested calls
@@ -116,7 +116,8 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits `classes` so that each class is completely inside or completely outside of each set.
+// Splits `classes` so that each of the two sets contains all or none of the characters of each
+// class.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -189,8 +190,9 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // A backslash may start an escape, so texts with a backslash are not handled here. The end of
-  // this function handles these texts with automata that compare whole escaped characters.
+  // A backslash may start an escape, so texts with a backslash are not handled here. The code at
+  // the end of this function handles these texts with automata that compare whole escaped
+  // characters.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -331,7 +333,8 @@ Looks::Rest Looks::rest_from_repeat(const Item& item, Piece piece, const Rest& r
 }
 
 // Returns the texts of any number of repetitions of a part, followed by `rest`. The result includes
-// zero repetitions, so the caller adds the repetitions that are required.
+// zero repetitions. So if a minimum is required, the caller must put these repetitions before the
+// result.
 Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   Expressions& e = expressions_;
   const Item& item = items_[piece.item];
@@ -361,7 +364,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   return made;
 }
 
-// ---- Texts of one piece, for given classes of the characters before and after it ----
+// ---- The texts that a piece matches between two characters of given classes ----
 
 Node Looks::texts(Piece piece, size_t before, size_t after) {
   if (piece.item == 0) return piece.node;
@@ -453,9 +456,10 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
   return known_[key] = made;
 }
 
-// Returns the texts of any number of repetitions of a part. The repetitions are an automaton. A
-// state of this automaton is a pair of character classes: the class before and the class after a
-// position between two repetitions. The state alone determines which texts may follow.
+// Returns the texts of any number of repetitions of a part. The function treats the repetitions as
+// an automaton. A state of this automaton is a pair of character classes: the class of the
+// character before a position between two repetitions, and the class of the character after it. The
+// state alone determines which texts may follow.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];
@@ -481,7 +485,7 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
 
 // Fills item.steps. For each pair of states, item.steps contains the texts of any number of
 // repetitions that lead from the first state to the second. The code uses the algorithm of Kleene
-// (1956). In each round, this algorithm allows one more state between the two states.
+// (1956). In each round, this algorithm allows paths through one more state.
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

@@ -23,7 +23,8 @@ namespace dlm::compile {
 //   2: a character of the second set
 //   3: any other character
 //
-// For each pair of kinds, `holds` says whether the condition is true.
+// For each kind of the character before and each kind of the character after, `holds` says whether
+// the condition is true.
 struct Look {
   std::array<CodePoints, 2> before, after;
   // The indices are [kind of the character before][kind of the character after].
@@ -31,8 +32,9 @@ struct Look {
 };
 
 // Compiles one regular expression. The parser of the expression builds pieces with look(), ahead(),
-// sequence(), either() and repeat(). Then node() converts the piece for the whole expression into a
-// language. Parts without conditions are plain nodes, and need no further work.
+// sequence(), either() and repeat(). Then node() converts the piece for the whole expression to a
+// node, which stands for a language (a set of texts). Parts without conditions are plain nodes, and
+// need no further work.
 class Looks {
  public:
   // A function that returns a node which matches any one character of a set. The function
@@ -73,8 +75,8 @@ class Looks {
     std::vector<Node> steps = {};  // close() fills this list
   };
   // The texts that may follow a position. These texts depend on the character before the position,
-  // so there is one node for each class of this character. Node 0 is for the start of the text,
-  // where there is no such character. Node i + 1 is for the class before_[i].
+  // so there is one node for each class that this character can have. Node 0 is for the start of
+  // the text, where there is no such character. Node i + 1 is for the class before_[i].
   using Rest = std::vector<Node>;
   // The key of a cached result. The key consists of these elements:
   //
@@ -127,7 +129,7 @@ class Looks {
                bool second_looks_before, size_t before, size_t after);
   // The next functions are for a position between two repetitions of an item. They return the
   // number of classes of the character before or after the position. They return 1 if the
-  // conditions of the item do not depend on this character.
+  // conditions inside the item do not depend on this character.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;

@@ -1,6 +1,7 @@
 // Minimises an automaton. The code visits the strongly connected components of the automaton one
-// after another, from the ends of texts to the starts. It replaces the states of each component by
-// new states. The new states are the states of the minimal automaton.
+// after another. It starts at the states where texts end, and finishes at the start state. It
+// replaces the states of each component by new states. The new states are the states of the minimal
+// automaton.
 //
 // Two states are equal if they accept the same continuations. If a state is outside of cycles, a
 // single look-up finds the equal new state, as in Revuz (1992). If a component contains cycles,
@@ -183,8 +184,8 @@ class Minimiser {
   // next state. An edge that leaves the component contains ~state, where `state` is the new state
   // to which it leads.
   //
-  // When a class is split, its largest part keeps the number of the class. Only states with edges
-  // to the other parts must be visited again. So each state is visited O(log n) times.
+  // When a class is split, its largest part keeps the number of the class. Then the code visits
+  // only states with edges to the other parts again. So it visits each state O(log n) times.
   void refine() {
     const size_t count = members_.size();
     if (local_.empty()) local_.assign(raw_.states(), 0);
@@ -222,9 +223,9 @@ class Minimiser {
   //
   // The states of a class have the same distance to an end, and the same hash. The function
   // computes the hashes of all states in several rounds. The hash of a state depends on the hashes
-  // of its next states. If a next state is nearer to an end, its hash from the current round is
-  // used, otherwise its hash from the previous round. When a round separates only few states, the
-  // function stops, and split() does the remaining work.
+  // of its next states. If a next state is nearer to an end, the function uses its hash from the
+  // current round. Otherwise it uses the next state's hash from the previous round. When a round
+  // separates only few states, the function stops, and split() does the remaining work.
   void seed_classes() {
     constexpr int kMostRounds = 16;
     const size_t count = members_.size();
@@ -359,9 +360,9 @@ class Minimiser {
       for (size_t i = 1; i < runs.size(); ++i)
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
-      // The members of the class that are not in `changed` form a separate part. Their edges lead
-      // only to classes that kept their numbers. But each member in `changed` has an edge to a
-      // class with a new number.
+      // The members of the class that are not in `changed` form a separate part, because their
+      // edges lead only to classes that kept their numbers. In contrast, each member in `changed`
+      // has an edge to a class with a new number.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -450,8 +451,8 @@ class Minimiser {
     return false;
   }
 
-  // Compares a class with its image, edge by edge. The image of a class is the new state that may
-  // be equal to the states of the class. Also assigns images to the classes to which the edges of
+  // Compares a class with its image, edge by edge. The image of a class is the new state to which
+  // the states of the class may be equal. Also assigns images to the classes to which the edges of
   // this class lead.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];
@@ -535,7 +536,7 @@ class Minimiser {
   std::vector<int32_t> canonical_;  // for each finished old state: the new state
   int32_t components_ = 0;
   ByteAutomaton made_;
-  HashIndex by_edges_;  // finds a new state by its edges
+  HashIndex by_edges_;  // finds the new state that has given edges
   HashIndex by_shape_;  // finds the first new state with a given hash_shape()
   // For each new state: the next new state with the same hash_shape(), or -1.
   std::vector<int32_t> next_shape_;

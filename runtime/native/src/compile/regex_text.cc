@@ -45,7 +45,8 @@ void RegexText::refuse(const std::string& what) const {
   fail(DLM_INVALID_ARGUMENT, "regex: %s at character %zu", what.c_str(), place);
 }
 
-// Skips white space and comments if the flag x is set. Otherwise does nothing.
+// Skips white space and comments if the flag x of the regular expression is set. Otherwise does
+// nothing.
 void RegexText::skip() {
   if (!flags_.is_verbose) return;
   while (!is_end()) {
@@ -97,7 +98,7 @@ bool RegexText::escaped_set(CodePoints& set) {
 }
 
 // Parses the name in \p{name} or \p{name=value}, and returns the characters that have this
-// property. If != follows the name instead of =, inverts `is_negated`.
+// property. In \p{name!=value}, inverts `is_negated`.
 CodePoints RegexText::property(bool& is_negated) {
   skip();
   std::string name;
@@ -239,8 +240,8 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
   if (made.items.empty() && take("]")) made.items.push_back({']', ']'});
 }
 
-// Applies the last operator to the characters before it and after it. `operation` is the operator
-// that was parsed now, and becomes the new last operator.
+// Applies the previous operator to the characters before it and after it. `operation` is the
+// operator that the parser has just read. It will be applied by the next call.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();

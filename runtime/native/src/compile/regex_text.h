@@ -31,7 +31,8 @@ class RegexText {
   bool take(std::string_view wanted);
   // If the text ends here, throws an error whose message contains `what`.
   char32_t next(const char* what);
-  // Skips white space and comments if the flag x is set. Otherwise does nothing.
+  // Skips white space and comments if the flag x of the regular expression is set. Otherwise does
+  // nothing.
   void skip();
 
   // Returns the characters in `points`. If the flag i is set, also returns all characters that

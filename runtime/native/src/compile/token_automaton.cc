@@ -17,8 +17,8 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// Builds an automaton over token ids. Its states are those states of the byte automaton `texts` to
-// which tokens lead. One more state comes after the end tokens.
+// Builds an automaton over token ids. Its states are the states of the byte automaton `texts` that
+// are reached after a whole token. It has one more state, which is reached after an end token.
 class Assembly {
  public:
   Assembly(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenEdges edges,
@@ -83,8 +83,9 @@ class Assembly {
   }
 
  private:
-  // For each state, returns the smallest number of tokens from the state to the end of a text. This
-  // number is -1 if no tokens lead to the state, or if no end can be reached from the state.
+  // For each state, returns the smallest number of tokens from the state to the end of a text. The
+  // number is -1 if the state is never reached after a whole token, or if no end can be reached
+  // from it.
   std::vector<int32_t> measure() const {
     const size_t states = texts_.states();
     std::vector<uint32_t> begins(states + 2);

@@ -1,11 +1,12 @@
 // Assigns classes to tokens. Two tokens get the same class if they are in the same groups.
 //
 // A group consists of items, and an item is a set of nodes in the token tree (token_sets.h). The
-// code works in three steps. First, it divides the items into parts: two items are in the same part
-// if they are in the same groups. Then it divides the tokens into parts: two tokens are in the same
-// part if they are in the same parts of items. These two steps are cheaper than visiting all tokens
-// of all groups, because there are far fewer items than tokens. But they separate more tokens than
-// necessary. So the last step joins the tokens that are in the same groups.
+// code works in three steps. First, it divides the items into parts. Two items are in the same part
+// if they are in the same groups. Then it divides the tokens into parts. Two tokens are in the same
+// part if the items that contain them are in the same parts. These two steps are cheaper than
+// visiting all tokens of all groups, because there are far fewer items than tokens. But they
+// separate more tokens than necessary. So the last step joins the tokens that are in the same
+// groups.
 #include "compile/token_classes.h"
 
 #include <algorithm>
@@ -72,9 +73,9 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
   return nodes;
 }
 
-// Splits the tokens. Tokens stay together if they are in the same parts of `nodes`. For each part
-// of `nodes`, the function also stores the tokens of this part (node_tokens_), and the resulting
-// parts of these tokens (token_parts_).
+// Divides the tokens into parts. Tokens are in the same part if they belong to the same parts of
+// `nodes`. For each part of `nodes`, the function also stores the tokens of this part
+// (node_tokens_), and the resulting parts of these tokens (token_parts_).
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
   // Calls see(part, first, last) once or more for each part. `first` and `last` point to the start

@@ -13,7 +13,7 @@
 namespace dlm::compile {
 
 // Divides the numbers from 0 to n - 1, which are called members, into parts. At first, all members
-// are in part 0. Each call of split() makes the parts finer. Afterwards, part 0 contains the
+// are in part 0. Each call of split() makes the parts finer. After all calls, part 0 contains the
 // members that were not in any set.
 class Partition {
  public:
@@ -29,7 +29,7 @@ class Partition {
 
  private:
   struct Mark {
-    // `fresh` is the new part, which gets the members inside the set.
+    // `fresh` is the number of the new part, which gets the members inside the set.
     int32_t round, count, fresh;
   };
   std::vector<int32_t> part_of_, sizes_;
@@ -56,7 +56,8 @@ class TokenClasses {
 
   const TokenGroups& groups_;
   Budget& budget_;
-  // For each part of the partition `nodes`: the tokens in this part, and the parts of these tokens.
+  // For each part of the partition `nodes`: the tokens whose nodes are in this part, and the parts
+  // of these tokens.
   std::vector<size_t> node_starts_;
   std::vector<int32_t> node_tokens_;
   std::vector<std::vector<int32_t>> token_parts_;

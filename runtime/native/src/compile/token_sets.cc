@@ -32,7 +32,7 @@ int32_t TokenSets::shape_of(const std::vector<Range>& ranges) {
 }
 
 std::pair<size_t, size_t> TokenSets::children(int32_t set, int32_t shape, Budget& budget) {
-  // Usually, this call requests the same shape as the last call.
+  // Most calls request the same shape as the last call for this set.
   int32_t& last = sets_[index(set)].last;
   if (last >= 0 && opened_[index(last)].shape == shape)
     return {opened_[index(last)].first, opened_[index(last)].last};

@@ -1,5 +1,6 @@
-// Stores sets of nodes in a tree of tokens. The compiler follows tokens byte by byte, from one set
-// of nodes to the next (token_walks.h). So it processes many tokens at once.
+// Stores sets of nodes of a token tree, in which each node is a prefix of tokens. The compiler
+// follows tokens byte by byte, from one set of nodes to the next (token_walks.h). So it processes
+// many tokens at once.
 //
 // A state of an automaton divides the bytes into parts. All bytes of a part lead to the same next
 // state. So a set of nodes has one set of children for each part. This set contains the children
@@ -42,7 +43,7 @@ class TokenSets {
   struct Child {
     int32_t part, set;
   };
-  // The set whose children are the first bytes of all tokens.
+  // The set whose children are the nodes for the first bytes of all tokens.
   static constexpr int32_t kRoot = 0;
 
   // The tree must outlive this object.
@@ -52,7 +53,7 @@ class TokenSets {
   // shape if it is new.
   int32_t shape_of(const std::vector<Range>& ranges);
 
-  // Returns the sets of children of a set, in the order of the shape's parts. Leaves out empty sets
+  // Finds the sets of children of a set, in the order of the shape's parts. Leaves out empty sets
   // of children. The result is a pair of indices for child(): the first index, and the index after
   // the last index.
   std::pair<size_t, size_t> children(int32_t set, int32_t shape, Budget& budget);
@@ -64,7 +65,7 @@ class TokenSets {
   int32_t below(int32_t set) const { return sets_[index(set)].below; }
   bool has_tokens(int32_t set) const { return sets_[index(set)].has_tokens; }
   size_t count(int32_t set) const { return sets_[index(set)].count; }
-  // Returns the set that contains only the node with the index `number` of the given set.
+  // Returns the set that contains only one node: the node with the index `number` in the given set.
   int32_t alone(int32_t set, size_t number) {
     return set_of({nodes_[sets_[index(set)].first + number]}, depth(set));
   }

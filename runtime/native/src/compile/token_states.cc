@@ -1,6 +1,6 @@
 // Computes tables about the states of a byte automaton. For each state, the tables contain the next
-// states, the number of bytes that are forced, and a flag that is true if the state accepts many
-// bytes.
+// states, the number of bytes that are forced (the only possible next bytes), and a flag that is
+// true if the state accepts many bytes.
 #include "compile/token_states.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 // A state inside a word or number accepts only few bytes. The limits kManyBytes and kBytesAlike
 // distinguish these two kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-// A longer forced text is cut to this many bytes before it is passed to the tokenizer.
+// The compiler passes at most this many bytes of a forced text to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;
 constexpr int32_t kNone = -1;
 
@@ -33,7 +33,7 @@ void TokenStates::find_shapes(TokenSets& sets) {
   states_.reserve(states);
   // For each next state of the current state: its part.
   std::vector<int32_t> part_of(states, kNone);
-  std::vector<int> bytes;  // the number of bytes of each part
+  std::vector<int> bytes;  // for each part: the number of bytes in the part
   std::vector<TokenSets::Range> ranges;
   for (size_t state = 0; state < states; ++state) {
     budget_.check();

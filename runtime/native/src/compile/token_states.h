@@ -17,10 +17,10 @@ class TokenStates {
  public:
   TokenStates(const ByteAutomaton& texts, TokenSets& sets, Budget& budget);
 
-  // Returns the index of the state's shape in TokenSets. The shape divides the bytes that the state
-  // accepts into parts. All bytes of a part lead to the same next state.
+  // Returns the index that TokenSets has assigned to the state's shape. The shape divides the bytes
+  // that the state accepts into parts. All bytes of a part lead to the same next state.
   int32_t shape(int32_t state) const { return states_[static_cast<size_t>(state)].shape; }
-  // Returns the next state for one part of the state's shape.
+  // Returns the state to which the bytes of one part of the shape lead.
   int32_t target(int32_t state, int32_t part) const {
     return targets_[states_[static_cast<size_t>(state)].first + static_cast<size_t>(part)];
   }
@@ -29,8 +29,8 @@ class TokenStates {
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
   // Returns true if the state accepts many bytes, and many of these bytes lead to the same state.
   bool is_wide(int32_t state) const { return states_[static_cast<size_t>(state)].is_wide; }
-  // Returns true if many bytes lead from the state back to itself. Tokens from many other states
-  // lead to such a state.
+  // Returns true if many bytes lead from the state back to itself. Such a state is called a hub.
+  // Tokens lead to it from many other states.
   bool is_hub(int32_t state) const { return states_[static_cast<size_t>(state)].is_hub; }
   // Returns the text that must follow a state. The text is cut to 96 bytes and to whole characters.
   std::string text_after(int32_t state) const;

@@ -1,8 +1,8 @@
 // Finds the tokens that lead from state to state. A walk follows all tokens from one state. Only
-// states to which tokens lead need a walk. Three things make the walks short:
+// states that are reached after a whole token need a walk. Three things make the walks short:
 //
 // - A walk does not visit single tokens. Instead, it visits sets of nodes of the token tree
-//   (token_sets.h). So one step covers all tokens that a state treats alike.
+//   (token_sets.h). So one step covers all tokens that lead from a state to the same next state.
 // - Several walks may reach the same state with the same set of nodes. From there on, these walks
 //   are the same. So the code makes this common part only once, and stores the result as groups of
 //   tokens. A common part starts where a walk goes from a state that accepts many bytes to a state
@@ -29,7 +29,7 @@ constexpr int kMostNesting = 16;  // largest depth of nested walks
 // results.
 constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
-constexpr size_t kTextBytes = 192;  // estimated size of an entry in first_nodes_, in bytes
+constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
 constexpr int32_t kNone = -1;
 
 }  // namespace
@@ -48,7 +48,7 @@ TokenEdges TokenWalks::walk_all() {
   const size_t states = state_count_;
   TokenEdges out;
   out.row_of.assign(states, kNone);
-  // The states to which tokens lead, in the order of their rows.
+  // The states that are reached after a whole token, in the order of their rows.
   std::vector<int32_t> met{0};
   out.row_of[0] = 0;
   for (size_t row = 0; row < met.size(); ++row) {

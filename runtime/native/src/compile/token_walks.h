@@ -24,7 +24,8 @@ class TokenGroups {
   // The sets must outlive this object.
   explicit TokenGroups(const TokenSets& sets) : sets_(sets) {}
 
-  // Returns the item for a set of nodes. Items are numbered in the order of their first use.
+  // Returns the item for a set of nodes. Each set gets the next number when it is used for the
+  // first time.
   int32_t item_of(int32_t set) {
     if (index(set) >= items_of_.size()) items_of_.resize(index(sets_.size()), -1);
     int32_t& item = items_of_[index(set)];
@@ -68,10 +69,10 @@ struct TokenEdge {
   int32_t group, state;
 };
 
-// The edges of the states to which tokens lead.
+// The edges of the states that are reached after a whole token.
 struct TokenEdges {
-  // Returns pointers to the first edge of a state and to the end of its edges. Tokens must lead to
-  // the state.
+  // Returns pointers to the first edge of a state and to the end of its edges. The state must have
+  // a row.
   std::pair<const TokenEdge*, const TokenEdge*> of(size_t state) const {
     const auto row = index(row_of[state]);
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};
@@ -83,8 +84,8 @@ struct TokenEdges {
   std::vector<TokenEdge> edges;
 };
 
-// Finds the edges of all states to which tokens lead from the start state. A walk follows all
-// tokens from one state.
+// Finds the edges of all states that can be reached from the start state with whole tokens. A walk
+// follows all tokens from one state.
 class TokenWalks {
  public:
   TokenWalks(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenSets& sets,
@@ -110,8 +111,8 @@ class TokenWalks {
   };
 
   void walk(int32_t state);
-  // Walks over all nodes below a set, and appends the steps to `out`. The walk starts in `state`,
-  // because the nodes of the set lead to this state.
+  // Walks over all nodes below the nodes of a set, and appends the steps to `out`. The walk starts
+  // in `state`, the state that the nodes of the set have reached.
   void walk_below(int32_t set, int32_t state, std::vector<Step>& out);
   // Does the same as walk_below(), but also stores the steps for later walks.
   void go_on(int32_t set, int32_t state, std::vector<Step>& out);

@@ -72,7 +72,7 @@ std::optional<CodePoints> by_key(const std::string& key) {
 
 // Normalises the name of a property as the Rust crate regex-syntax does. For example, removes "is"
 // from the start of a name. The name "isc" stays unchanged, because it is a name of the property
-// ISO_Comment. Without "is", it would be the name of the category C.
+// ISO_Comment. Without "is", it would be "c", the name of the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');
@@ -93,7 +93,7 @@ std::optional<CodePoints> general_category(const std::string& name) {
   return by_key("gc=" + name);
 }
 
-// Returns all characters that the Unicode version `value` contains, including those of earlier
+// Returns all characters of the Unicode version `value`. They include the characters of earlier
 // versions.
 std::optional<CodePoints> age(const std::string& value) {
   // Returns 603 for "6.3", and 0 for other spellings.

@@ -15,9 +15,9 @@ CodePoints joined(const CodePoints& first, const CodePoints& second);
 bool contains(const CodePoints& points, char32_t point);
 
 // Returns the characters that have a Unicode property. For example, unicode_property("Alphabetic")
-// returns the characters of \p{Alphabetic}, and unicode_property("Script", "Greek") returns those
-// of \p{Script=Greek}. The comparison of names ignores case, spaces, - and _ (UAX #44, LM3).
-// Returns nullopt if there is no such property.
+// returns the characters of \p{Alphabetic}, and unicode_property("Script", "Greek") returns the
+// characters of \p{Script=Greek}. The comparison of names ignores case, spaces, - and _ (UAX #44,
+// LM3). Returns nullopt if there is no such property.
 std::optional<CodePoints> unicode_property(std::string_view name,
                                            std::optional<std::string_view> value = std::nullopt);
 
@@ -25,7 +25,8 @@ std::optional<CodePoints> unicode_property(std::string_view name,
 // and joiners (UTS #18).
 const CodePoints& unicode_word();
 const CodePoints& unicode_digits();  // returns the characters of \d: decimal numbers
-const CodePoints& unicode_spaces();  // returns the characters of \s: White_Space
+// Returns the characters of \s: the Unicode property White_Space.
+const CodePoints& unicode_spaces();
 
 // Returns a set that contains all characters of `points`, and all characters that differ only in
 // case from a character of `points`. Uses the simple case folding of Unicode.

@@ -15,15 +15,15 @@ namespace dlm::compile {
 // The sets of code points. A boundary of a set is the first code point of a range, or the first
 // code point after a range. A set is stored as its difference from earlier sets. The entry consists
 // of the number of these earlier sets, the indices of these sets, and a list of code points. To
-// decode the set, join this list with the boundaries of the earlier sets. The boundaries of the
-// decoded set are the code points that appear an odd number of times.
+// decode the set, join this list with the boundaries of these earlier sets. A code point is a
+// boundary of the decoded set if it appears an odd number of times in the joined list.
 extern const uint8_t kUnicodeSets[];
 extern const size_t kUnicodeSetCount;
 
 // Groups of characters that are equal if case is ignored. A group is stored as its lowest
 // character, followed by a list of the remaining characters of the group. The lowest character is
-// stored as the difference from the lowest character of the previous group. In the list, the first
-// difference is from the lowest character of the group.
+// stored as the difference from the lowest character of the previous group. The first number of the
+// list is the difference from the lowest character of the group.
 extern const uint8_t kCaseFolds[];
 extern const size_t kCaseFoldCount;
 

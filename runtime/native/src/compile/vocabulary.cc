@@ -12,8 +12,8 @@ namespace {
 // The largest total size of the sets that keep_sets() stores, in bytes.
 constexpr size_t kKeptBytes = size_t{32} << 20;
 
-// Shortens a path of nodes to `depth` nodes. `node` becomes the first node after the subtree of
-// each removed node.
+// Shortens a path in the token tree to `depth` nodes. For each node that this removes, stores
+// `node` as the first node after its subtree.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
   while (path.size() > depth) {
     tree.behind[index(path.back())] = node;
@@ -44,7 +44,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return tokens_[index(a)] < tokens_[index(b)]; });
   node_of_.assign(index(vocab_size_), -1);
-  std::vector<int32_t> path;  // the nodes of the previous token's prefixes
+  std::vector<int32_t> path;  // the tree nodes of all prefixes of the previous token
   std::string_view before;
   for (const int32_t token : order) {
     const std::string_view text = tokens_[index(token)];

@@ -22,8 +22,8 @@ class Vocabulary {
   // is no token.
   using FirstToken = std::function<int32_t(std::string_view text)>;
 
-  // `tokens` contains the text of each id. If a token must not occur inside a text, its text is
-  // empty. `ends` contains the end tokens, which may follow a text. Throws
+  // `tokens` contains the text of each id. The text is empty for tokens that a constrained text
+  // must not contain. `ends` contains the end tokens, which may follow a text. Throws
   // Error(DLM_INVALID_ARGUMENT) if there is no end token, or if an end token is outside the
   // vocabulary.
   Vocabulary(std::vector<std::string> tokens, int32_t vocab_size, std::vector<int32_t> ends,
@@ -39,9 +39,10 @@ class Vocabulary {
   // first token is unknown, or if the text does not start with the text of this token.
   int32_t first_node(std::string_view text) const;
 
-  // Returns sets of nodes for compiling one constraint. If keep_sets() has stored sets, returns
-  // these sets, and does not return them again. Otherwise returns new sets. Only one thread may use
-  // the returned sets. Any number of threads may call take_sets() and keep_sets().
+  // Returns sets of tree nodes, which the compiler needs to compile one constraint. If keep_sets()
+  // has stored sets, returns these sets, and removes them from this object. Otherwise returns new
+  // sets. Only one thread may use the returned sets. Any number of threads may call take_sets() and
+  // keep_sets().
   std::unique_ptr<TokenSets> take_sets() const;
   // Stores sets for the next call of take_sets(), unless the sets are too large.
   void keep_sets(std::unique_ptr<TokenSets> sets) const;
@@ -52,7 +53,7 @@ class Vocabulary {
   const std::vector<int32_t> ends_;
   const FirstToken first_token_;
   TokenTree tree_;
-  std::vector<int32_t> node_of_;  // [vocab_size]: the node of each token, or -1
+  std::vector<int32_t> node_of_;  // [vocab_size]: the tree node of each token, or -1
 
   mutable std::mutex mutex_;
   mutable std::unique_ptr<TokenSets> kept_;

@@ -73,9 +73,9 @@ void check_groups(const Automaton& automaton, const std::string& where) {
 }
 
 // Checks the distance of each state. The distance is the smallest number of tokens from the state
-// to the end of a text, and it is 0 if a text may end in the state. If a distance is 0, at least
-// one next state must also have the distance 0. Any other distance must be one more than the
-// smallest distance of the next states. So an end can be reached from every state.
+// to the end of a text. It is 0 if a text may end in the state. Such a state must have at least one
+// next state with the distance 0, because end tokens may follow. Any other distance must be one
+// more than the smallest distance of the next states. So an end can be reached from every state.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[state];
@@ -88,10 +88,11 @@ void check_distances(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Checks that, from each state, each class leads to at most one next state. Often, many states use
-// the same large group. So it would be slow to visit all classes of each state's largest group.
-// Instead, the check visits only the classes of the state's other groups, and tests if the largest
-// group contains them. With this method, the check is almost as fast as reading the edges.
+// Checks that, from each state, each class leads to at most one next state. Edges refer to groups
+// of classes, and often many states use the same large group. So it would be slow to visit all
+// classes of each state's largest group. Instead, the check visits only the classes of the state's
+// other groups, and tests if the largest group contains them. With this method, the check is almost
+// as fast as reading the edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
   // For each class: the last visited state that has an edge with this class.
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);

@@ -1,10 +1,10 @@
 // Defines Automaton, a compiled constraint. An automaton reads token ids, and accepts exactly the
-// texts that a request may produce.
+// texts that the constraint allows.
 //
 // The folder compile/ builds automata. Two tokens are in the same class if both tokens lead to the
 // same next state from every state. A group consists of all classes that lead from one state to the
-// same next state. So the work per pass depends on the numbers of classes and groups, not on the
-// number of tokens.
+// same next state. So the work after each pass depends on the numbers of classes and groups, not on
+// the number of tokens.
 //
 // An automaton can be stored in a file. All its numbers are little-endian. The file has these
 // parts:
@@ -41,12 +41,13 @@ struct Automaton {
   // a text may end in this state.
   std::vector<int32_t> distances;
   std::vector<int32_t> class_starts, class_tokens;
-  std::array<uint8_t, 32> made_of{};  // identifies the source from which the automaton was compiled
+  std::array<uint8_t, 32> made_of{};  // hash of the source from which the automaton was compiled
 
   // The next arrays are only for decisions (compile/decisions.h). For other constraints, they are
   // empty. The options of all questions are numbered consecutively: question q has the options
   // question_starts[q] to question_starts[q + 1] - 1. For each state, `tags` lists the options that
-  // a text completes when the text arrives in the state. Files do not contain these arrays.
+  // a text completes when the text arrives in the state. These arrays are not
+  // stored in the automaton's file.
   std::vector<int32_t> question_starts, tag_starts, tags;
 
   struct Edge {
@@ -93,7 +94,8 @@ struct Automaton {
   // text starts in state 0.
   int32_t next(int32_t state, int32_t token) const;
   bool has_class(int32_t group, int32_t number) const;
-  bool has_token(int32_t group, int32_t token) const;  // returns false if `token` is -1
+  // Returns true if the group contains the token. Returns false if `token` is -1.
+  bool has_token(int32_t group, int32_t token) const;
 };
 
 // Computes class_starts and class_tokens from the other fields of the automaton.

@@ -24,9 +24,9 @@ namespace dlm {
 
 class Constrained final : public Proposer {
  public:
-  // The text starts `given` tokens before the first undecided position. `denoiser` must outlive the
-  // proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the constraint fits into the canvas.
-  // Throws Error(DLM_UNSUPPORTED) if the automaton was made for a different vocabulary.
+  // The constrained text starts `given` tokens before the first undecided position. `denoiser` must
+  // outlive the proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the constraint fits into
+  // the canvas. Throws Error(DLM_UNSUPPORTED) if the automaton was made for a different vocabulary.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
@@ -48,8 +48,8 @@ class Constrained final : public Proposer {
   bool is_drawn(const Turn& turn) const {
     return policy_.select == Select::sample && !turn.is_editing;
   }
-  // Returns true if scores are computed from the probabilities of whole texts. Returns false if the
-  // score of a token is computed from the prediction for its position only.
+  // Returns true if the score of a token is computed from the probabilities of whole texts. Returns
+  // false if it is computed only from the prediction for the token's position.
   bool scores_texts(const Turn& turn) const;
   double score_of_texts(const Marginal& found) const;
   // Returns the first undecided position of the range. If no position of the range is undecided,
@@ -74,7 +74,8 @@ class Constrained final : public Proposer {
   std::vector<int32_t> path_, only_;
   std::vector<Marginal> marginals_;
   std::unique_ptr<OptionProbs> options_;  // NULL if the constraint is not a decision
-  int32_t answered_block_ = -1;  // first position of the last block that was added to options_
+  // The first position of the last block whose texts were added to options_.
+  int32_t answered_block_ = -1;
 };
 
 }  // namespace dlm

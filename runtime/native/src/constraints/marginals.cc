@@ -18,7 +18,7 @@ void raise(Weight& largest, const Weight& other, double slope) {
 
 }  // namespace
 
-// Adds up the weights of texts. The caller passes the largest of these weights in advance.
+// Adds up the weights of texts. The constructor gets the largest of these weights.
 template <class Weight>
 class TextSums<Weight>::Total {
  public:
@@ -31,8 +31,8 @@ class TextSums<Weight>::Total {
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  // Weights whose ratio is below -kNothing are left out. Even 2^32 of these weights would vanish in
-  // rounding.
+  // The sum leaves out weights whose ratio is below -kNothing. Even 2^32 of these weights would
+  // vanish in rounding.
   static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
@@ -103,8 +103,8 @@ void TextSums<Weight>::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
-  // At tiny temperatures, 1 / temperature is infinite, and infinity times 0 is NaN. So slope_ is
-  // limited.
+  // At tiny temperatures, 1 / temperature is infinite, and infinity times 0 is NaN. So the code
+  // limits slope_.
   slope_ = std::min(1 / sampling_.temperature, 1e300);
   base_ = place_->logits == nullptr ? 0 : place_->base();
 }
@@ -153,7 +153,7 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// Sets ahead_ to the sums that sum() stored for a place. clear_ahead() resets ahead_.
+// Copies the sums that sum() stored for a place to ahead_. clear_ahead() resets ahead_.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);
@@ -165,8 +165,8 @@ void TextSums<Weight>::clear_ahead(const Ways& ways, size_t place) {
   for (const int32_t to : ways.before(place)) ahead_[to] = Weight();
 }
 
-// Returns the number of tokens on all edges of a state. A token that is on several edges counts
-// several times.
+// Returns the number of tokens on all edges of a state. A token on several edges counts once for
+// each edge.
 template <class Weight>
 size_t TextSums<Weight>::count_tokens(int32_t state) const {
   size_t count = 0;

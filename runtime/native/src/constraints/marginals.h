@@ -4,11 +4,12 @@
 // probabilities of tokens.
 //
 // The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with both
-// directions reversed. First, the algorithm goes from the last position to the first. At each
-// position, it adds up the weights of all ways to continue the text. Then it goes from the first
-// position to the last, and draws one token at each position. This method is exact: the probability
-// of drawing a text is the text's probability at the given temperature, divided by the total
-// probability of all texts that the constraint accepts.
+// directions reversed. First, the algorithm goes from the last position to the first. The weight of
+// a text is the product of the probabilities of its tokens. At each position, the algorithm adds up
+// the weights of all ways to continue the text. Then it goes from the first position to the last,
+// and draws one token at each position. This method is exact: the probability of drawing a text is
+// the text's probability at the given temperature, divided by the total probability of all texts
+// that the constraint accepts.
 //
 // A ruled-out token is a token with the logit -inf. A cut token is a token that top_k or top_p
 // removes. Only the texts with the fewest ruled-out tokens can be drawn, and among these, only the
@@ -18,8 +19,8 @@
 // The sums are stored as logarithms in double. In two cases, the code computes the sums again with
 // exact arithmetic (decode/exact_sum.h): if every text contains a ruled-out or cut token, or if the
 // logarithms are large. The logarithms are large if the temperature is near 0 or the logits are
-// huge. So at every position, at least one legal token has a probability above 0.
-// tests/constrained_reference.py implements the same algorithm in exact arithmetic.
+// huge. With exact arithmetic, at least one legal token has a probability above 0 at every
+// position. tests/constrained_reference.py implements the same algorithm in exact arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -54,17 +55,17 @@ struct RoundedWeight {
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
   // Returns the logarithm of this weight divided by the given weight. Ignores the second argument,
-  // which is 1 / temperature.
+  // which is 1 / temperature, because `log` already includes this factor.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
 // The exact total weight of a set of texts: exp(sum * slope + rest), where slope is 1 /
-// temperature. An avoided token is a ruled-out or cut token. Only the texts of the set with the
-// fewest avoided tokens count.
+// temperature. An avoided token is a ruled-out or cut token. The sum includes only the texts that
+// contain the fewest avoided tokens.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
-  // The logarithm of the number of texts that are about as likely as the most likely text. This
-  // number is small.
+  // The logarithm of the number of texts that are about as likely as the most likely text. `rest`
+  // is small.
   double rest = 0;
 
   static ExactTexts of(float logit, float base, bool is_cut, double) {
@@ -102,7 +103,8 @@ class TextSums {
   void find_visits(const Ways& ways, std::vector<double>& visits, std::vector<double>& last);
 
  private:
-  // The sum of the weights of all tokens of a class or group, at the current place.
+  // The sum of the weights of all tokens of a class or group, at the current place (position of the
+  // text).
   struct Sum {
     Weight weight;
     int32_t number;  // the value of weighing_ when this sum was computed
@@ -115,7 +117,7 @@ class TextSums {
   struct Layer {
     // For each visited state: the total weight of all paths from the state to the end.
     std::vector<Weight> ahead;
-    std::vector<Weighed> groups;  // the groups that the paths of `ahead` use
+    std::vector<Weighed> groups;  // the groups that occur on the paths of `ahead`
     Cut cut;
   };
   class Total;
@@ -145,13 +147,14 @@ class TextSums {
   // of this place.
   const Place* place_ = nullptr;
   Layer* layer_ = nullptr;
-  float base_ = 0;    // the number that is subtracted from each logit of the current place
+  float base_ = 0;    // the number that the code subtracts from each logit of the current place
   double slope_ = 1;  // 1 / temperature
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
   std::vector<float> spare_;   // scratch memory for Winner in draw_token()
   std::vector<Weight> terms_;  // for each edge of the current state: its weight
-  // For each edge of the current state: the edge's share of the state's probability.
+  // For each edge of the current state: the probability that a text in this state continues along
+  // the edge.
   std::vector<double> shares_;
   // For each state after the current place: the total weight of all paths from the state to the
   // end.
@@ -169,9 +172,9 @@ class Texts {
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Computes the sums over all paths from `state` to an end state. `ends` contains a 1 for each end
-  // state, and a 0 for every other state. Returns false if there is no path. Call this function
-  // before the functions below. At a place without logits, all tokens are equally likely.
+  // Computes the total weight of all paths from `state` to an end state. `ends` contains a 1 for
+  // each end state, and a 0 for every other state. Returns false if there is no path. Call this
+  // function before the functions below. At a place without logits, all tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 

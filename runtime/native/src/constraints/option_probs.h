@@ -3,9 +3,10 @@
 //
 // In a block, the probability of an option is the total probability of the texts that complete this
 // option. Some texts reach the end of the block before they complete an option of a question. The
-// probability of such a text is divided equally among the options that can still follow. In the
-// next block, the committed tokens rule out some of the options. The texts of the next block then
-// divide the total probability of the remaining options among these options.
+// probability of such a text is divided equally among the options that can still follow. When the
+// next block starts, the tokens of this block are committed, and rule out some of the options. The
+// probabilities of the remaining options keep their sum, and the texts of the next block decide how
+// this sum is divided among the options.
 #pragma once
 
 #include <cstdint>
@@ -23,16 +24,16 @@ class OptionProbs {
   OptionProbs(const Automaton& automaton, int32_t room);
 
   // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.
-  // `room` is the largest number of tokens that may follow from the start of the block on.
-  // `room_behind` is the largest number of tokens that may follow after the block.
+  // `room` is the number of positions from the start of the block to the end of the constrained
+  // range. `room_behind` is the number of positions in this range after the block.
   void add_block(int32_t state, int32_t room, Texts& texts, int32_t room_behind);
 
   // Returns one probability for each option, in the order of the options.
   const std::vector<double>& probs() const { return probs_; }
 
  private:
-  // Sets follows_ to 1 for each option that a text can still complete after `state`. An option
-  // counts only if the rest of the answer then fits into `room` tokens.
+  // Sets follows_ to 1 for each option that a text can still complete after `state`. The rest of
+  // the answer with this option must fit into `room` tokens.
   void find_following(int32_t state, int32_t room);
   // Returns the number of options of a question for which follows_ is 1.
   double count_following(size_t question) const;

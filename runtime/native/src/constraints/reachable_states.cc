@@ -90,7 +90,7 @@ void Ways::list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states)
 }
 
 std::vector<uint8_t> Ways::reaching(const std::vector<Place>& places, int32_t room) {
-  // The places from `last` on allow all tokens.
+  // All places from `last` on allow all tokens.
   size_t last = places.size();
   while (last > 0 && places[last - 1].token < 0) --last;
   const int64_t behind = int64_t{room} + static_cast<int64_t>(places.size() - last);

@@ -12,7 +12,8 @@
 namespace dlm {
 
 // Returns true if the denoiser rules out a token with this logit. Engines return only finite logits
-// and -inf. NaN counts as ruled out too, so that later comparisons never involve NaN.
+// and -inf. A token with the logit NaN also counts as ruled out, so that later comparisons never
+// involve NaN.
 inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<float>::infinity()); }
 
 // One position of a text, with the tokens that are allowed at this position, and their logits.
@@ -44,18 +45,19 @@ class Ways {
   // Returns the states before a place, in ascending order.
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }
 
-  // Returns a 1 for each state from which a text can end, and a 0 for every other state. A text has
-  // one token for each of `places`, and can have at most `room` more tokens.
+  // From a state, a text continues with one token for each of `places`, and then with at most
+  // `room` more tokens. Returns a 1 for each state from which such a text can reach an end, and a 0
+  // for every other state.
   std::vector<uint8_t> reaching(const std::vector<Place>& places, int32_t room);
 
-  // look_at() sets the current place. may_stand() returns true if the current place allows at least
-  // one token of the group.
+  // look_at() sets the current place (position of the text). may_stand() returns true if the
+  // current place allows at least one token of the group.
   void look_at(const Place& place);
   bool may_stand(int32_t group);
 
  private:
-  // Updates edges_to_ and is_open_ when the current states change from `before` to `now`. Both
-  // lists of states are in ascending order.
+  // Updates edges_to_ and is_open_ for the new current states. Before this call, the current states
+  // were `before`. Now they are `now`. Both lists of states are in ascending order.
   void move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now);
   static void list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states);
 
@@ -66,7 +68,8 @@ class Ways {
   // For each place for which met_ was computed: the values of `token` and `other`.
   std::vector<std::pair<int32_t, int32_t>> stood_;
   // Both lists have one entry for each state, and are padded to whole machine words. is_met_ is 1
-  // if an allowed token leads from a current state to this state. is_open_ is 1 if any token does.
+  // if an allowed token leads from a current state to this state. is_open_ is 1 if any token,
+  // allowed or not, leads from a current state to this state.
   std::vector<uint8_t> is_met_, is_open_;
   // For each state: the number of edges from the current states to this state.
   std::vector<int32_t> edges_to_;

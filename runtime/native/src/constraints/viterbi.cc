@@ -20,8 +20,8 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr size_t kLanes = 8;
 // Number of tokens in a run; highest_ contains the highest logit of each run.
 constexpr size_t kRun = 32;
-// weigh_highest() divides a row into this many sections. It chooses the bound so that each section
-// contains at least one logit that is not below the bound.
+// weigh_highest() divides a row into this many sections. It reads only the logits that are not
+// below a bound, and chooses the bound so that each section contains at least one such logit.
 constexpr size_t kSections = 16;
 // Before best_of_class() has read more than 1 / kMany of a row's logits, it calls weigh_highest().
 constexpr size_t kMany = 16;
@@ -73,7 +73,7 @@ void fetch_run(const float* logits) {
 // Returns the first token that has the highest logit. If every logit is -inf, returns the first
 // token.
 int32_t find_best(const float* logits, const View<int32_t>& tokens) {
-  // Number of tokens in the part that is searched a second time.
+  // The number of tokens in the part of the row that the function searches a second time.
   constexpr size_t kStretch = 32 * kLanes;
   float highest = kNone;
   size_t found = 0;
@@ -203,7 +203,8 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
     const std::vector<int32_t>& met = ways_.before(i);
     layer.ahead.resize(met.size());
     layer.groups.clear();
-    // While the loop visits the states of this place, it prefetches the logits of the place before.
+    // While the loop visits the states of this place, it prefetches the logits of the preceding
+    // place.
     const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
       if (next != nullptr && (from + 1) * kRun <= static_cast<size_t>(automaton_.vocab_size))
@@ -303,7 +304,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   classes.resize(places.size());
   leads_on_ = ends;
   std::vector<uint8_t> found;
-  // True if an end can be reached from every state that is visited after the current place.
+  // True if an end can be reached from every visited state after the current place.
   bool do_all = true;
   for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[end] != 0;
   // The compiler must assume that a write through a uint8_t pointer can change any object,

@@ -3,21 +3,22 @@
 // language models.
 //
 // A row contains the logits of all tokens at one position. The weight of a token is its logit minus
-// the highest logit of its row. If a row has no logits, the weight of a token is 0, or -1 if a
-// different token is marked as the best token. Texts are compared in this order:
+// the highest logit of its row. If a position has no logits, the weight of a token is 0, or -1 if a
+// different token is marked as the best token of the position. Texts are compared in this order:
 //   1. The text with fewer ruled-out tokens (logit -inf) wins.
 //   2. If the numbers of ruled-out tokens are equal, the text with the larger sum of weights wins.
 //   3. If the sums are equal too, the search compares the texts at the first position where their
 //      tokens differ. The text whose token has the lower id wins.
 // Sums are computed in double. If the best text contains a ruled-out token, or if its sum is large,
-// `solve` searches again with exact sums (decode/exact_sum.h). So large logits never hide small
-// logits. tests/constrained_reference.py implements the same search in exact arithmetic.
+// `solve` searches again with exact sums (decode/exact_sum.h). So differences between small logits
+// count even if other logits are large. tests/constrained_reference.py implements the same search
+// in exact arithmetic.
 //
-// Rows are long, so the search reads as few logits as possible. At each place, the search skips the
-// classes that no possible text uses at this place. If a group contains the row's best token, this
-// token is the best token of the group. For large classes, the search first finds the tokens with
-// the highest logits of the row. Then, for each class that contains none of the found tokens, the
-// search reads the logits of the class.
+// Rows are long, so the search reads as few logits as possible. At each place (position of the
+// text), the search skips the classes of tokens that no possible text uses at this place. If a
+// group contains the row's best token, this token is the best token of the group. For large
+// classes, the search first finds the tokens with the highest logits of the row. Then, for each
+// class that contains none of the found tokens, the search reads the logits of the class.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +61,7 @@ class Viterbi {
   // The results of solve() for one place.
   struct Layer {
     std::vector<double> ahead;    // for each visited state: the weight of the best path to the end
-    std::vector<Weighed> groups;  // the groups that the paths of `ahead` use
+    std::vector<Weighed> groups;  // the groups that occur on the paths of `ahead`
   };
 
   void weigh_highest(const Place& place);
@@ -79,7 +80,7 @@ class Viterbi {
   std::vector<double> weights_;
   std::vector<int32_t> tokens_;  // for each group: the best token at the current place
   int32_t place_ = 0;            // index of the current place
-  int32_t looked_at_ = -1;       // last place for which weigh_highest() was called
+  int32_t looked_at_ = -1;       // index of the last place for which weigh_highest() was called
   // The number of logits of the current place that best_of_class() has read.
   size_t looked_up_ = 0;
   std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit of the run

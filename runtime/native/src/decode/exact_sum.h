@@ -1,9 +1,8 @@
 // Computes the exact weight of a text, so that two texts can be compared without rounding errors. A
 // text with a larger weight is better. A token of the text is called ruled out if its logit is
-// -inf, and cut if top_k or top_p excludes it.
-// The weight has two parts. The first part counts the ruled-out tokens and the cut tokens. The
-// second part is the exact sum of the other tokens' logits. A sum in double would lose small logits
-// when other logits are large.
+// -inf, and cut if top_k or top_p excludes it. The weight has two parts. The first part counts the
+// ruled-out tokens and the cut tokens. The second part is the exact sum of the logits of all other
+// tokens. A sum in double would lose small logits when other logits are large.
 #pragma once
 
 #include <array>
@@ -15,7 +14,7 @@
 namespace dlm {
 
 // The exact sum of several floats. The sum is stored as a 320-bit integer that counts units of
-// 2^-149. A finite float is less than 2^277 units, so 320 bits are enough for the sum of 2^40
+// 2^-149. Every finite float is less than 2^277 units, so 320 bits are enough for the sum of 2^40
 // floats.
 class ExactSum {
  public:
@@ -73,9 +72,11 @@ class ExactSum {
 // ruled-out tokens is better. If these numbers are equal, the text with fewer cut tokens is better.
 // If those are equal too, the text with the larger sum of logits is better.
 struct ExactWeight {
-  // Counts the tokens to avoid. Each ruled-out token adds kRuledOut, and each cut token adds kCut.
+  // Counts the ruled-out and cut tokens of the text. Each ruled-out token adds kRuledOut, and each
+  // cut token adds kCut.
   int64_t avoided = 0;
-  // The sum of the other tokens' logits, each minus the best logit of its row.
+  // The sum of the logits of all tokens that are neither ruled out nor cut. From each logit, the
+  // best logit of its row is subtracted.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;

@@ -19,9 +19,9 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
     const float with = conditional.logits[i], without = unconditional[i];
     const double guided = static_cast<double>(without) +
                           (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // If one of the two predictions rules a token out (-inf), the token stays ruled out. A guided
-    // logit that overflows to -inf must not rule its token out, so it becomes the lowest finite
-    // number.
+    // If one of the two predictions gives a token the logit -inf, the token's guided logit is -inf
+    // too, so it is ruled out. A guided logit that overflows to -inf must not rule its token out,
+    // so it becomes the lowest finite number.
     logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
                  : guided < static_cast<double>(kLowest)     ? kLowest
                  : guided > -static_cast<double>(kLowest)    ? kInfinite
@@ -36,8 +36,8 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
   const size_t count = rank_tokens(denoiser, logits, top_k, best);
-  // If one of the logits is NaN, the sum of the weights below is NaN, and so all probabilities are
-  // NaN.
+  // If one of the logits is NaN, the sum that the code computes below is NaN, and so are all
+  // probabilities.
   if (std::isinf(logits[best[0]])) {
     std::fill_n(probs_.data() + row * top_k, top_k, std::numeric_limits<float>::quiet_NaN());
     return;

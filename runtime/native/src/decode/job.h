@@ -28,9 +28,9 @@ struct JobOptions {
   void* user = nullptr;
 };
 
-// The mutex that all jobs of a runner share, and a condition variable that is signalled when a job
-// ends. Both the thread that runs the jobs and the threads that wait for them use the Board. The
-// Board outlives the jobs and the runner.
+// Contains a mutex that all jobs of a runner share, and a condition variable that is signalled when
+// a job ends. Both the thread that runs the jobs and the threads that wait for them use the Board.
+// The Board outlives the jobs and the runner.
 struct Board {
   std::mutex mutex;
   std::condition_variable changed;

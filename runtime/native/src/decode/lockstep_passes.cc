@@ -17,7 +17,7 @@ class LockstepPasses::LaneMember final : public Member {
 };
 
 struct LockstepPasses::Lane {
-  // One row of the batch. In a pass, each batch row runs one canvas of one member.
+  // One row of the batch. In a pass, each row of the batch computes one canvas of one member.
   struct Row {
     LaneMember* member;  // NULL if the member has left the lane
     size_t canvas;
@@ -27,8 +27,8 @@ struct LockstepPasses::Lane {
   std::vector<LaneMember*> members;
   std::vector<Row> rows;  // which canvas each batch row ran in the last pass
   bool has_begun = false;
-  // The positions whose rows the next passes compute. The context has been told to keep the cache
-  // rows of all other positions, and no pass has stored rows since then. If the range is empty,
+  // The range of the last call of keep_outside: the context keeps the cache rows of all positions
+  // outside this range. The range is empty if a pass has stored rows since that call. Then
   // keep_outside must be called before the next pass that reads the cache.
   Range kept{0, 0};
 
@@ -159,7 +159,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
   // Before a request has stored its first cache row, the context may still contain cache rows of an
-  // earlier request. They must not be counted.
+  // earlier request. The loop must not count these rows.
   for (Member* const member : members)
     if (keeps_rows(stage.use) || member->cache_bytes > 0)
       member->cache_bytes =

@@ -5,9 +5,9 @@
 // pass runs the requests of a lane that are at the earliest stage of their plans. A request that
 // finishes a stage early waits for the slowest request. Passes still compute the batch rows of a
 // waiting request, but the results are ignored. The batch rows of a request that has ended also
-// stay in the batch until the next pass that reads no cache. (With cache `block`, only passes of
-// the first block read no cache.) Without a cache, the requests of a lane may be at different
-// stages.
+// stay in the batch until the next pass that reads no cache. (With the cache `block`, only passes
+// of the first block read no cached rows.) Without a cache, the requests of a lane may be at
+// different stages.
 //
 // Invariants:
 //   - A lane owns a context as long as the lane has a member. When the last member leaves, the
@@ -65,7 +65,7 @@ class LockstepPasses final : public PassMaker {
   size_t together_ = 1;
   int64_t rows_taken_ = 0;
   std::list<Lane> lanes_;
-  std::vector<std::unique_ptr<Context>> spare_;  // the contexts that no lane uses
+  std::vector<std::unique_ptr<Context>> spare_;  // contexts of the engine that no lane uses
 };
 
 }  // namespace dlm

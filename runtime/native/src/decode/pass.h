@@ -2,7 +2,8 @@
 //
 // A pass is made in this order:
 //   1. prepare_pass sets the inputs.
-//   2. The pass maker fills buffers.score_rows with the rows to score.
+//   2. The pass maker fills buffers.score_rows with the rows to score. For these rows, the pass
+//      predicts tokens.
 //   3. prepare_scores allocates the outputs.
 //   4. The engine runs the pass.
 //   5. predictions_of returns each request's part of the outputs.
@@ -10,9 +11,10 @@
 // used for the next pass.
 //
 // The scored rows of all requests form one array of shape [B, R]. B is the batch size, and R is the
-// number of scored rows per batch entry. The rows of one request follow each other in the order of
-// the request's positions. The first of them has the index Member::first_row. With guidance, the
-// rows of the request's second canvas start at the index first_row + Member::apart.
+// number of scored rows for each entry of the batch. The rows of one request follow each other in
+// the order of the request's positions. The first of them has the index Member::first_row. A
+// request with guidance has two canvases. The rows of the second canvas start at the index
+// first_row + Member::apart.
 #pragma once
 
 #include <chrono>
@@ -26,7 +28,7 @@
 
 namespace dlm {
 
-// The arrays of a pass. They are used again for the next pass. So a second pass of the same size
+// The arrays of a pass. The next pass uses the same arrays again. So a second pass of the same size
 // allocates no memory.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
@@ -36,7 +38,7 @@ struct Buffers {
   Guided guided;
 };
 
-// The largest number of canvases in one pass. This limit keeps array sizes far from overflow.
+// The largest number of canvases in one pass. This limit ensures that array sizes do not overflow.
 constexpr int32_t kMostRequests = 4096;
 
 // Measures the time from its construction to its destruction, and adds the seconds to `seconds`.
@@ -76,11 +78,11 @@ Predictions predictions_of(const Denoiser& denoiser, const Request& request, con
 // Throws Error(DLM_UNSUPPORTED) if the engine cannot run `batch` canvases in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// Measures the time of passes. The tokens of these passes do not matter. Runs `repeats` passes, and
-// writes the time of each pass in seconds to `seconds`. Each pass runs `batch` requests. For each
-// request, the pass computes `tokens` new tokens, reads `cached` cached tokens, and scores `rows`
-// rows. If `cached` is above 0, a full pass fills the cache first. Calls before_pass before each
-// pass, outside of the measured time. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// Measures the time of passes over arbitrary tokens. Runs `repeats` passes, and writes the time of
+// each pass in seconds to `seconds`. Each pass runs `batch` requests. For each request, the pass
+// computes `tokens` new tokens, reads `cached` cached tokens, and scores `rows` rows. If `cached`
+// is above 0, one more pass fills the cache first. Calls before_pass before each pass, outside of
+// the measured time. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

@@ -38,11 +38,13 @@ class Member {
 
   Request& request;
   Needs needs;  // the outputs that the next pass must return; the runner sets this before the pass
-  // Where the request's outputs start in the outputs of the last pass; see predictions_of.
+  // The last pass returned the outputs of several requests. first_row and apart say where this
+  // request's outputs are; see predictions_of.
   size_t first_row = 0, apart = 0;
   uint64_t cache_bytes = 0;  // bytes of keys and values that the request uses now
-  int32_t reused = 0;  // number of leading positions whose cache rows came from elsewhere, so that
-                       // no pass of this request computed them
+  // Number of positions at the start of the canvas whose cache rows were reused, so that no pass of
+  // this request computed them.
+  int32_t reused = 0;
 };
 
 // Limits for a pass that several requests share.
@@ -59,8 +61,8 @@ struct PassSeconds {
 
 class PassMaker {
  public:
-  // Each canvas reserves cache rows in multiples of `page_rows`. `rows` is the limit for all
-  // requests.
+  // Each canvas reserves a multiple of `page_rows` cache rows. All requests together may reserve
+  // `rows` cache rows.
   PassMaker(int64_t rows, int32_t page_rows) : rows_(rows), page_rows_(page_rows) {}
   virtual ~PassMaker() = default;
 
@@ -119,9 +121,10 @@ inline Needs needs_of(const std::vector<Member*>& members) {
 
 // Makes a PassMaker for an engine that accepts segments. Returns NULL if the engine does not accept
 // segments. `rows` limits the number of cache rows of all requests together. `rows` is a multiple
-// of page_rows(denoiser.visible_block). While no request uses a cache row, the row can stay stored
-// for new requests. At most `most_idle` rows stay stored in this way. Cache rows of prompts can
-// also come from `files`. `denoiser`, `engine` and `files` must outlive the returned object.
+// of page_rows(denoiser.visible_block). After the last request that uses a cache row has ended, the
+// row can stay stored for new requests. At most `most_idle` rows stay stored in this way. The cache
+// rows of a prompt can also come from one of the prompt caches in `files`. `denoiser`, `engine` and
+// `files` must outlive the returned object.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
                                               int64_t rows, int64_t most_idle,
                                               const PromptCaches& files);

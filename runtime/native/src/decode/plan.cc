@@ -76,8 +76,9 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// Returns the number of tokens that fit in one pass that also reads `cached` cached tokens. The
-// number is a multiple of the block length. If not even one block fits, returns `tokens`.
+// Returns how many tokens the engine can compute in one pass that also reads `cached` cached
+// tokens. The number is a multiple of the block length. If not even one block fits, returns
+// `tokens`.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -96,7 +97,7 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     const auto [start, end] = block.range;
     // A shifted denoiser predicts the first position of a block in the row just before the block.
     // With a cache, the pass that stores this row also scores it. Without a cache, an extra pass
-    // scores this row, so that the resulting canvases are the same as with a cache.
+    // scores this row, so that the result is the same as with a cache.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();

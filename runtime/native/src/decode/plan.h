@@ -2,7 +2,7 @@
 // rows it reads from the cache, and which rows it stores. A row is the keys and values of one
 // position.
 //
-// The plan depends on the policy's cache:
+// The plan depends on the field `cache` of the policy:
 //   - `none`: every pass runs the whole canvas.
 //   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): each block starts with one pass over the
 //     whole canvas, the opening pass. The other passes of the block run fewer positions, and read
@@ -21,8 +21,8 @@
 //     it.
 // exporter/dlm_export/network/passes.py implements the same plan.
 //
-// A stage is one or more passes over the same range of positions. Requests and pass makers rely on
-// these invariants:
+// A stage is one or more passes over the same range of positions. Requests and pass makers
+// (decode/pass_maker.h) rely on these invariants:
 //   - Blocks come in order, and the stages of a block follow each other.
 //   - A request goes through the stages in order, and skips stages that have no work.
 //   - Every cached row that a stage reads was stored by an earlier stage. With `append`, a stage
@@ -61,9 +61,10 @@ struct Stage {
   // Passes repeat until all positions of `awaited` are decided. If `awaited` is empty, the stage
   // makes one pass.
   Range awaited;
-  int32_t steps;  // number of passes in which the schedule decides the positions in `decided`
-  Range block;    // block that the stage belongs to
-  bool is_last;   // true for the last stage of the block
+  // Number of passes in which the policy's schedule decides all positions in `decided`.
+  int32_t steps;
+  Range block;   // block that the stage belongs to
+  bool is_last;  // true for the last stage of the block
 
   bool is_repeated() const { return awaited.tokens() > 0; }
 };
@@ -77,8 +78,8 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift);
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
 // come from suit_policy. The first block starts at the first undecided position, or at position 0
 // with block-causal attention. If `steps` is above 0, `steps` is the number of passes planned for
-// all blocks together. The tokens of the prompt before the first block are stored in as few passes
-// as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
+// all blocks together. The plan stores the cache rows of the prompt before the first block in as
+// few passes as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                int32_t visible_block, int32_t shift, int32_t steps,
                                const Engine& engine);

@@ -8,8 +8,8 @@
 namespace dlm {
 namespace {
 
-// Returns true if the table lists exactly the members of dlm_policy, in the same order and without
-// gaps.
+// Returns true if the table above lists all members of dlm_policy, in the same order and without
+// gaps between the members.
 constexpr bool covers_dlm_policy() {
   size_t end = sizeof(dlm_policy::struct_size);
   for (const dlm_policy_field& field : kPolicyFields) {
@@ -95,7 +95,7 @@ Policy check_policy(const dlm_policy& given) {
          "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
          policy.commit);
-  // With commit "entropy_bound", entropies are compared, so the scores must be entropies.
+  // The commit rule "entropy_bound" compares entropies, so the scores must be entropies.
   if (out.commit == Commit::entropy_bound) out.score = Score::entropy;
   return out;
 }
@@ -109,7 +109,8 @@ int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
     return static_cast<int32_t>(static_cast<float>(masked) *
                                 static_cast<float>(static_cast<double>(k) / steps));
   };
-  // Finds the largest k below `steps` for which fewer than `left` positions stay masked.
+  // Binary search for the largest k below `steps` for which fewer than `left` positions stay
+  // masked.
   int32_t lowest = 0, highest = steps - 1;
   while (lowest < highest) {
     const int32_t k = highest - (highest - lowest) / 2;

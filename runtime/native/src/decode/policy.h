@@ -51,8 +51,9 @@ inline constexpr const char* kReserveNames[] = {"none", "end", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
-// Returns true for the caches that are used with full attention. Results with these caches are
-// approximate. exporter/dlm_export/network/passes.py calls these caches FULL_CACHES.
+// Returns true for the caches that are used with full attention. Results with these caches differ
+// from results without a cache. exporter/dlm_export/network/passes.py calls these caches
+// FULL_CACHES.
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
 // All fields of a policy, in the order of dlm_policy. Macros use this table to generate the
@@ -126,7 +127,7 @@ constexpr size_t field_bytes(int32_t kind) {
 }
 
 // Returns LLaDA's policy, which is the default: commit "static", score "confidence", blocks of 32
-// tokens, and no cache. The strings in the result are static.
+// tokens, and no cache. The strings in the result are valid until the program ends.
 dlm_policy default_policy();
 
 // Returns the static string that equals `value`. Returns nullptr if `value` is not one of the
@@ -148,11 +149,11 @@ Policy check_policy(const dlm_policy& policy);
 // step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// Returns the number of positions that the schedule "floor" (RND1) commits in the next pass. `left`
-// of the block's `masked` positions are still undecided. After pass k, floor(masked * k / steps)
-// positions are planned to stay masked, counting k down from `steps`. In the published code, some
-// passes commit no position. This function skips these passes. It computes in fp32, like the
-// published code.
+// Returns the number of positions that the schedule "floor" (RND1) commits in the next pass. Of the
+// block's `masked` positions, `left` are still undecided. The schedule counts the passes of the
+// block down from `steps`. After the pass with number k, floor(masked * k / steps) positions should
+// stay masked. In the published code, some passes commit no position. This function skips these
+// passes. It computes in fp32, like the published code.
 int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
 
 // Returns the number of positions that Dream's schedule commits at a step. This number is at least
@@ -162,9 +163,9 @@ int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
 // Chooses the rows that commit. `scores` contains one score per row, in the order of the positions.
 // Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
-// stay in the order of their positions. With `sequential`, all rows stay in the order of their
-// positions. Returns the number of rows that commit, at least 1. These are the first rows in
-// `order`.
+// stay in the order of their positions. If the policy commits sequentially (`sequential`), all rows
+// stay in the order of their positions. Returns the number of rows that commit, at least 1. These
+// are the first rows in `order`.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

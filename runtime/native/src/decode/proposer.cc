@@ -33,8 +33,8 @@ class Argmax final : public Proposer {
   const Policy policy_;
 };
 
-// Proposes a sampled token while the request decides positions. Proposes the most likely token
-// while the request replaces decided tokens.
+// Proposes a sampled token for each undecided position. When the request checks whether to replace
+// decided tokens, proposes the most likely token.
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)
@@ -67,7 +67,7 @@ class Sampled final : public Proposer {
   }
 
  private:
-  // Returns the fields of a Draw that the score needs.
+  // Returns which fields of a Draw the policy's score needs.
   Told told() const {
     if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
     return policy_.score == Score::entropy ? Told::entropy : Told::distribution;

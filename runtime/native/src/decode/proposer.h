@@ -1,5 +1,6 @@
 // A proposer uses the outputs of a pass to propose one token for each scored position, and gives
-// each proposal a score. There are proposers for argmax, for sampling and for constraints.
+// each proposal a score. Different proposers choose the most likely token (argmax), sample a token,
+// or choose tokens that satisfy a constraint.
 //
 // Each request has its own proposer, so requests with different kinds of proposers can share
 // passes. The policy then uses the scores to choose which proposals commit (decode/policy.h).
@@ -15,20 +16,21 @@
 
 namespace dlm {
 
-// The outputs that a proposer needs from a pass. Every pass also returns the candidates, so they
-// are not listed here. The candidates of a row are its K most likely tokens with their
-// probabilities, most likely token first. If one request needs an output, the pass returns it for
-// the rows of all requests.
+// The outputs that a proposer needs from a pass. Every pass also returns candidates, so this struct
+// does not list them. The candidates of a row are its K most likely tokens with their
+// probabilities, most likely token first. If one request needs an output, the pass returns this
+// output for the rows of all requests.
 struct Needs {
   bool entropy = false, logits = false;
 };
 
-// The outputs of a pass for one request, which scored R rows. The rows are in the order of their
-// positions.
+// The outputs of a pass for the R positions of one request whose tokens the pass predicts. Each
+// position has one row, and the rows are in the order of the positions.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
-  const float* probs;     // [R, K], softmax without the mask token
-  const float* entropy;   // [R], the sum of p ln p; NULL if no request needs it
+  // [R, K], probabilities of these tokens; the softmax leaves out the mask token.
+  const float* probs;
+  const float* entropy;  // [R], the sum of p ln p; NULL if no request needs it
   // [R, V], raw logits, including the logit of the mask token; NULL if no request needs the logits.
   const float* logits;
 };
@@ -49,12 +51,12 @@ struct Turn {
 // A proposer's results: one proposal per scored row.
 struct Proposals {
   std::vector<int32_t> tokens;  // proposed tokens, never the mask token
-  // A higher score means a more certain proposal. Entropies are at most 0. All other scores are
-  // between 0 and 1.
+  // A higher score means a more certain proposal. If scores are (negative) entropies, they are at
+  // most 0. All other scores are between 0 and 1.
   std::vector<double> scores;
   std::vector<double> probs;  // the softmax probability of each proposed token
-  // How much each row loses because of a constraint: ln p of the best token minus ln p of the
-  // proposed token. The decoding loop fills this array, not the proposer.
+  // For each row, how much the constraint lowers the log probability: ln p of the most likely token
+  // minus ln p of the proposed token. The decoding loop fills this array, not the proposer.
   std::vector<double> losses;
 
   void resize(size_t rows) {
@@ -80,23 +82,25 @@ class Proposer {
   // is true, each score must be the probability of the proposed token.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // May remove rows from `chosen`, which contains the rows that are about to commit, sorted by
-  // descending score. At least one row must remain, unless the request is replacing decided tokens.
+  // `chosen` contains the rows that are about to commit, sorted by descending score. The function
+  // may remove rows from this list. At least one row must remain, unless the request is replacing
+  // decided tokens.
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
   // Finds the undecided positions of `range` that have only one legal token, and appends them to
-  // the last argument. The caller then decides these positions. A request calls this function for
-  // the whole canvas before the first pass, and for the current block before each later pass.
+  // the last argument. The caller then commits these tokens. A request calls this function for the
+  // whole canvas before the first pass, and for the current block before each later pass.
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
-  // Returns true if the text is complete when all positions are decided, even without an end token.
+  // Returns true if a text in which all positions are decided is complete even without an end
+  // token.
   virtual bool is_whole() const { return false; }
 
   // Completes a request that ends early. `guess` contains one entry for each position of the
   // canvas. If the last pass proposed a token for an undecided position, the entry of this position
-  // is that token. All other entries are -1. The function replaces the -1 of undecided positions
-  // with tokens. If the entry of an undecided position stays -1, the caller uses an end token.
+  // is that token. All other entries are -1. The function replaces each -1 of an undecided position
+  // with a token, if possible. If an entry stays -1, the caller uses an end token for its position.
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
@@ -112,13 +116,13 @@ class Proposer {
 // Creates the proposer that the policy selects. `denoiser` must outlive the proposer.
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy);
 
-// Returns the probability of `token`. It is computed from two logits (of `token` and of the row's
-// best token) and from the probability of the best token.
+// Returns the probability of `token`. The function computes it from the logits of `token` and of
+// the row's best token, and from the probability of the best token.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
 // Finds the `count` most likely tokens of a row of logits, most likely first. Tokens with equal
-// logits are sorted by ascending id. The mask token is skipped. Returns the number of tokens found,
-// which may be less than `count`.
+// logits are sorted by ascending id. The function skips the mask token. Returns the number of
+// tokens found, which may be less than `count`.
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best);
 
 // Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability

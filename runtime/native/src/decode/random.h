@@ -22,8 +22,8 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
-// The use of a random number. It is the last word of the counter, so random numbers for different
-// uses are different.
+// The purposes of random numbers. The purpose is the last word of the counter. So random numbers
+// for different purposes are independent.
 enum : uint32_t { kScores = 0, kDraws = 1 };
 
 // Converts 64 random bits to a uniform random number strictly between 0 and 1. Uses 52 of the bits

@@ -17,8 +17,9 @@ double finite_log(double prob) {
   return std::log(std::max(prob, std::numeric_limits<double>::denorm_min()));
 }
 
-// Returns ln p of the best token minus ln p of a given token. If a probability underflows to 0, the
-// function uses the smallest positive double instead. So the result is finite, at most 745 nats.
+// Returns ln(best) - ln(prob). `best` is the probability of the most likely token, and `prob` the
+// probability of a given token. If a probability underflows to 0, the function uses the smallest
+// positive double instead. So the result is finite, at most 745 nats.
 double log_prob_loss(double best, double prob) {
   return std::max(0.0, finite_log(best) - finite_log(prob));
 }
@@ -85,8 +86,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
-    // The opening pass of the block decides at least one position. So a later pass scores at least
-    // one position less.
+    // The opening pass of the block (decode/plan.h) decides at least one position. So a later pass
+    // of this block scores at least one position less.
     if (is_full && stage.is_repeated()) --rows;
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
@@ -113,9 +114,10 @@ bool Request::fits(const Request& other) const {
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
-  // With `reuse`, the last pass of a block also stores the rows of the block. In lockstep, a slower
-  // request could make one more pass, which would store different rows for the faster request. Then
-  // results with lockstep would differ from results without lockstep.
+  // With `reuse`, the last pass of a block also stores the rows of the block. If a faster request
+  // ran in lockstep with a slower request, the slower request could make one more pass. This pass
+  // would store different rows for the faster request. Then its result would depend on the slower
+  // request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -123,7 +125,7 @@ bool Request::fits(const Request& other) const {
 int32_t Request::reusable() const {
   if (!has_cache() || done()) return 0;
   if (denoiser_.visible_block == 0)
-    // Only the first pass computes the rows before this position.
+    // Only the first pass computes the cache rows before this position.
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
   // a pass must compute this row.
@@ -160,7 +162,7 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
     while (fills && !fits(stage.rows.tokens())) {
       int32_t tokens = block;
       while (fits(tokens + block)) tokens += block;
-      // The positions from the start of the block on must be computed in one pass.
+      // One pass must compute all positions from the start of the block on.
       const int32_t end = std::min(stage.rows.first + tokens, stage.block.first);
       if (end <= stage.rows.first || end >= stage.rows.last) break;
       Stage part = stage;
@@ -212,7 +214,8 @@ Needs Request::needs() const {
   if (positions_.empty()) return {};
   if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
-  // If there are at most top_k alternatives, the candidates are enough, and no logits are needed.
+  // If the caller wants at most top_k alternatives for each position, the candidates are enough,
+  // and the pass need not return logits.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
   return found;
 }
@@ -258,8 +261,8 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
     proposals.losses[row] =
         log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
   // A shifted denoiser predicts the first position of a block in the row just before the block.
-  // With a cache for full attention, only the opening pass of the block computes this row. So the
-  // first position must commit in the opening pass.
+  // With a cache for full attention, only the opening pass (the first pass of the block) computes
+  // this row. So the first position must commit in the opening pass.
   const bool is_opening = !stage().is_repeated() && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
     // The first position gets the highest score, so that it commits. If it stayed undecided, the

@@ -20,14 +20,14 @@
 
 namespace dlm {
 
-// One request's canvas and its progress. A Request selects the positions that a pass must score,
-// and commits tokens after the pass. A Request does not run passes.
+// One request's canvas and its progress. A Request selects the positions that a pass must score
+// (predict), and commits tokens after the pass. A Request does not run passes.
 class Request {
  public:
-  // `undecided` is 1 for each position to fill, and 0 for all other positions. Until a position is
-  // decided, the passes use the token that `canvas` contains there. The caller must check the ids
-  // and lengths first. If `steps` is above 0, `steps` is the number of passes planned for the whole
-  // generation. If `proposer` is NULL, the request uses the proposer that the policy selects.
+  // `undecided` is 1 for each position to fill, and 0 for all other positions. While a position is
+  // undecided, passes use the token that `canvas` contains at this position. The caller must check
+  // the ids and lengths first. If `steps` is above 0, the request plans this number of passes for
+  // all new tokens. If `proposer` is NULL, the request uses the proposer that the policy selects.
   // `top_log_probs` is the number of alternatives to store for each token that a pass commits.
   // Throws Error(DLM_INVALID_ARGUMENT) or Error(DLM_UNSUPPORTED), for example if the plan contains
   // a pass that is too large for the engine.
@@ -48,23 +48,25 @@ class Request {
   // another request with the same tokens. With full attention, this number is 0 unless the policy
   // allows approximate rows.
   int32_t reusable() const;
-  // Returns true if the next pass stores the rows of positions before the first block.
+  // Returns true if the next pass stores the cache rows of positions before the first block.
   bool is_filling() const {
     return stage().use == CacheUse::append && stage().kind == PassKind::prefill &&
            stage().rows.first < stage().block.first;
   }
-  // Tells the request that the rows of the first `rows` positions are already stored, so that the
-  // next passes do not compute them. Call this function only before the first pass, or if
-  // is_filling(). `rows` must be a multiple of the block length, and at most reusable().
+  // Tells the request that the cache rows of the first `rows` positions are already stored. The
+  // next passes then do not compute these rows. Call this function only before the first pass, or
+  // if is_filling(). `rows` must be a multiple of the block length, and at most reusable().
   void skip_stored(int32_t rows);
-  // Splits the passes that store the rows of positions before the first block. Each part then has
-  // at most `most_tokens` tokens. If `most_ms` is above 0, each part also takes at most `most_ms`
-  // predicted milliseconds. But a part has at least one block. Call this function before the first
-  // pass. With full attention the function does nothing, because such a pass cannot be split.
+  // Splits the passes that store the cache rows of positions before the first block. After this
+  // call, each pass has at most `most_tokens` tokens. If `most_ms` is above 0, each pass also takes
+  // at most `most_ms` predicted milliseconds. But a pass always contains at least one block. Call
+  // this function before the first pass. With full attention, the function does nothing, because
+  // these passes cannot be split.
   void split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost);
-  // Returns the number of leading positions whose rows are final after the next pass. No later pass
-  // of this request computes final rows again, so other requests may use them. `exact` is this
-  // number before the pass. With block-causal attention, final rows are exact.
+  // Returns the number of leading positions whose cache rows are final after the next pass. No
+  // later pass of this request computes final rows again, so other requests may use them. `exact`
+  // is the number of leading positions whose rows are final now. With block-causal attention, final
+  // rows are exact.
   int32_t exact_after(int32_t exact) const;
 
   bool done() const { return stage_ == plan_.size(); }
@@ -79,7 +81,7 @@ class Request {
   // One entry per position: 1 if the position is undecided, otherwise 0.
   const std::vector<uint8_t>& undecided() const { return undecided_; }
   bool is_given(size_t position) const { return is_given_[position]; }
-  // True if later passes may replace decided tokens.
+  // Returns true if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
   int32_t nfe() const { return nfe_; }
   // Returns the number of passes so far, counted as if no pass had been skipped or split.
@@ -89,7 +91,7 @@ class Request {
   // Returns the load of the next pass. PassCost predicts the time of the pass from this load. Call
   // find_positions() first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
-  // Returns the load of the most expensive repeated stage that remains.
+  // Returns the load of one pass of the most expensive repeated stage that remains.
   PassLoad usual_load(const PassCost& cost) const;
 
   // Finds the positions that the next pass must score. Returns the number of positions, which is 0
@@ -97,7 +99,8 @@ class Request {
   size_t find_positions();
   // The positions that find_positions found, in ascending order.
   const std::vector<int32_t>& positions() const { return positions_; }
-  Needs needs() const;  // outputs that the next pass must return; empty if the pass scores no rows
+  // Returns the outputs that the next pass must return. If the pass scores no rows, it needs none.
+  Needs needs() const;
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.
   // Throws Error(DLM_ENGINE_FAILED).
@@ -109,7 +112,8 @@ class Request {
   // chooses no token, the position gets an end token. The positions that end() fills still count as
   // undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
-  void drop() noexcept;  // like end(), but leaves the canvas unchanged, and so needs no memory
+  // Like end(), but leaves the canvas unchanged. So this function needs no memory.
+  void drop() noexcept;
 
   // Returns the fields of dlm_result that the Request knows. Call this function when the request is
   // done. The Request owns the memory to which the fields point.
@@ -117,12 +121,13 @@ class Request {
 
  private:
   PassLoad load_of(const Stage& stage, size_t rows) const;
-  // Uses planned_nfe(), so that random numbers do not depend on which rows were already stored.
+  // The number of passes is planned_nfe(), so that random numbers do not depend on which rows were
+  // already stored.
   Turn turn() const {
     return {canvas_, undecided_, positions_, stage().block, planned_nfe(), is_editing_};
   }
-  // Puts an end token at the last position if the policy reserves this position. This token then
-  // counts as given by the caller.
+  // Puts an end token at the last position if the policy reserves this position. The request treats
+  // this token as given by the caller.
   void reserve();
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
@@ -170,9 +175,10 @@ class Request {
   size_t top_count_;
   std::vector<int32_t> top_tokens_;
   std::vector<float> top_log_probs_;
-  // The loss of each position (see Proposals::losses). Empty without a constraint.
+  // The loss of each position (see Proposals::losses). This list is empty if the request has no
+  // constraint.
   std::vector<double> losses_;
-  int32_t finish_ = DLM_FINISH_NONE;  // set if the request ended early
+  int32_t finish_ = DLM_FINISH_NONE;  // the reason if the request ended early
   std::vector<Certain> certain_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
 };

@@ -22,8 +22,8 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job, and uses its canvas as the result. If an exception is thrown, the job fails with that
-// error.
+// Ends a job, and uses its canvas as the result. If this throws an exception, the job fails with
+// the error.
 void Runner::end(Job& job, int32_t why) noexcept {
   try {
     job.request_.end(why);
@@ -240,8 +240,8 @@ void Runner::finish(Job& job) noexcept {
     result.text = writer->text().c_str();
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
-    // If some of the text is not decided, a stop string ends only the text and not the request.
-    // Then `finish` still says why the request ended.
+    // If some tokens of the text are not decided, a stop string ends only the text and not the
+    // request. Then `finish` still says why the request ended.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -257,8 +257,8 @@ void Runner::finish(Job& job) noexcept {
     board_->changed.notify_all();
   }
   if (options_.ended_fd < 0) return;
-  // A failed write is ignored, because it means that the pipe is full. A reader of a full pipe
-  // wakes up anyway.
+  // If the pipe is full, the write fails. This is harmless, because a full pipe wakes its reader
+  // anyway.
   constexpr uint64_t kOne = 1;
   [[maybe_unused]] const auto written = write(options_.ended_fd, &kOne, sizeof kOne);
 }
@@ -380,8 +380,8 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// Updates pace_, which is an exponential average over about ten passes. `times` is the measured
-// time of a pass divided by its predicted time. Values above kMost count as kMost.
+// Updates pace_, an exponential average over about ten passes. `times` is the measured time of a
+// pass divided by its predicted time. If `times` is above kMost, the function uses kMost instead.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

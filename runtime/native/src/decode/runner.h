@@ -24,7 +24,7 @@
 //      jobs' steps.
 //   5. Finish the jobs that are done.
 //
-// How a job ends. First, the job's request becomes done: in its last step, by end(), or by
+// How a job ends. First, the job's request becomes done: in its last step, or by a call of end() or
 // fail_job(). A request that is done stays done. Then finish_done(), fail_all_with_thrown() or
 // drop_all() removes the job from running_, and calls finish() exactly once for the job. finish()
 // does not throw, so every thread that waits for the job wakes up.
@@ -46,11 +46,12 @@ namespace dlm {
 class Runner {
  public:
   struct Options {
-    // The largest number of requests that run at the same time, and the largest number that wait.
+    // The largest number of requests that run at the same time, and the largest number of requests
+    // that wait.
     int32_t most_running = 1, most_waiting = INT32_MAX;
     int32_t most_tokens = INT32_MAX;  // limit for the tokens of a shared pass
     double most_ms = 0;     // limit for the predicted milliseconds of a shared pass; 0: no limit
-    PassCost cost{};        // predicts these milliseconds
+    PassCost cost{};        // predicts the milliseconds of a pass
     int32_t ended_fd = -1;  // file descriptor, or -1; run() writes 8 bytes to it for each job that
                             // ended
   };
@@ -85,7 +86,8 @@ class Runner {
   // returns without a pass.
   void stop();
 
-  // Ends all jobs as cancelled, and clears the last error. Reports no more steps.
+  // Ends all jobs with the status of a cancelled job, and clears the last error. Reports no more
+  // steps.
   void drop_all() noexcept;
 
   dlm_scheduler_stats stats() const;

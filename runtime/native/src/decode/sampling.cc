@@ -17,7 +17,8 @@ constexpr double kLog2E = 1.4426950408889634;
 // bound, because 2^n (1 + f) >= 2^(n + f) for f in 0..1. To cover rounding errors, the function
 // then makes the float larger by one thousandth.
 float exp_bound(float power) {
-  // kOne is the exponent field of the float 1. kStep is the number of floats per exponent.
+  // kOne is the exponent field of the float 1. kStep is the number of floats that have the same
+  // exponent.
   constexpr float kOne = 127, kStep = 8388608;
   const float exponent = power + kOne;
   const auto bits =
@@ -27,7 +28,8 @@ float exp_bound(float power) {
   return bound * 1.001f + 1e-37f;
 }
 
-// Sorts tokens by descending logit. Tokens with equal logits are sorted by ascending id.
+// Compares two tokens, so that sorting gives descending logits. Tokens with equal logits are in
+// ascending order of their ids.
 struct IsBefore {
   const float* logits;
   bool operator()(int32_t a, int32_t b) const {
@@ -71,8 +73,8 @@ void Winner::see(int32_t token, double log_weight) {
   const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
   if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // This test rejects almost all losing tokens without a logarithm. It never rejects the winner,
-  // because -ln(-ln u) <= -ln(1 - u).
+  // The winner is the token that the draw chooses. This test rejects almost all other tokens
+  // without computing a logarithm. It never rejects the winner, because -ln(-ln u) <= -ln(1 - u).
   if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
   if (value < best_ || (value == best_ && token > token_)) return;
@@ -81,8 +83,9 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// For `count` tokens, computes the first 24 bits of 1 - u. `first` must be even. If `count` is odd,
-// the function computes one token more.
+// Each token has a random number u. For `count` tokens, computes the first 24 bits of 1 - u.
+// `first` must be even. If `count` is odd, the function also computes these bits for one more
+// token.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -104,7 +107,8 @@ void Winner::see_row(const float* logits, int32_t first, int32_t last, float bes
                      double temperature) {
   constexpr int32_t kSome = 128;
   // The difference of two logits can overflow, so the code multiplies half of the difference by
-  // `slope`. If the difference is -inf and `slope` is 0, the product is NaN. Then the bound is 0.
+  // `slope`. If the difference is -inf and `slope` is 0, the product is NaN. In this case, the
+  // bound is 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
@@ -136,7 +140,8 @@ double Winner::uniform(int32_t token) {
   return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
 }
 
-// Computes the weight of each token (weights_) and the sum of these weights (total_).
+// Computes the weight of each token at the temperature (weights_), and the sum of these weights
+// (total_).
 void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out) {
   weights_.resize(static_cast<size_t>(vocab_size));
   double total = 0;
@@ -156,8 +161,8 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // Some of the top_k best tokens are so unlikely that their weight is 0. They cannot be drawn,
-    // but they must not be cut, because a constraint may need them.
+    // Some of the top_k best tokens are so unlikely that their weight is 0. The draw cannot choose
+    // them, but this function must not cut them, because a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -218,8 +223,8 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
 // tokens in linear time.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // All tokens with a weight below `least` are cut at once. Together, they weigh less than top_p
-  // may cut.
+  // The function first cuts all tokens with a weight below `least`. The sum of their weights is
+  // less than the total weight that top_p may cut.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -228,8 +233,9 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // In each round of the bisection, the token of rank `first` stays, and the token of rank `last`
-  // is cut. `before` is the total weight of all tokens ranked before `first`.
+  // Tokens are ranked by descending logit. In each round of the bisection, the code already knows
+  // that the token of rank `first` stays, and that the token of rank `last` is cut. `before` is the
+  // total weight of all tokens ranked before `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

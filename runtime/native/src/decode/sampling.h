@@ -1,11 +1,11 @@
-// Draws a token at random from a row of logits l. The probabilities are softmax(l / T), where T is
-// the temperature.
+// Draws a token at random from l, the logits of one position. The probabilities are softmax(l / T),
+// where T is the temperature.
 //
 // The Gumbel method gives each token a uniform random number u, and draws the token with the
 // largest l/T - ln(-ln u) (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). The computation
-// uses fp64. u depends only on the seed, step, position and token. So the same token is drawn on
-// any engine, with any number of threads, and in any batch. A small change of the logits rarely
-// changes the drawn token.
+// uses fp64. u depends only on the seed, step, position and token. So a request draws the same
+// token on any engine, with any number of threads, and in any batch. Engines compute slightly
+// different logits, but a small change of the logits rarely changes the drawn token.
 #pragma once
 
 #include <array>
@@ -16,10 +16,10 @@
 namespace dlm {
 
 // How to draw a token at a temperature above 0. Before the draw, tokens are cut, which means that
-// they cannot be drawn. First, `top_k` cuts all tokens except the `top_k` most likely ones. If
-// `top_k` is 0, this cuts no token. Then `top_p` cuts all tokens except the n most likely ones. n
-// is the smallest number for which the probabilities of the n tokens add up to more than `top_p`.
-// These probabilities are computed at the temperature.
+// they cannot be drawn. First, only the `top_k` most likely tokens stay. If `top_k` is 0, all
+// tokens stay. Then, only the n most likely tokens stay. n is the smallest number for which the
+// probabilities of the n tokens add up to more than `top_p`. These are the probabilities at the
+// temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -32,8 +32,8 @@ struct DrawKey {
   uint32_t step, position;
 };
 
-// A token cannot win if (best logit - its logit) / temperature is above kFarthest. The reason is
-// that the random part of a token's score is always between -ln(53 ln 2) and 53 ln 2.
+// A token cannot win if (best logit - its logit) / temperature is above kFarthest. This is because
+// the random part of a token's score is always between -ln(53 ln 2) and 53 ln 2.
 constexpr double kFarthest = 42;
 
 // Finds the token with the largest sum of log weight and random noise. The caller passes every
@@ -59,14 +59,15 @@ class Winner {
   const DrawKey key_;
   std::array<uint32_t, 4> words_{};
   int32_t pair_ = -1, token_ = 0;
-  // For each token, a lower bound of 1 - u. NULL if prepare() was not called.
+  // For each token, a lower bound of 1 - u, where u is the token's random number. NULL if prepare()
+  // was not called.
   const float* spare_ = nullptr;
   double best_ = -std::numeric_limits<double>::infinity(),
          scale_ = std::numeric_limits<double>::infinity();
 };
 
-// The last token of a row that is not cut. For this, the tokens are sorted by descending logit, and
-// tokens with equal logits by ascending id. By default, no token is cut.
+// The last token of a row that is not cut, if tokens are sorted by descending logit. Tokens with
+// equal logits are sorted by ascending id. By default, no token is cut.
 struct Cut {
   float logit = -std::numeric_limits<float>::infinity();
   int32_t token = std::numeric_limits<int32_t>::max();
@@ -87,7 +88,7 @@ struct Draw {
                            // sum p ln p
 };
 
-// Selects the fields of a Draw that are computed. `token`: only the token. `distribution`: the
+// Selects which fields of a Draw the sampler computes. `token`: only the token. `distribution`: the
 // token, prob and margin. `entropy`: all fields.
 enum class Told { token, distribution, entropy };
 

@@ -1,11 +1,12 @@
 // A PassMaker that can run different requests in one pass. Each canvas is one segment of the pass.
 // All requests share one memory area, the arena, which stores the cache rows of all canvases.
 //
-// The lists of pieces, of places in the arena and of segments have the same order: by member, then
-// by canvas. A member owns its places in the arena until the member is destroyed. Requests whose
-// tokens are equal from the start share the pages of the arena that store the rows of these tokens.
-// So a request never sees rows of another request that belong to different tokens. If no request
-// has computed the rows of some tokens, they can come from a prompt cache with the same tokens.
+// The lists of canvases, of places in the arena and of segments have the same order: by member,
+// then by canvas. A member owns its places in the arena until the member is destroyed. Requests
+// whose tokens are equal from the start share the pages of the arena that store the rows of these
+// tokens. So a request never sees rows of another request that belong to different tokens. If no
+// request has computed the rows of a prompt, they can come from a prompt cache that contains the
+// same tokens.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -31,7 +32,7 @@ class SharingMember final : public Member {
   }
 
   const std::vector<Arena::Handle> places;  // one place per canvas
-  int32_t exact;                            // see Request::exact_after
+  int32_t exact;                            // a position, see Request::exact_after
 
  private:
   Arena& arena_;
@@ -141,8 +142,8 @@ class SharedPasses final : public PassMaker {
   uint64_t prefix_bytes() const override { return arena_->shared_bytes(); }
 
  private:
-  // Returns true if both members would compute the same page next. Then `one` can wait until
-  // `other` has stored the page.
+  // Returns true if both members would compute the rows of the same page next, because their tokens
+  // are equal. Then `one` can wait until `other` has stored the page.
   bool fill_alike(const Member& one, const Member& other) const {
     const Request &mine = one.request, &theirs = other.request;
     if (!arena_->shares() || !mine.is_filling() || !theirs.is_filling()) return false;

@@ -51,7 +51,8 @@ class WindowDecoder {
   dlm_decode_fn decode_;
   void* user_;
   std::vector<int32_t> window_;
-  size_t told_ = 0;  // number of bytes of the window's text that the decoder has returned
+  size_t told_ = 0;  // number of bytes that Decode has already returned from the text of the
+                     // current window of ids
 };
 
 }  // namespace
@@ -98,8 +99,8 @@ bool TextWriter::read(const Request& request) {
 // Moves text from held_ to text_. If the end of the text may be the start of a stop string, it
 // stays in held_.
 void TextWriter::give(bool is_last) {
-  // Find the stop string that is complete first. So the result does not depend on how many tokens
-  // each call decodes.
+  // Find the stop string that ends first in the text. So the result does not depend on how many
+  // tokens each call decodes.
   size_t end = std::string::npos, stop_end = std::string::npos;
   for (const std::string& stop : stop_strings_) {
     const size_t at = held_.find(stop);

@@ -17,8 +17,8 @@
 
 namespace dlm {
 
-// Decodes the next `count` ids, and appends whole characters of their text to `out`. is_last means
-// that no more ids follow.
+// A function that decodes the next `count` ids, and appends the complete characters of their text
+// to `out`. If is_last is true, no more ids follow.
 using Decode =
     std::function<void(const int32_t* ids, size_t count, bool is_last, std::string& out)>;
 
@@ -58,7 +58,7 @@ class TextWriter {
   const bool tells_pieces_;
   const std::vector<std::string> stop_strings_;
   size_t longest_stop_ = 0;  // in bytes
-  size_t read_;              // position of the next token to decode
+  size_t read_;              // canvas position of the next token to decode
   std::vector<int32_t> fresh_;
   std::string text_, held_;  // held_ is decoded text that may be the start of a stop string, so it
                              // is not in text_ yet

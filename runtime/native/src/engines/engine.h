@@ -1,9 +1,9 @@
 // The interface between the decoding loop and the engines that run the denoiser.
 //
 // An Engine owns the denoiser's weights, which all threads share. Each session opens a Context,
-// which owns the session's buffers and its cached keys and values. They are in the memory that the
-// engine uses (host or device). The decoding loop never accesses the keys and values. For each
-// pass, the loop only tells the Context how the pass uses the cache.
+// which owns the session's buffers and its cached keys and values. The buffers, keys and values are
+// in the memory that the engine uses (host or device). The decoding loop never accesses the keys
+// and values. For each pass, the loop only tells the Context how the pass uses the cache.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,8 @@
 namespace dlm {
 
 // The shape and element type of one layer's cache. The keys have the shape [B, kv_heads, rows,
-// head_size] for B requests, and so do the values. With int8, each row ends with its scale.
+// head_size] for B requests, and so do the values. If the element type is int8, each row ends with
+// its scale.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
@@ -77,7 +78,8 @@ inline int32_t grown(int32_t capacity, int32_t rows, int32_t longest) {
   return std::max(rows, capacity > longest / 2 ? longest : 2 * capacity);
 }
 
-// Contains pointers to the keys and values of all layers, and writes them into a pass.
+// Contains pointers to the keys and values of all layers, and writes these pointers into a
+// dlm_pass.
 class KeyValues {
  public:
   explicit KeyValues(size_t layers) : nothing_(layers) {
@@ -134,8 +136,8 @@ class Engine {
   // that grows by `append`.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Returns true if one pass can run several requests of different shapes, each as a segment.
-  // Otherwise, requests of the same shape run in lockstep.
+  // Returns true if one pass can run several requests of different shapes. Each request is then a
+  // segment of the pass. Otherwise, requests of the same shape run in lockstep.
   virtual bool takes_segments() const { return false; }
 
   // Allocates cache rows for passes that several requests share. The arguments are those of Arena's
@@ -198,13 +200,14 @@ struct GraphSpec {
   PortNames ports;     // has one entry for each layer of `cache`
 };
 
-// The smallest and the largest size that a profile of an engine accepts, and the size for which the
-// profile was tuned.
+// The smallest and the largest size that a profile of an engine accepts, and the size for which
+// TensorRT tuned the profile.
 struct Sizes {
   int32_t smallest, best, largest;
 };
 
-// The sizes of the passes that one profile of a TensorRT engine accepts.
+// The sizes of the passes that one profile of a TensorRT engine accepts. A profile is a range of
+// input sizes for which TensorRT has optimised the engine.
 struct Profile {
   Sizes tokens, cached, rows;
 };
@@ -237,7 +240,8 @@ struct ProviderChoice {
 // `library`. If `library` is empty, searches for libonnxruntime as described in dlm_runtime.h at
 // dlm_open_options.engine_library. If `threads` is 0, the engine uses all cores. Throws
 // Error(DLM_ENGINE_MISSING) if the library, its provider or a dependency is missing. Throws
-// Error(DLM_UNSUPPORTED) if nodes would run on the CPU and `provider` does not allow that.
+// Error(DLM_UNSUPPORTED) if nodes of the graph would run on the CPU, but `provider` does not allow
+// that.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
@@ -251,8 +255,8 @@ std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::string& library);
 
 // Makes an engine that calls the program's function `run` for each pass. If `run` returns a NaN or
-// +inf logit in a row, the engine sets the row's probabilities to NaN. Then the request ends with
-// an error.
+// +inf logit for a position, the engine sets the probabilities for this position to NaN. Then the
+// request ends with an error.
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
 // Makes an engine that cannot run passes, for a program that only inspects a bundle. Every pass

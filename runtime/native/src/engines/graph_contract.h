@@ -18,8 +18,9 @@ constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, 
 
 size_t element_bytes(int32_t type);
 
-// Negative numbers in a Port's dims stand for sizes that change from pass to pass: T tokens, S
-// cached tokens, R scored rows, and B requests. All other numbers in dims are fixed sizes.
+// Negative numbers in a Port's dims stand for sizes that change from pass to pass: T new tokens, S
+// cached tokens, R rows for which the pass predicts tokens, and B requests. All other numbers in
+// dims are fixed sizes.
 enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4 };
 
 using Dims = std::vector<int64_t>;
@@ -38,10 +39,10 @@ struct Port {
   size_t bytes(const std::array<int64_t, 4>& shape) const;
 };
 
-// All inputs and outputs of a graph, which are called ports. The inputs are input_ids, position_ids
-// and score_rows, then the past key and past value of every layer. The outputs are top_token,
-// top_prob, entropy and logits, then the present key and present value of every layer. The manifest
-// gives the name of each port. The graph may have its ports in any order.
+// All inputs and outputs of a graph. An input or output is called a port. The inputs are input_ids,
+// position_ids and score_rows, then the past key and past value of every layer. The outputs are
+// top_token, top_prob, entropy and logits, then the present key and present value of every layer.
+// The manifest gives the name of each port. The graph may have its ports in any order.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };
@@ -67,8 +68,8 @@ void check_complete(const std::string& path, const char* kind, const std::vector
 [[noreturn]] void refuse_port(const std::string& path, const char* kind, const std::string& name,
                               const std::string& reason);
 
-// Throws Error(DLM_ENGINE_FAILED) if one of the `count` numbers in top_probs is not finite. A NaN
-// anywhere in the denoiser makes at least one of these numbers NaN.
+// Throws Error(DLM_ENGINE_FAILED) if one of the `count` numbers in top_probs is not finite. If the
+// denoiser computes a NaN anywhere, at least one of these numbers is NaN.
 void check_finite(const float* top_probs, size_t count);
 
 // Throws Error(DLM_INTERNAL) if the pass has sizes that the decoding loop never uses.

@@ -7,12 +7,12 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// If a pass has at least this many tasks, many threads can share them evenly.
+// With at least this many tasks, all threads get nearly the same amount of work.
 constexpr int64_t kEnoughTasks = 128;
 
-// Prepares one head x [D] of a query or key. First normalises x (RMSNorm), if there are norm
-// weights. Then rotates the first rotary_size numbers of x (rotate-half). The cos and sin tables
-// contain the angles for each position.
+// Prepares x [D], one head of a query or key. First normalises x (RMSNorm), if there are norm
+// weights. Then rotates the first rotary_size numbers of x (rotate-half). The tables contain the
+// cosine and sine of the angles for each position.
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
   alignas(64) float normed[dlm::kLargestHeadSize];
@@ -87,9 +87,10 @@ class Softmax {
     }
   }
 
-  // Adds `count` keys and values to the result. `count` is at most kKeys. Both arrays are [count,
-  // D]. Calls `between` after it has used the keys, and before it uses the values. While the keys
-  // are read, prefetches `next_values`. While the values are read, prefetches `next_keys`.
+  // Computes the attention to `count` keys, and adds their values to the result. `count` is at most
+  // kKeys. Both arrays are [count, D]. Calls `between` after it has used the keys, and before it
+  // uses the values. While the keys are read, prefetches `next_values`. While the values are read,
+  // prefetches `next_keys`.
   template <class Between>
   void add(const float* keys, const float* values, int64_t count, const void* next_values,
            const void* next_keys, Between between) {
@@ -126,8 +127,8 @@ class Softmax {
  private:
   // Computes the attention scores of `count` keys. At the same time, prefetches the rows at `next`,
   // which are needed afterwards. The prefetch is useful because the denoiser's weights have
-  // displaced these rows from the processor's caches. With kHides, a lane ignores keys at positions
-  // that its query does not see.
+  // displaced these rows from the processor's caches. If kHides is true, a lane ignores keys at
+  // positions that its query does not see.
   template <bool kHides>
   void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
@@ -138,7 +139,8 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        // Only the last block may have fewer keys. It repeats its last key.
+        // Only the last block may have fewer than kBlock keys. In this case, the code repeats the
+        // last key.
         rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
@@ -189,13 +191,13 @@ class Softmax {
     }
   }
 
-  // Prefetches the float rows[number]. `number` may be past the end of the rows.
+  // Prefetches rows[number] of an array of floats. `number` may be past the end of the array.
   [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
   }
 
-  // Adds `count` values, each multiplied by its softmax weight. At the same time, prefetches the
-  // rows at `next`.
+  // Multiplies `count` values by their softmax weights, and adds them to the result. At the same
+  // time, prefetches the rows at `next`.
   void weigh(const float* values, const void* next, int64_t count) {
     int64_t d = 0;
     for (; d + kBlock <= head_size_; d += kBlock) weigh<kBlock>(values, next, count, d);
@@ -255,8 +257,7 @@ class QueryTiles {
  public:
   static constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
 
-  // Returns the largest number of tiles for which the queries and sums of all tiles fit the
-  // second-level cache.
+  // Returns the largest number of tiles whose queries and sums fit the second-level cache together.
   static int64_t most(int64_t head_size) {
     return kVectors == 1 ? 1 : least(kMostTiles, dlm::kLargestHeadSize / head_size);
   }
@@ -273,8 +274,9 @@ class QueryTiles {
 
   Softmax<kVectors>& operator[](int64_t tile) { return tiles_[tile]; }
 
-  // Adds `rows` keys and values to the result. Both arrays are [rows, D]. If `positions` [rows] is
-  // not NULL, each query ignores the keys at positions that it does not see.
+  // Computes the attention to `rows` keys, and adds their values to the result. Both arrays are
+  // [rows, D]. If `positions` [rows] is not NULL, each query ignores the keys at positions that it
+  // does not see.
   void add(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
     while (rows > 0) {
       const int64_t count = next(rows);
@@ -290,7 +292,8 @@ class QueryTiles {
     }
   }
 
-  // Adds `rows` keys and values that are stored in the cache's format. Every query sees these keys.
+  // Like the function above, for keys and values that are stored in the cache's format. Every query
+  // sees these keys.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t size = head_size_, bytes = Rows::bytes(size);
@@ -330,15 +333,15 @@ class QueryTiles {
 
  private:
   static constexpr int64_t kKeys = Softmax<kVectors>::kKeys, kMostTiles = kVectors == 1 ? 1 : 8;
-  // True if rows are copied until a group is complete. With few queries, memory bandwidth limits
-  // the speed, so rows are not copied.
+  // If true, the rows of an incomplete group are copied until the group is complete. With few
+  // queries, memory bandwidth limits the speed, so rows are not copied.
   static constexpr bool kHolds = kVectors > 1;
 
   // The largest number of floats in the keys of a group. With one vector of queries, the floats fit
   // the first-level cache. Otherwise they fit the second-level cache.
   static constexpr int64_t kWidened = kVectors == 1 ? 4096 : 8192;
 
-  // Returns how many of the next `rows` rows belong to the current group.
+  // If `rows` more rows follow, returns how many of them belong to the current group.
   int64_t next(int64_t rows) const { return least(rows, group_ - held_); }
   // Returns true if the next `count` rows must be copied, because they do not fill a whole group.
   bool is_held(int64_t count) const { return kHolds && count < group_; }
@@ -375,13 +378,14 @@ class QueryTiles {
   alignas(64) float held_values_[kHolds ? kWidened : 1];
 };
 
-// Stores `count` new keys and values [count, D] in the cache's format.
+// Stores `count` new keys or values [count, D] in the cache's format. If `is_rounded`, replaces
+// `rows` by the numbers that later passes read from the cache.
 template <class Rows>
-void store_rows(const float* keys, const float* values, int64_t count, int64_t D,
-                uint8_t* stored_keys, uint8_t* stored_values) {
+void store_rows(float* rows, int64_t count, int64_t D, bool is_rounded, uint8_t* stored) {
   for (int64_t t = 0; t < count; ++t) {
-    Rows::store(keys + t * D, D, stored_keys + t * Rows::bytes(D));
-    Rows::store(values + t * D, D, stored_values + t * Rows::bytes(D));
+    uint8_t* const row = stored + t * Rows::bytes(D);
+    Rows::store(rows + t * D, D, row);
+    if (is_rounded) Rows::widen(row, D, rows + t * D);
   }
 }
 
@@ -396,9 +400,8 @@ struct Part {
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // first_new returns the index of the request's first new row in an array [B, Hkv, rows].
-  // first_past returns the index of a segment's first cached row. Hkv is the number of key/value
-  // heads.
+  // first_new returns the index of the request's first new row in an array [B, Hkv, T]. first_past
+  // returns the index of a segment's first cached row. Hkv is the number of key/value heads.
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
@@ -407,7 +410,8 @@ struct Part {
   }
 };
 
-// Writes the new keys and values of one head as floats, and also in the format of the cache.
+// Writes the new keys and values of one request and one head twice: as the floats that this pass
+// reads, and in the format of the cache.
 inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
@@ -420,13 +424,12 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t offset = row * a.row_bytes();
   auto* const stored_keys = static_cast<uint8_t*>(a.present_keys) + offset;
   auto* const stored_values = static_cast<uint8_t*>(a.present_values) + offset;
-  if (a.cache == dlm::CacheType::fp16)
-    store_rows<Fp16Rows>(keys, values, T, D, stored_keys, stored_values);
-  else
-    store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
+  const auto store = a.cache == dlm::CacheType::fp16 ? store_rows<Fp16Rows> : store_rows<Int8Rows>;
+  store(keys, T, D, a.reads_rounded(), stored_keys);
+  store(values, T, D, a.reads_rounded(), stored_values);
 }
 
-// Adds the cached keys and values of one segment and one head to the results of the queries.
+// Computes the attention of the queries to the cached rows of one segment and one head.
 template <class Attending>
 void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segment& of,
               Attending& softmax) {
@@ -450,7 +453,7 @@ template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = QueryTiles<kVectors>::kQueries;
   const int64_t D = a.head_size, group = a.heads / a.kv_heads, parts = a.parts();
-  // A task gets several tiles only if there are still enough tasks for many threads.
+  // A task processes several tiles only if there are still enough tasks for all threads.
   const int64_t all = a.batch * a.tokens * a.heads / kQueries,
                 most_tiles = most(1, least(QueryTiles<kVectors>::most(D), all / kEnoughTasks)),
                 most_queries = most_tiles * kQueries;
@@ -492,7 +495,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     int32_t first_seen[kQueries], last_seen[kQueries];
     for (int64_t tile = 0; tile < tiles; ++tile) {
       for (int64_t lane = 0; lane < kQueries; ++lane) {
-        // A lane for which there is no query repeats the last query.
+        // If there are fewer queries than lanes, the remaining lanes repeat the last query.
         const int64_t query = least(first + tile * kQueries + lane, last - 1);
         const int64_t position = a.positions[part.token(a, query / group)];
         norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);

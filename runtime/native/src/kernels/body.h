@@ -1,10 +1,11 @@
 // Defines all kernels of kernels/kernels.h. The kernels are written once, with the vector
 // operations of the namespace `simd`. Each instruction set has a header that defines these
-// operations. The source file of an instruction set includes that header and then this file.
+// operations. Each instruction set also has a source file, which includes the header of the
+// instruction set and then this file.
 //
 // All functions in this file have internal linkage, and call no function of the standard library.
-// Otherwise the linker could merge functions, and a file for older processors could run code that
-// was compiled for newer processors.
+// Otherwise the linker could keep only one copy of a function that several source files contain.
+// Then the kernels for an older processor could run code that was compiled for a newer processor.
 #pragma once
 
 #include "kernels/attention.h"

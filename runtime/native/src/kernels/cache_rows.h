@@ -1,5 +1,5 @@
-// The formats of cached rows. A row contains the keys or values of one position and one head. Each
-// format is a class, Fp16Rows or Int8Rows, with these functions:
+// The formats of cached rows. A row contains the key or the value of one position and one head.
+// Each format is a class, Fp16Rows or Int8Rows, with these functions:
 //
 //   bytes(D)             returns the bytes of a row of D numbers
 //   widen(row, D, out)   converts a row to floats
@@ -66,8 +66,9 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // Round `wanted` up to the next scale that can be stored, which is a number from 128 to 255
-    // times a power of two. If rounding gives 256, use 128 and the next power of two.
+    // Round `wanted` up to the next scale that can be stored. Such a scale is an integer from 128
+    // to 255, multiplied by a power of two. If rounding gives 256, use 128 and the next power of
+    // two.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;

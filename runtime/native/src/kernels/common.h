@@ -52,8 +52,8 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-// The smallest magnitude that determines the scale of a row. If all magnitudes in a row are
-// smaller, the row gets the scale for kSmallestRow.
+// The scale of a row is computed from the largest magnitude in the row. If this magnitude is below
+// kSmallestRow, the scale is computed from kSmallestRow instead.
 constexpr float kSmallestRow = 1e-30f;
 
 // Returns the bits of the largest magnitude in a row, as an integer. If the row contains NaN or
@@ -79,8 +79,8 @@ inline int32_t largest_bits(const float* x, int64_t count) {
 
 // Splits rows into tiles of at most `most` rows. The sizes of two tiles differ by at most one row.
 struct Tiles {
-  // There are `count` tiles. The first `larger` tiles have small + 1 rows. The other tiles have
-  // `small` rows.
+  // `count` is the number of tiles. The first `larger` tiles have small + 1 rows each. The other
+  // tiles have `small` rows each.
   int64_t count, small, larger;
 
   Tiles(int64_t rows, int64_t most)

@@ -3,8 +3,8 @@
 // weighted results of each row.
 //
 // The linear layers use the code for quantised layers (kernels/linear.h) or for float layers
-// (kernels/nvfp4.h). All experts share one list of tasks. So threads wait for each other four times
-// per mixture, and not four times per expert.
+// (kernels/nvfp4.h). The tasks of all experts run together. So the threads wait for each other four
+// times per mixture, and not four times per expert.
 #pragma once
 
 #include "kernels/linear.h"
@@ -12,8 +12,8 @@
 
 namespace {
 
-// An fp32 layer for run_product. The struct has all members that run_product requires of its
-// template argument Product, but does not quantise.
+// An fp32 layer for run_product (kernels/linear.h). The struct has all members that run_product
+// requires of its template argument, but does not quantise rows.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -67,8 +67,8 @@ struct Routed {
       groups[expert].start = next;
       next += groups[expert].rows;
     }
-    // Within each group, the rows stay in their original order. This loop increases `start`, and
-    // the next loop resets it.
+    // Within each group, the rows stay in their original order. This loop advances `start` to the
+    // end of each group, and the next loop sets it back.
     for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
     for (int64_t expert = 0; expert < of.count; ++expert) {
       if (groups[expert].rows == 0) continue;

@@ -1,14 +1,14 @@
 // Kernels for some parts of a pass: INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of
-// experts, attention with a cache, and candidates. Without these kernels, ONNX Runtime runs these
-// parts slowly, or needs much more memory than the weights.
+// experts, attention with a cache, and candidates (the most likely tokens of each position).
+// Without these kernels, ONNX Runtime runs these parts slowly, or needs much more memory than the
+// weights take.
 //
 // The kernels are written once (kernels/body.h), and compiled for the vector instructions of each
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
-// Every kernel computes the same as the function with the same name in the exporter's functions.py,
-// which consists of ONNX operators. The quantised numbers are bit-identical. Sums of floats may
-// differ, because the kernel adds the floats in a different order. Exponentials have a relative
-// error of 2e-7.
+// Every kernel computes the same as the ONNX function with the same name in the exporter's
+// functions.py. The quantised numbers of both are bit-identical. Sums of floats may differ, because
+// the kernel adds the floats in a different order. Exponentials have a relative error of 2e-7.
 #pragma once
 
 #include <cstddef>
@@ -36,25 +36,26 @@ class Parallel {
 // The number of columns in a panel. A panel is a group of neighbouring columns of a weight matrix.
 // Linear layers store their matrices panel by panel.
 constexpr int64_t kPanel = 32;
-constexpr int64_t kDot = 4;  // number of products that one instruction adds up
-// The number of inputs whose INT4 codes share bytes. The group size of a layer is a multiple of
-// this number.
+constexpr int64_t kDot = 4;  // number of products of bytes that one instruction adds up
+// INT4 codes are packed in groups of this many inputs. The codes of two inputs of the same group
+// share a byte. The group size of a layer is a multiple of this number.
 constexpr int64_t kPairs = 2 * kDot;
-constexpr int64_t kGroup = 16;  // NVFP4: number of inputs that share a scale, per column
+constexpr int64_t kGroup = 16;  // NVFP4: in each column, this many inputs share a scale
 // The largest number of inputs of a linear layer. With more inputs, sums of products would overflow
 // 32 bits.
 constexpr int64_t kMostInputs = 1 << 16;
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
-// In an INT8 cache, the number of bytes of a row's scale. The scale follows the codes of the row.
+// In an INT8 cache, each row ends with its scale. This is the scale's size in bytes.
 constexpr int64_t kRowScaleBytes = 2;
 
-// Returns the number of columns of a stored weight matrix, including the zeros that pad the last
-// panel.
+// Returns the number of columns that a weight matrix with `columns` columns has in memory. Columns
+// of zeros fill the last panel.
 constexpr int64_t padded_columns(int64_t columns) {
   return (columns + kPanel - 1) / kPanel * kPanel;
 }
 
-// Returns the number of groups in `inputs` inputs. The last group may be smaller than group_size.
+// Returns the number of groups into which `inputs` inputs are divided. The last group may be
+// smaller than group_size.
 constexpr int64_t groups_of(int64_t inputs, int64_t group_size) {
   return (inputs + group_size - 1) / group_size;
 }
@@ -88,12 +89,12 @@ struct Linear {
   float* const* outputs;
   size_t count;  // number of weight matrices
   bool is_gated;
-  // INT4: number of inputs that share a scale, per column; a multiple of 8. INT8: 0.
+  // INT4: in each column, this many inputs share a scale. This is a multiple of 8. INT8: 0.
   int64_t group_size;
 
-  // Returns a number of bytes of scratch memory that is enough for every kernel. Some kernels use
-  // two bytes per code, and some kernels pad to 32 rows and 64 inputs. The memory must be aligned
-  // to 64 bytes.
+  // Returns how many bytes of scratch memory the layer needs. The result is enough for every kernel
+  // set. Some kernels use two bytes per code, and some kernels pad to 32 rows and 64 inputs. The
+  // memory must be aligned to 64 bytes.
   size_t scratch_bytes() const {
     const int64_t by_rows = rows * (2 * inputs + 8),
                   filled_up = (rows + 31) / 32 * 32 * (inputs + inputs / 8 + 72);
@@ -105,14 +106,15 @@ struct Linear {
 // fp32 matrices are stored in panels [N / 32, K, 32] without scales.
 enum class ExpertFormat { fp32, int8, int4 };
 
-// The weight matrices of the same layer of all experts. The matrices are stored one after another.
+// The weight matrices of one of the three linear layers (gate, up or down), for all experts. The
+// matrices are stored one after another.
 struct ExpertWeights {
   const uint8_t* panels;
   const void* scales;
 };
 
-// The rows that one expert processes. After grouping, these rows follow each other, and `start` is
-// the index of the first of them.
+// The rows that one expert processes. The kernel sorts the rows by expert, so the rows of an expert
+// follow each other. `start` is the index of the first of them.
 struct ExpertGroup {
   int64_t expert, start, rows;
 };
@@ -123,7 +125,8 @@ struct ExpertGroup {
 struct Experts {
   const float* x;
   const int64_t* chosen;  // [rows, active]: the experts of each row, as indices below `count`
-  const float* weights;   // [rows, active]: the weights of these experts
+  // [rows, active]: the factors by which the outputs of these experts are multiplied.
+  const float* weights;
   int64_t rows, active, count, inputs, hidden;
   // gate, up and down each contain `count` matrices. The matrices of gate and up are [inputs,
   // hidden]. The matrices of down are [hidden, inputs].
@@ -152,12 +155,12 @@ struct Experts {
            : format == ExpertFormat::int8 ? 4 * width
                                           : 2 * width * groups_of(K, group_size);
   }
-  // Returns a number of bytes that is enough for one row's codes, offsets and scale with every
-  // kernel (see Linear::scratch_bytes).
+  // Returns how many bytes the codes, the offsets and the scale of one row need. The result is
+  // enough for every kernel set (see Linear::scratch_bytes).
   static int64_t code_bytes(int64_t K) { return 2 * K + 8; }
 
-  // Returns a number of bytes of scratch memory that is enough for every kernel. The memory must be
-  // aligned to 64 bytes.
+  // Returns how many bytes of scratch memory the kernel needs. The result is enough for every
+  // kernel set. The memory must be aligned to 64 bytes.
   size_t scratch_bytes() const {
     const int64_t slots = (rows < kRowsTogether ? rows : kRowsTogether) * active;
     const int64_t codes = code_bytes(inputs > hidden ? inputs : hidden),
@@ -168,9 +171,9 @@ struct Experts {
 };
 
 // An NVFP4 linear layer. It computes y [rows, columns] = x [rows, inputs] @ weight. `inputs` must
-// be a multiple of 16. Each element of `weight` is the product of its E2M1 code, the scale of its
-// group, and the scale of the whole tensor. The two scales are multiplied first, in fp32. x is not
-// quantised.
+// be a multiple of 16. Each element of `weight` is the product of its E2M1 code (a float of 4
+// bits), the scale of its group, and the scale of the whole tensor. The two scales are multiplied
+// first, in fp32. x is not quantised.
 struct Nvfp4Linear {
   const float* x;
   int64_t rows, inputs, columns;
@@ -195,10 +198,13 @@ enum class CacheType { fp32, fp16, int8 };
 // Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
 // new rows of its own block and of earlier blocks. If window is not 0, a query sees only the new
-// rows that are at most `window` positions away. Then visible_block must be 0, and there must be no
-// cached rows. With segments, B is 1, and a query sees only the rows of its own segment. The kernel
-// uses new rows as they were computed, and cached rows as they are stored. Storing may round
-// numbers.
+// rows that are at most `window` positions away. In this case, visible_block must be 0, and there
+// must be no cached rows. If there are segments, B is 1, and a query sees only the rows of its own
+// segment.
+//
+// The kernel uses cached rows as they are stored. Storing may round numbers. If visible_block is
+// not 0, the kernel rounds new rows in the same way before it uses them. So the result does not
+// depend on which rows are cached. Otherwise the kernel uses new rows as they were computed.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]. H is the number of query heads, and Hkv is the number
@@ -209,21 +215,21 @@ struct CachedAttention {
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block,
       window;
-  // segments: [segment_count], which together cover the T tokens in order. If segment_count is 0,
-  // each of the B requests is one segment. first_segments: [part_count + 1], returned by
+  // segments: [segment_count]. Together, the segments cover the T tokens in order. If segment_count
+  // is 0, each of the B requests is one segment. first_segments: [part_count + 1], returned by
   // first_segments().
   const Segment* segments;
   int64_t segment_count;
   const int64_t* first_segments;
   int64_t part_count;
   float* y;                      // [B, T, H, D]
-  float *new_keys, *new_values;  // [B, Hkv, T, D]
-  // [B, Hkv, T] new rows in the cache's format. If the format is fp32, these rows equal the new
-  // keys and values.
+  float *new_keys, *new_values;  // [B, Hkv, T, D], the new rows as the kernel uses them
+  // [B, Hkv, T] new rows in the cache's format. If the format is fp32, these rows are the arrays
+  // new_keys and new_values.
   void *present_keys, *present_values;
   const float *q_norm, *k_norm;  // [D], RMSNorm weights that all heads share; nullptr: no norms
   float epsilon;                 // epsilon of both norms
-  // The kernel computes only the parts whose number of queries per key/value head is in this range.
+  // The kernel computes only requests whose number of queries per key/value head is in this range.
   int64_t least_queries = 0, most_queries = INT64_MAX;
 
   int64_t row_bytes() const {
@@ -232,8 +238,8 @@ struct CachedAttention {
                                       : head_size + kRowScaleBytes;
   }
 
-  // A part is one of the B requests. With segments, a part is all segments that have the same
-  // tokens.
+  // A part is one request of the pass. Without segments, there are B parts. With segments, all
+  // segments that have the same tokens form a part.
   int64_t parts() const { return segment_count == 0 ? batch : part_count; }
   // Returns the first segment of a part.
   Segment part(int64_t i) const {
@@ -243,7 +249,7 @@ struct CachedAttention {
     return segment_count == 0 ? 1 : first_segments[i + 1] - first_segments[i];
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
-  // Returns the number of queries of a part that use the same key/value head.
+  // Returns how many queries of a part use the same key/value head.
   int64_t queries(int64_t i) const { return part(i).tokens * (heads / kv_heads); }
   bool computes(int64_t i) const {
     return queries(i) >= least_queries && queries(i) <= most_queries;
@@ -280,13 +286,15 @@ struct CachedAttention {
     return static_cast<int32_t>(window != 0 && position > window ? position - window : 0);
   }
   bool is_limited() const { return visible_block != 0 || window != 0; }
+  // Returns true if new rows are rounded before the kernel uses them.
+  bool reads_rounded() const { return visible_block != 0; }
 
   // Returns true if the cos and sin tables contain a row for every position. The kernel must not
   // run otherwise.
   bool is_in_table() const;
 };
 
-// Adds x and y, and normalises each row of the sum (RMSNorm). x, y, sum and normed are [rows,
+// Adds x and y, and normalises each row of the sum with RMSNorm. x, y, sum and normed are [rows,
 // width]. normed = sum / sqrt(mean(sum ^ 2) + epsilon) * weight.
 struct AddNorm {
   const float *x, *y, *weight;  // weight: [width]
@@ -301,18 +309,18 @@ struct Candidates {
   const float *logits, *bias;  // logits: [rows, V], bias: [V]
   int64_t rows, vocab_size;
   int32_t* tokens;         // [rows, 2]; if the probabilities are equal, the lower id comes first
-  float *probs, *entropy;  // probs: [rows, 2]; entropy: [rows], the sum of p ln p
+  float *probs, *entropy;  // probs: [rows, 2]; entropy: [rows], the sum of p ln p over all tokens
 };
 
 // Looks up rows of an embedding table, and writes them to y [tokens, hidden]. The table is the
 // weight matrix [hidden, V] of a tied head, stored in panels like a LinearWeight. Row `id` of the
-// table is column `id` of this matrix. The codes are multiplied by their scales in fp32.
+// table is column `id` of this matrix. The kernel multiplies the codes by their scales in fp32.
 struct Embedding {
   const int64_t* ids;  // [tokens]; each id must be from 0 to rows - 1
   int64_t tokens, hidden, rows;
   const uint8_t* panels;
   const void* scales;  // INT8: fp32; INT4: fp16
-  int64_t group_size;  // INT4: number of inputs that share a scale, per column; INT8: 0
+  int64_t group_size;  // INT4: in each column, this many inputs share a scale; INT8: 0
   float* y;
 
   bool is_in_range() const;  // true if every id is a row of the table
@@ -360,9 +368,10 @@ const std::vector<KernelSet>& list_kernel_sets();
 // Lists the kernel sets that can run on this processor, fastest first.
 std::vector<const Kernels*> list_kernels();
 
-// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, its value is the
-// name of the kernel set. Otherwise returns the fastest set that can run. Returns nullptr if no set
-// can run on this processor, or if DLM_KERNELS is "none". Throws Error if the name is unknown.
+// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, returns the kernel
+// set with this name. Otherwise returns the fastest set that can run on this processor. Returns
+// nullptr if no set can run, or if DLM_KERNELS is "none". Throws Error if there is no kernel set
+// with the name in DLM_KERNELS.
 const Kernels* find_kernels();
 
 }  // namespace dlm

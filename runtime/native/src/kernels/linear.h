@@ -2,11 +2,11 @@
 // (simd::Int8 or simd::Int4), which defines how weights and rows are read and multiplied. `Codes`
 // has these members:
 //
-// - Code, kCodeOrder, store_codes: the type of a row's codes, and the order in which every four
-//   codes are stored.
+// - Code, kCodeOrder, store_codes: the type of a row's codes, the order in which every four codes
+//   are stored, and the function that stores them.
 // - Weights, load<kPart>: the weights of one step. Each byte of a panel contains kParts weights.
 // - Activations, spread, dot: four codes of a row, and their products with weights.
-// - kWeightOffset: the constant that was added to the weights before `dot` multiplies them.
+// - kWeightOffset: the constant that the stored weights contain in addition to their values.
 // - kMostInputs, widen: the largest number of inputs whose products `dot` can add before the sums
 //   must be widened to 32 bits. 0 means that there is no limit.
 // - kTileRows, kVectors: the sums of kTileRows rows and kVectors weight vectors fit the registers.
@@ -18,7 +18,7 @@
 
 namespace {
 
-// The quantised rows of one tile, and their scales.
+// The quantised rows of one tile, and the scales of the rows.
 template <class Codes>
 struct Tile {
   const typename Codes::Code* codes;  // [K / 4, rows, 4]; every four codes are in the order
@@ -35,10 +35,10 @@ using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
 inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
-// Weights are prefetched this many bytes ahead. The reason is that hardware prefetchers stop at 4
-// KiB pages. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched into
-// the second-level cache. When they were prefetched into the first-level cache, passes of 4 tokens
-// took 2 to 5% longer.
+// Weights are prefetched this many bytes ahead. This is useful because hardware prefetchers stop at
+// the end of a 4 KiB page. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are
+// prefetched into the second-level cache. When they were prefetched into the first-level cache,
+// passes of 4 tokens took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
@@ -48,8 +48,8 @@ struct Panel {
   uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for all other tiles
 };
 
-// Quantises some rows of a tile. The rows of the tile are `stride` apart. Each kTogether codes of a
-// row are contiguous in memory. kTogether must be a power of two.
+// Quantises some rows of a tile. In memory, the codes of the tile's rows are `stride` apart. Each
+// kTogether codes of a row are contiguous in memory. kTogether must be a power of two.
 template <class Codes, int64_t kTogether = kDot>
 void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
                    typename Codes::Code* codes, int32_t* offsets, float* scales) {
@@ -164,8 +164,7 @@ template <class Codes, int kRows>
         I sums[kSums];
         start(sums);
         int64_t here = least(group_size, left);
-        // With groups of 32 inputs, the codes of a group take 8 times as many bytes as the group's
-        // scales.
+        // In groups of 32 inputs, the codes take 8 times as many bytes as the scales.
         fetch_ahead(scale, panel.ahead / 8);
         if constexpr (Codes::kMostInputs == 0) {
           sum_products<Codes, kRows>(code, weight, here, panel.ahead, sums);
@@ -198,8 +197,8 @@ template <class Codes, int kRows>
 
 inline F silu(F x) {
   const F scaled = x * simd::set(-kLog2e);
-  // The argument of exp2 must not be too large for a float. At this limit, the quotient is nearly 0
-  // for all usual x.
+  // The result of exp2 must not be too large for a float, so its argument is at most 126. At this
+  // limit, the quotient is nearly 0 for all usual x.
   return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
 }
 
@@ -280,10 +279,10 @@ struct Product {
 
 constexpr int64_t kTasks = 16;  // number of tasks into which a large layer is divided
 
-// Quantises the rows of a layer, and multiplies them by every panel. The template argument Product
-// must define these members, like the struct Product above:
+// Quantises the rows of a linear layer's input, and multiplies them by every panel of the weights.
+// The template argument Product must define these members, like the struct Product above:
 //
-// - slices: the number of slices of rows. quantise(i) quantises slice i.
+// - slices: the number of slices into which the rows are divided. quantise(i) quantises slice i.
 // - tiles, kTogether: the number of tiles of rows, and the number of tiles that a task processes
 //   together.
 // - Task: a thread creates one object of this type for each task, and keeps it while it multiplies.

@@ -1,13 +1,13 @@
-// Computes INT8 and INT4 linear layers of many rows with matrix registers. Include the header that
-// defines the namespace `matrix` first. If there are few rows, or if the groups do not suit the
-// registers, the vector kernel of kernels/linear.h runs instead. Both kernels give bit-identical
-// results.
+// Computes INT8 and INT4 linear layers of many rows with matrix registers. Before this file,
+// include a header that defines the namespace `matrix`. If there are few rows, or if the layer's
+// group size does not suit the registers, the vector kernel of kernels/linear.h runs instead. Both
+// kernels give bit-identical results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows each. A panel has 32 columns, which also
 // fill two registers. The bytes of a panel are already stored in the layout of these registers.
 // Each of the two tile registers is multiplied by each of the two panel registers. The sums of
-// these products need four more registers. So each byte is used for 32 products after it was
-// loaded.
+// these products need four more registers. So each byte that is loaded into a register is used for
+// 32 products.
 #pragma once
 
 #include "kernels/linear.h"
@@ -19,19 +19,19 @@ constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
 // several threads can quantise a single tile.
 constexpr int64_t kSliceRows = 8;
 constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies by each panel
-// The number of inputs whose INT4 weights are unpacked at a time. The unpacked weights use 8 KiB,
-// which fits the first-level cache.
+// The number of inputs whose INT4 weights are unpacked to bytes at a time. The unpacked weights use
+// 8 KiB, which fits the first-level cache.
 constexpr int64_t kUnpackedInputs = 256;
 
 // Layers with at most this many rows use the vector kernel, because most rows of the matrix
-// registers would be padding. The vector kernel needs 16 cycles per row and 2048 weights, so 16
-// rows need 256 cycles. In less time, a core cannot read 2048 weights from memory. At 3 GHz, that
-// would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share of the
-// memory bandwidth.
+// registers would contain only padding. The vector kernel needs 16 cycles per row and 2048 weights,
+// so 16 rows need 256 cycles. A core does not read 2048 weights from memory in less time. At 3 GHz,
+// that would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share of
+// the memory bandwidth.
 constexpr int64_t kFewRows = 16;
 
 // The formats of codes. In both formats, the codes of rows are signed bytes, and the weights are
-// unsigned bytes. One product of two registers covers kStep inputs.
+// unsigned bytes. One instruction multiplies two registers over kStep inputs.
 struct MatrixInt8 : simd::Bytes {
   static constexpr bool kIsInt4 = false;
   static constexpr int32_t kWeightOffset = 128;
@@ -44,7 +44,8 @@ struct MatrixInt4 : simd::Bytes {
   static constexpr int64_t kStep = kInputs;
 };
 
-// The data to prefetch while products are computed. Each product prefetches `lines` cache lines.
+// The data to prefetch while products are computed. With each product, the code prefetches `lines`
+// cache lines.
 struct Fetched {
   const uint8_t* next;
   int64_t lines;
@@ -166,14 +167,15 @@ struct MatrixProduct {
     }
   }
 
-  // Multiplies tiles by one panel. Writes the results [tiles, 32, 32].
+  // Multiplies the tiles `first` to `last` - 1 by one panel. Writes the results [tiles, 32, 32].
   void multiply_int8(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
                      float* results) const {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    // Contains a copy of the weights of the last, incomplete product. The kernel must not load a
-    // whole register from the panel there, because the memory after the panel may not be readable.
+    // If the number of inputs is not a multiple of kStep, this array contains a copy of the last
+    // weights of the panel. They do not fill a register, and loading a whole register from the
+    // panel could read memory after the panel that is not accessible.
     alignas(64) uint8_t rest[kStep * kPanel];
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
     __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);

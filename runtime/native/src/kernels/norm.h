@@ -5,13 +5,13 @@
 
 namespace {
 
-// Returns the factor that normalises a row: 1 / sqrt(mean of the squares + epsilon). `squares` is
-// the sum of the row's squares.
+// Returns the factor by which RMSNorm multiplies a row: 1 / sqrt(mean of the squares + epsilon).
+// `squares` is the sum of the row's squares.
 inline float inverse_size(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
 
-// Computes y = x * inverse * weight.
+// Computes y = x * inverse * weight. `inverse` comes from inverse_size().
 inline void scale_row(const float* x, float inverse, const float* weight, int64_t width, float* y) {
   const F by = simd::set(inverse);
   int64_t i = 0;
@@ -24,7 +24,8 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
 // read_one(i) returns the single number i, and is used after the last whole vector.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
-  constexpr int kSums = 4;  // number of partial sums; they hide the latency of multiply-adds
+  // Number of sums that are computed in parallel. This hides the latency of multiply-adds.
+  constexpr int kSums = 4;
   F sums[kSums];
   unroll<kSums>([&](auto j) __attribute__((always_inline)) { sums[j] = simd::zero(); });
   int64_t i = 0;

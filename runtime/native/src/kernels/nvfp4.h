@@ -1,4 +1,5 @@
-// The kernel for NVFP4 linear layers. Other kernels also use its products of float matrices.
+// The kernel for NVFP4 linear layers. Other kernels also use the functions of this file that
+// multiply matrices of floats.
 #pragma once
 
 #include "kernels/common.h"
@@ -41,8 +42,8 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
   }
 }
 
-// Multiplies kRows rows by a panel's weights [inputs, 32]. The rows are `stride` apart. Adds the
-// products to sums [kRows, 32].
+// Multiplies kRows rows by a panel's weights [inputs, 32]. In memory, the rows are `stride` floats
+// apart. Adds the products to sums [kRows, 32].
 template <int kRows>
 [[gnu::noinline]] void multiply_floats(const float* x, int64_t stride, const float* weights,
                                        int64_t inputs, float* sums) {

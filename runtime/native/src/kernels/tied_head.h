@@ -1,5 +1,5 @@
 // The kernel for a tied head. It multiplies rows of activations by the rows of an embedding table.
-// The table is in the number format of the checkpoint, or in FP8. Sums are fp32.
+// The table has the number format of the model's checkpoint, or FP8. Sums are fp32.
 #pragma once
 
 #include "kernels/common.h"
@@ -38,7 +38,7 @@ template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
                        __attribute__((always_inline)) { fetch_ahead(ahead + t * inputs + k, 0); });
     add(x + k, inputs, table + k, inputs);
   }
-  if (k < inputs) {  // the last vector, which is padded with zeros
+  if (k < inputs) {  // the last, incomplete vector, which is padded with zeros
     float rows[kRows * kLanes] = {};
     Element elements[kTable * kLanes] = {};
     for (int64_t i = k; i < inputs; ++i) {
@@ -56,7 +56,8 @@ template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 
 template <class Element, F (*kLoad)(const Element*)>
 void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
-  // The number of table rows per task. If the table is small, each task processes fewer rows.
+  // The largest number of table rows per task. If the table is small, each task processes fewer
+  // rows.
   constexpr int64_t kTaskRows = 256;
   const auto* const table = static_cast<const Element*>(head.table);
   const Tiles tiles(head.rows, kHeadRows);

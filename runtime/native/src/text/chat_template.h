@@ -15,7 +15,7 @@
 namespace dlm {
 
 struct ChatMessage {
-  std::string_view role, content;  // both are UTF-8
+  std::string_view role, content;  // both texts are UTF-8
 };
 
 struct RenderedChat {

@@ -9,10 +9,10 @@
 namespace dlm {
 namespace {
 
-// In the NFC tables, this number marks the starters that composition may change. A starter is a
-// character whose combining class is 0.
+// In the table TextFile::nfc, this number marks the starters that composition may change. A starter
+// is a character whose combining class is 0.
 constexpr uint8_t kStarts = 255;
-// If all code points of a text are below this limit, the text is already composed.
+// A text whose code points are all below this limit is already composed.
 constexpr char32_t kFirstChange = 0x300;
 // Constants for composing and decomposing Hangul syllables by arithmetic (section 3.12 of the
 // Unicode standard).
@@ -79,9 +79,9 @@ void sort_marks(std::vector<Point>& points) {
   }
 }
 
-// Composes each character with the last starter before the character, if the two can be composed. A
-// mark that remains between the two prevents this, unless the combining class of the mark is lower
-// than the class of the character.
+// Composes each character with the last starter before the character, if the two can be composed.
+// They cannot be composed if a mark remains between them, unless the combining class of this mark
+// is lower than the class of the character.
 void join(const TextFile& file, std::vector<Point>& points) {
   // `start` is the index of the last starter. Until the first starter is found, `start` is
   // points.size(), which is not a valid index.

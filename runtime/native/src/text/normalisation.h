@@ -9,8 +9,8 @@
 
 namespace dlm {
 
-// Writes the composed form of `text` to `out`, and returns true. If all of `text` is certainly
-// composed already, returns false and does not change `out`. `file` must contain the NFC tables.
+// Writes the composed form of `text` to `out`, and returns true. If a quick check shows that `text`
+// is already composed, returns false and does not change `out`. `file` must contain the NFC tables.
 bool compose(const TextFile& file, std::string_view text, std::string& out);
 
 // Normalises `text` as BERT's normaliser does, and writes the result to `out`. `file` must contain

@@ -18,8 +18,8 @@ constexpr int32_t kMostDecomposed = 18;
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
 // The largest number of splits. Released tokenizers use up to four splits.
 constexpr int32_t kMostSplits = 64;
-// The largest size of a token's text in bytes. Without this limit, the decoded text could fill the
-// memory if a denoiser repeats one token.
+// The largest size of a token's text in bytes. Without this limit, a denoiser that repeats one long
+// token could produce a text that fills the memory.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
 // The numbers in the header of the file, in order. Most of these numbers are the sizes of tables.

@@ -42,7 +42,7 @@ struct Strings {
 struct TextFile {
   enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4, continues = 8 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
-  // What the code does with the content of a message. `refused` rejects the message. `as_is` uses
+  // How the code changes the content of a chat message. `refused` rejects the message. `as_is` uses
   // the content unchanged. `stripped` removes white space at both ends of the content.
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
@@ -57,21 +57,22 @@ struct TextFile {
 
   int32_t vocab_size = 0;
   // The text of each token. The tokenizer cuts a text into pieces, and encodes each piece
-  // separately. If a piece equals the text of a token with the flag `whole`, the piece becomes this
-  // token without merging.
+  // separately. If a piece equals the text of a token that has the flag `whole`, the piece becomes
+  // this token without merging.
   Strings tokens;
   View<uint8_t> token_flags;
-  // The tokens of a piece before merging. If a character is in char_points, the character becomes
-  // the token at the same index of char_ids. Otherwise each byte of the character becomes the token
-  // that byte_ids lists for this byte. If byte_ids contains -1 for a byte, the byte has no token
-  // and is left out.
+  // These tables say which tokens a piece consists of before merging. If a character is in
+  // char_points, the character becomes the token at the same index of char_ids. Otherwise each byte
+  // of the character becomes the token that byte_ids lists for this byte. If byte_ids contains -1
+  // for a byte, the byte has no token and is left out.
   Numbers byte_ids, char_points, char_ids;
-  // [M, 3]: the left token, the right token and the merged token of each merge. Earlier merges have
-  // priority.
+  // [M, 3]: the left token, the right token and the merged token of each merge. A merge that comes
+  // earlier in this table has priority.
   Numbers merges;
   // An added text is a text that is encoded as one token, without splits and merges. The tokenizer
   // matches the first `raw_added` added texts before normalisation, and the remaining added texts
-  // after normalisation. Each of these two parts of the list is in ascending order.
+  // after normalisation. Each of these two parts of the list is sorted by the added texts, in
+  // ascending order.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
@@ -80,8 +81,8 @@ struct TextFile {
   bool starts_with_space = false;  // true: encoding adds a space at the start of the text
   // True for WordPiece, which encodes a word as its longest tokens from left to right. With
   // WordPiece, the flag `whole` marks the tokens of the vocabulary, and byte_ids[0] is the unknown
-  // token. `tokens` contains the text that each token adds if other tokens come before it. If a
-  // token has the flag `continues`, the token continues a word.
+  // token. `tokens` contains the text to which each token is decoded if other tokens come before
+  // it. If a token has the flag `continues`, the token continues a word.
   bool has_word_pieces = false;
   bool drops_space = false;  // true: pieces of white space are not encoded
   // True if adjacent byte tokens are decoded together. If their bytes are not valid UTF-8, each of
@@ -89,8 +90,9 @@ struct TextFile {
   bool is_byte_fallback = false;
   bool strips_space = false;  // true: decoding removes one space at the start of the text
   // Before merging, splits cut the text into pieces. The first split cuts the whole text. Each
-  // later split cuts the pieces of the split before it. A split cuts a text into its matches, and
-  // the parts between these matches. `classes` contains the character class of each code point.
+  // later split cuts the pieces of the split before it. A split is a regular expression. It cuts a
+  // text into the parts that match, and the parts between these matches. `classes` contains the
+  // character class of each code point.
   CodePointTable classes;
   int32_t class_count = 0;
   // Each split is a state machine. The states of split s are numbered from split_starts[s] to
@@ -100,8 +102,8 @@ struct TextFile {
   Numbers split_starts, split_tables;
 
   // Tables for normalising text. In a WordPiece vocabulary, `nfc` contains a RewriteClass for each
-  // code point. If the class is above `marks`, the number above `marks` is the order of a combining
-  // mark. `decomposed` contains the replacements of code points.
+  // code point. If the class is above `marks`, the code point is a combining mark, and class -
+  // marks is its order. `decomposed` contains the replacements of code points.
   enum RewriteClass : uint8_t { dropped = 1, breaks = 2, padded = 3, replaced = 4, marks = 8 };
   // In other vocabularies, these are the tables for composing text (NFC). `nfc` contains a class
   // for each code point. The class is 0 if the code point never changes, and 255 if the code point
@@ -121,9 +123,9 @@ struct TextFile {
   // these tables, -1 means that the conversation is not allowed.
   Strings chat_strings;
   // In this table and the next tables, strings are indices into chat_strings. [R]: the names of the
-  // R roles. If a name is listed twice, the first entry applies only to the first message of a
-  // conversation. If there are no roles, the first string of chat_strings says why chats are not
-  // supported.
+  // R roles. If two entries have the same name, the first entry applies only to the first message
+  // of a conversation. If there are no roles, the first string of chat_strings says why chats are
+  // not supported.
   Numbers roles;
   Numbers chat_transforms;  // [2 R]: for each context, a Transform
   // [R + 1, 2 R]: for each previous role and each context, the text before the message.

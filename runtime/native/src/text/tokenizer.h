@@ -3,8 +3,9 @@
 // Python tokenizer.
 //
 // The tokenizer implements WordPiece and byte pair encoding. In some vocabularies for byte pair
-// encoding, tokens are sequences of bytes. In others, tokens are sequences of characters. If such a
-// vocabulary lacks a character, the tokenizer encodes the bytes of the character.
+// encoding, tokens are sequences of bytes. In other vocabularies, tokens are sequences of
+// characters. If a vocabulary of characters lacks a character, the tokenizer encodes each byte of
+// the character as a token.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,8 @@ constexpr size_t kMostTextBytes = size_t{1} << 28;
 class Index {
  public:
   void reserve(size_t count);
-  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are more hash collisions than chance
-  // explains.
+  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are so many hash collisions that the keys
+  // must have been chosen to collide.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -58,8 +59,9 @@ class Text {
   // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) if the text is not valid
   // UTF-8, or if the result would contain a special token that is not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
-  // Appends the ids of a chat to `out`. Special tokens are recognised only in the template's text.
-  // Text from a message's content never becomes part of a special token.
+  // Appends the ids of a chat to `out`. This function recognises special tokens only in text that
+  // comes from the chat template. Text from a message's content never becomes part of a special
+  // token.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
@@ -82,14 +84,14 @@ class Text {
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  // Two tables with an entry for each byte. The entry is 1 if an added text starts with the byte.
-  // Table 0 is for added texts that are matched before normalisation. Table 1 is for added texts
-  // that are matched after normalisation.
+  // Two tables with an entry for each byte. The entry is 1 if an added text (the text of an added
+  // token) starts with the byte. Table 0 is for added texts that are matched before normalisation.
+  // Table 1 is for added texts that are matched after normalisation.
   uint8_t starts_added_[2][256] = {};
 };
 
-// Decodes token ids to text, in batches. Each batch returns only whole characters. So the decoded
-// text does not depend on the sizes of the batches.
+// Decodes token ids to text. The ids may arrive in batches. Each batch returns only whole
+// characters. So the decoded text does not depend on the sizes of the batches.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}

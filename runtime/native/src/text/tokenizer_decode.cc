@@ -4,7 +4,8 @@
 namespace dlm {
 namespace {
 
-constexpr std::string_view kContinues = "##";  // prefix of the names of tokens that continue a word
+// In WordPiece, the text of a token that continues a word starts with this prefix.
+constexpr std::string_view kContinues = "##";
 
 }  // namespace
 
@@ -29,8 +30,8 @@ void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std
     put(file.tokens[token], out);
   }
   if (file.is_byte_fallback) {
-    // Adjacent byte tokens are decoded together. So the bytes in held_ are decoded only when no
-    // more bytes can follow them.
+    // Adjacent byte tokens are decoded together. So this function decodes the bytes in held_ only
+    // when no more bytes can follow them.
     if (is_last) end_bytes(out);
     return;
   }

@@ -12,9 +12,10 @@ namespace dlm {
 namespace {
 
 // The largest number of slots of a hash table that one insertion may probe. A few dozen probes are
-// enough, unless the keys were chosen to collide.
+// enough, unless an attacker chose the keys so that they collide.
 constexpr size_t kMostProbes = 1024;
-// The largest number of steps that a split may take per byte of the text.
+// The largest number of steps that a split may take for each byte of the text. A split is a regular
+// expression that cuts text into pieces.
 constexpr size_t kStepsPerChar = 64;
 // In WordPiece, a word with more characters than this becomes the unknown token.
 constexpr size_t kLongestWord = 100;
@@ -126,8 +127,8 @@ class Encoding {
   }
 
  private:
-  // Finds the added texts in `text`, and appends the ids of these added texts. Calls `piece` for
-  // each part of `text` that is not an added text.
+  // Finds the texts of added tokens in `text`, and appends the ids of these tokens. Calls `piece`
+  // for each other part of `text`.
   template <class Piece>
   void split_added(std::string_view text, size_t stage, Piece piece) {
     const uint8_t* const starts = text_.starts_added_[stage];
@@ -177,8 +178,9 @@ class Encoding {
     return found != contents.end() && found->first < end;
   }
 
-  // Returns the index of the longest added text with which `text` starts. Searches the indices from
-  // `first` to `last` - 1. Returns `last` if there is no such text.
+  // An added text is the text of an added token. Returns the index of the longest added text with
+  // which `text` starts. Searches the indices from `first` to `last` - 1. Returns `last` if there
+  // is no such text.
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
@@ -224,8 +226,8 @@ class Encoding {
     return spaced_;
   }
 
-  // Cuts `text` with the split that has the index `number`, and with all later splits. Encodes the
-  // resulting pieces.
+  // Cuts `text` into pieces with the split (regular expression) that has the index `number`, and
+  // with all later splits. Encodes the pieces.
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
@@ -297,7 +299,7 @@ class Encoding {
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
   }
 
-  // Encodes a word with WordPiece. Each step takes the longest token with which the rest of the
+  // Encodes a word with WordPiece. Each step appends the longest token with which the rest of the
   // word starts. If there is no such token, the whole word becomes the unknown token.
   void cut_word(std::string_view word) {
     size_t start = 0;
@@ -332,8 +334,8 @@ class Encoding {
   }
 
   // Appends an id. Throws an error if special tokens are not allowed and the id belongs to a
-  // special token. Merging can produce the id of a special token if the vocabulary also contains
-  // the text of the special token as an ordinary token.
+  // special token. Byte pair merges can produce the id of a special token if the vocabulary also
+  // contains the text of the special token as an ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,

@@ -1,5 +1,6 @@
-// Writes the arrays of one case (see writer.h). Each of the first items can have a different
-// schema. All remaining items have the same schema.
+// Builds the regular language (set of texts) of the arrays of one case. writer.h explains cases. In
+// a JSON Schema, each of the first items of an array can have a different schema. All remaining
+// items have the same schema.
 #include <algorithm>
 
 #include "compile/schema/keywords.h"
@@ -8,17 +9,19 @@
 namespace dlm::compile::schema {
 namespace {
 
-// The largest number of schemas in array_with_matches().
+// The largest number of `contains` schemas that array_with_matches() supports.
 constexpr size_t kMostMatches = 3;
-constexpr size_t kMostStates = 20'000;  // largest number of states in array_with_matches()
-// unique_array() writes the items of a larger set in one order only.
+// Largest number of states of the automaton that array_with_matches() builds.
+constexpr size_t kMostStates = 20'000;
+// If there are more possible items than this, unique_array() allows them in one order only.
 constexpr size_t kMostMixed = 6;
-constexpr uint64_t kMostIntegers = 100;  // largest number of integers that finite() lists
+// Largest number of integers that finite() lists for one range.
+constexpr uint64_t kMostIntegers = 100;
 
 }  // namespace
 
-// Returns the formula for the item with the given index. Also returns true if a schema describes
-// this item, otherwise false.
+// Returns the formula for the item with the given index. The second value of the result is true if
+// a schema describes this item.
 std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   std::vector<Formula> parts;
   bool is_described = false;
@@ -160,10 +163,11 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
   return {expressions_.sequence(expressions_.bytes("["), behind), size};
 }
 
-// Writes an array in which a given number of items must match a given schema, as `contains`
-// requires. There may be several such schemas. The function from() builds an automaton. A state of
-// this automaton consists of the number of items so far, and the number of items so far that match
-// each schema. The automaton counts only as far as necessary.
+// Builds the texts of arrays in which a given number of items must match a given schema, as
+// `contains` requires. There may be several such schemas. The function from() builds an automaton.
+// A state of this automaton consists of the number of items so far, and the number of items so far
+// that match each schema. The automaton stops counting at the largest number that makes a
+// difference.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -241,8 +245,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
 }
 
 // Lists the distinct values for which a formula is true. Adds the text of each value to `keyed`,
-// under the key of the value. Adds the keys to `order`. Returns false if the function cannot list
-// the values.
+// under the key of the value. Adds the keys to `order`. Returns false if the values cannot be
+// listed, for example because there are infinitely many.
 bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
                     std::vector<std::string>& order) {
   const Term& term = formulas_[formula];
@@ -308,8 +312,9 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// Writes an array of distinct items from a finite set. Items of a small set may come in any order.
-// Items of a large set come in the order of the set. Returns nullopt if the set is not finite.
+// Builds the texts of arrays of distinct items from a finite set. Items of a small set may come in
+// any order. Items of a large set come in the order of the set. Returns nullopt if the set is not
+// finite.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

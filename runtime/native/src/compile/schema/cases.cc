@@ -17,8 +17,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 }  // namespace
 
-// Adds formulas to a case as new requirements, but each formula only once. A choice is a formula
-// with alternatives, as for anyOf.
+// Adds formulas to a case as new requirements. Ignores formulas that the case already requires. A
+// choice is a formula with alternatives, as for anyOf.
 void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   std::reverse(todo.begin(), todo.end());
   while (!todo.empty() && !found.is_dead) {
@@ -45,7 +45,7 @@ void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   }
 }
 
-// Simplifies a formula, using the facts that the case has already decided. If `names` is not null,
+// Simplifies a formula, using the formulas that the case already requires. If `names` is not null,
 // assumes that the object has no other properties than the properties in `names`.
 Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
   expressions_.budget().check();
@@ -112,7 +112,7 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
 }
 
 // Does the same as reduced(), but for a choice that the case requires. For such a choice, reduced()
-// would always return kYes.
+// would always return kYes, because the case already requires it.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;
@@ -137,7 +137,7 @@ bool Writer::propagate(Case& found) {
       if (rest != Formulas::kNo) left.push_back(way);
     }
     // After this line, the case no longer requires a decided choice. So if only this choice names a
-    // property, the property may be written like any other property that the schema does not name.
+    // property, the writer treats the property like other properties that the schema does not name.
     if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
       is_changed = true;
@@ -152,9 +152,9 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Returns true if a branch of a choice constrains the content of an array or object. If so, the
-// case must be split before it can be written. If `with_names` is true, also returns true if the
-// branch requires a property that is not in `names`.
+// Returns true if a branch of a choice constrains the content of an array or object. Then the
+// writer must split the case before it can write the case. If `with_names` is true, also returns
+// true if the branch requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
   expressions_.budget().check();
@@ -264,8 +264,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
         const Formula rest = reduced_choice(found.choices[i], found, names);
         if (rest == Formulas::kYes) {
-          // Requires the alternative that is true if the object has no other properties than the
-          // properties in `names`.
+          // Adds the alternative that is true if the object has only properties in `names`.
           for (const Formula way : formulas_.alternatives(found.choices[i])) {
             if (reduced(way, found, &names) != Formulas::kYes) continue;
             certain.push_back(way);
@@ -283,8 +282,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         continue;
       }
       if (is_changed) {
-        // Requires the alternatives that are certainly true, and processes the case again. This
-        // removes the choices that these alternatives decide.
+        // Adds the alternatives that are certainly true as requirements, and processes the case
+        // again. This removes the choices that are now decided.
         assert_all(found, certain);
         open.push_back(std::move(found));
         continue;
@@ -301,8 +300,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
   return either(out);
 }
 
-// Returns the index of the choice by which the case must be split next. Returns nullopt if no
-// choice requires a split.
+// If the writer must split the case, returns the index of the choice to split next. Otherwise
+// returns nullopt.
 std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
                                           const std::vector<std::string>& names) {
   if (formulas_.listed(formulas_.all(found.atoms)) != nullptr) return std::nullopt;
@@ -317,8 +316,8 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
 
 // A case may require that some property violates patternProperties or additionalProperties. This
 // function replaces the requirement by a choice with one alternative for each property in `names`,
-// and returns true. Returns false if the case contains no such requirement, or if the case contains
-// a list of its values.
+// and returns true. Returns false if the case contains no such requirement, or if the case lists
+// all its possible values.
 bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
                               std::vector<Case>& open) {
   const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {
@@ -353,8 +352,8 @@ void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
 }
 
 // Does the same as split(), but assumes that only the properties in `names` are written. Splits the
-// case only by the alternatives that are then still possible. Call this function if the choice
-// cannot be converted to clauses.
+// case only by the alternatives that are possible with these properties. Call this function if
+// clauses_of() cannot convert the choice to clauses.
 void Writer::split_with_names(const Case& found, size_t choice,
                               const std::vector<std::string>& names, std::vector<Case>& open) {
   const Formula rest = reduced_choice(found.choices[choice], found, names);

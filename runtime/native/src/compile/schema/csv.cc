@@ -81,7 +81,7 @@ class Table {
   Expressions& expressions_;
   Described described_;
   const std::string delimiter_, line_end_;
-  Node plain_;  // the texts that need no quotes
+  Node plain_;  // all texts that a field may contain without quotes
 };
 
 }  // namespace

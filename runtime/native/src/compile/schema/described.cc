@@ -12,9 +12,11 @@ namespace {
 
 using json::Value;
 
-constexpr int kMostReferences = 100;  // largest number of references in a chain
+// Largest number of references that the code follows, one after another.
+constexpr int kMostReferences = 100;
 
-// Returns the texts of JSON strings without quotes, and with decoded escapes.
+// `strings` accepts JSON strings. Returns an automaton for the same strings without quotes, and
+// with decoded escapes.
 ByteAutomaton unquoted(const ByteAutomaton& strings, Budget& budget) {
   constexpr std::pair<char, char> kEscapes[] = {{'b', '\b'}, {'f', '\f'}, {'n', '\n'}, {'r', '\r'},
                                                 {'t', '\t'}, {'"', '"'},  {'\\', '\\'}};

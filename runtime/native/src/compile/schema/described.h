@@ -1,6 +1,6 @@
-// Interprets a JSON Schema that describes a text in a format other than JSON, such as CSV or XML.
-// csv.cc and xml.cc use this code to get the properties of objects, and the plain texts of strings,
-// numbers, booleans and nulls.
+// Interprets a JSON Schema that describes the data in a text of another format, such as CSV or XML.
+// csv.cc and xml.cc use this code to get the properties of objects, and the texts of strings,
+// numbers, booleans and nulls without JSON quotes and escapes.
 #pragma once
 
 #include <initializer_list>
@@ -53,7 +53,8 @@ class Described {
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Returns a node and all warnings so far. Throws an error if the node contains no text.
+  // Returns the node together with all warnings so far. Throws an error if the node's set of texts
+  // is empty.
   Texts texts(Node node);
 
  private:
@@ -66,7 +67,7 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node, with some bytes replaced by spellings. For example, XML writes & as
+// Returns the texts of a node, but replaces some bytes by spellings. For example, XML writes & as
 // &amp;. No spelling may be the start of another spelling. The first byte of each spelling must be
 // one of the replaced bytes.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;

@@ -20,7 +20,7 @@ constexpr int kMostNesting = 256;       // largest nesting depth of the schema's
 constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
 // The largest number of bytes of memory that parsed JSON needs per byte of text (see base/json.h).
 constexpr size_t kBytesPerByte = 100;
-// The largest number of characters of a value that a message contains.
+// A message contains at most this many characters of a value.
 constexpr size_t kMostShown = 60;
 
 int draft_of(const Value& value, int otherwise, bool* is_named) {

@@ -90,13 +90,13 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A resource is the whole document, or a subschema that has its own $id. A reference is relative to
-// the URI of the resource that contains the reference.
+// A resource is the whole document, or a subschema that has its own $id. The URI in a reference is
+// relative to the URI of the resource that contains the reference.
 struct Resource {
   const json::Value* root;
   std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // true if the keyword $schema selects the draft
+  bool names_draft;  // true if $schema, here or in a resource around this one, selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
@@ -168,7 +168,7 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  // For each array and each object of the document.
+  // One entry for each array and each object of the document.
   std::unordered_map<const json::Value*, Place> places_;
   // The objects that contain a $ref, $dynamicRef or $recursiveRef.
   std::vector<const json::Value*> references_;

@@ -1,5 +1,6 @@
-// Builds formulas from atoms with "and" and "or". Simplifies each formula, and stores equal
-// formulas only once. formula_of_schema.cc builds the formulas of a schema's keywords.
+// Builds formulas that combine atoms (conditions on a value) with "and" and "or". Simplifies each
+// formula, and stores equal formulas only once. formula_of_schema.cc builds the formulas of a
+// schema's keywords.
 #include "compile/schema/formula.h"
 
 #include <algorithm>
@@ -154,7 +155,7 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
     budget_.check();
     std::string key = key_of(*value);
     if (!set.lookup.insert(key).second) continue;
-    // The code identifies a value by its address, because equal values may be written in different
+    // The key contains the address of a value, because equal values may be written in different
     // ways.
     content.append(reinterpret_cast<const char*>(&value), sizeof value);
     set.values.push_back(value);
@@ -238,9 +239,9 @@ uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwi
   return found;
 }
 
-// Returns the statement that a count is at least `low` and at most `high`. If `positive` is false,
-// returns the negated statement. `kind` selects the count, for example the number of items. The
-// count exists only for values of the type `type_`, for example arrays.
+// Returns a formula that is true if a count is at least `low` and at most `high`. If `positive` is
+// false, returns the negation of this formula. `kind` selects the count, for example the number of
+// items. The count exists only for values of the type `type_`, for example arrays.
 Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
                         bool positive) {
   const auto within = [&](uint64_t from, uint64_t to) {
@@ -370,7 +371,8 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
-  std::vector<Formula> others;  // conditions that must be true in addition to the branches
+  // Conditions that must be true in addition to the condition on the branches.
+  std::vector<Formula> others;
   Formula always = kNo;
   size_t always_true = 0;
   for (size_t i = 0; i < pairs.size(); i += 2) {

@@ -3,10 +3,10 @@
 // string, it contains at least two code points". The parts of a formula are joined by "and" and
 // "or". Only the smallest parts of a formula can be negated (negation normal form).
 //
-// Some keywords cannot be expressed exactly. So a schema has two formulas. The positive formula is
-// true only for values that are certainly valid. The negative formula is true only for values that
-// are certainly invalid. For some values, both formulas are false. Formulas::of() returns the
-// positive or the negative formula.
+// A formula cannot express some keywords exactly. So a schema has two formulas. The positive
+// formula is true only for values that are certainly valid. The negative formula is true only for
+// values that are certainly invalid. For some values, both formulas are false. Formulas::of()
+// returns the positive or the negative formula.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ enum class Atom : uint8_t {
   has,             // the object has the property `text` (or not)
   members,         // the object satisfies properties, patternProperties and additionalProperties
   member,          // if there is a property `text`, `schema` allows it (or not: inner)
-  violates,        // some property violates patternProperties or additionalProperties
+  violates,        // at least one property violates patternProperties or additionalProperties
   names,           // the object satisfies propertyNames of `schema`
   unevaluated_items,
   unevaluated_properties,
@@ -70,7 +70,8 @@ struct ValueSet {
   std::vector<const json::Value*> values;
   std::vector<std::string> keys;
   std::unordered_set<std::string> lookup;
-  // The kinds of the values. A number such as 1.0 is both an integer and a fraction.
+  // The kinds of the values, as a bit mask. A number such as 1.0 counts both as an integer and as a
+  // fraction.
   uint8_t kinds = 0;
 };
 
@@ -80,8 +81,9 @@ struct Term {
   bool positive = true;
   bool inner = true;
   uint8_t kinds = kAllKinds;  // the formula is false for values of other kinds
-  uint8_t speaks_of = 0;      // the kinds of values to which the formula's keywords apply
-  bool is_typed = false;      // true if the formula limits the kinds, like "type"
+  uint8_t speaks_of = 0;      // the kinds of values to which the keywords in the formula apply
+  // True if the formula limits the kinds of values, as the keyword "type" does.
+  bool is_typed = false;
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;
   uint64_t low = 0, high = kNoLimit, first = 0;
@@ -106,8 +108,9 @@ class Formulas {
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
-  // Returns the statement that `schema` allows the property `name`, if the object has this
-  // property. If is_valid is false, the statement is that `schema` does not allow the property.
+  // Returns the formula "if the object has the property `name`, `schema` allows its value". If
+  // is_valid is false, returns "if the object has this property, `schema` does not allow its
+  // value".
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
   // If "and" joins the parts of a formula, returns these parts. Otherwise returns a list that
@@ -119,9 +122,9 @@ class Formulas {
   // Simplifies a formula for values of a single type, which is kNull, kBoolean, kNumber, kString,
   // kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
-  // Removes the branches that enter the target of a recursive reference more often than `max_depth`
-  // allows. `counts` contains a pair for each target: the target's number, and the number of values
-  // of this target that are around the value.
+  // Removes the branches in which the target of a recursive reference would contain itself more
+  // often than `max_depth` allows. `counts` contains a pair for each target: the target's number,
+  // and how many of the containers around the value are values of this target.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
   // Returns the numbers of the recursive targets that a formula enters, for the value itself or for
@@ -129,15 +132,17 @@ class Formulas {
   const std::vector<uint32_t>& numbers(Formula formula);
 
   // Returns true if `other` is certainly true for every value for which `one` is true. Returns
-  // false if this is not so, or if the function cannot decide quickly.
+  // false if there may be a value for which only `one` is true, and if the function cannot decide
+  // this quickly.
   bool implies(Formula one, Formula other, int depth = 8);
-  // Returns a formula for the value of the property `name`. If `formula` is true for an object, the
-  // returned formula is true for this property of the object. The returned formula contains only
-  // conditions that are easy to derive, so it may be true for more values than necessary.
+  // Returns a formula for the value of the property `name`. If `formula` is true for an object that
+  // has this property, the returned formula is true for the property's value. The returned formula
+  // contains only conditions that are easy to derive, so it may be true for more values than
+  // necessary.
   Formula property(Formula formula, const std::string& name);
 
   // Returns a list of values that contains all values for which the formula is true. Returns
-  // nullptr if the formula contains no such list.
+  // nullptr if the formula does not limit values to a list.
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }

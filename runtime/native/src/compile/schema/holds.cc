@@ -30,10 +30,10 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
     *is_decided = false;
     return false;
   }
-  // Both numbers are digits times a power of ten. `number` is a multiple of `of` if its digits
-  // times 10^shift are a multiple of the digits of `of`. If the shift is negative, `number` cannot
-  // be a multiple, because its digits would have to be divisible by a power of ten. But the last
-  // digit of `number` is not zero.
+  // Each number is an integer (its digits) times a power of ten. `number` is a multiple of `of` if
+  // its digits times 10^shift are a multiple of the digits of `of`. If the shift is negative,
+  // `number` cannot be a multiple, because its digits would have to be divisible by a power of ten.
+  // But the last digit of `number` is not zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;

@@ -18,7 +18,7 @@ class Holds {
       : expressions_(expressions), formulas_(formulas), automata_(expressions) {}
 
   bool value(Formula formula, const json::Value& value);
-  // Does the same as value(), for a value that is a string.
+  // Does the same as value(), for the string `text`.
   bool text(Formula formula, const std::string& text);
   // Returns true if a pattern matches the name of a property. Throws an error if regex engines
   // disagree about this.
@@ -40,7 +40,7 @@ class Holds {
   Expressions& expressions_;
   Formulas& formulas_;
   Automata automata_;
-  // For each Found: a node for each pattern.
+  // For each value of Found: the nodes of the patterns that were used so far.
   std::array<std::unordered_map<std::string, Node>, 2> patterns_;
   std::unordered_map<std::string, Node> formats_;
 };

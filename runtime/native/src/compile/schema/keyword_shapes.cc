@@ -17,7 +17,8 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-// The code does not suggest keywords as corrections if they are shorter than this.
+// When the code suggests a correction for a misspelled keyword, it ignores keywords that are
+// shorter than this.
 constexpr size_t kShortestWord = 4;
 
 struct Entry {

@@ -33,7 +33,7 @@ enum class Shape : uint8_t {
 };
 
 Shape shape_of(Keyword keyword);
-// Returns a map from the names of keywords to the keywords.
+// Returns a map from the name of each keyword to its value of the enum Keyword.
 const std::unordered_map<std::string_view, Keyword>& keywords();
 
 inline bool is_schema(const json::Value& value) {

@@ -26,9 +26,9 @@ inline ItemSchemas item_schemas(const Schema& schema) {
   return {schema[Keyword::prefix_items], items};
 }
 
-// Returns true if the draft of a schema defines a keyword. Validators for this draft ignore
-// keywords that it does not define. But the author of the schema expects that valid values obey all
-// keywords.
+// Returns true if the keyword belongs to the draft (version of JSON Schema) of a schema. Validators
+// for this draft ignore all other keywords. But the author of the schema expects that valid values
+// obey all keywords.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

@@ -12,8 +12,8 @@ namespace dlm::compile::schema {
 struct Layout {
   std::string item_separator = ",";  // the text between items of an array and between properties
   std::string key_separator = ":";   // the text between a property's name and its value
-  // The number of spaces by which each level is indented. Each item is then on a separate line. If
-  // `indent` is negative, there are no line breaks.
+  // The number of spaces by which each level is indented. If `indent` is 0 or more, each item is on
+  // a separate line. If `indent` is negative, there are no line breaks.
   int32_t indent = -1;
   bool has_lines = false;  // true: each item of a top-level array is on a separate line
 

@@ -1,5 +1,5 @@
-// Writes the objects of one case (see writer.h). An object is written as a row of properties, in
-// the order of the schema.
+// Builds the regular language (set of texts) of the objects of one case. writer.h explains cases.
+// The text of an object is a row of properties, in the order of the schema.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -10,7 +10,7 @@ namespace {
 
 using json::Value;
 
-constexpr size_t kMostNameClasses = 64;  // largest number of name classes in more_properties()
+constexpr size_t kMostNameClasses = 64;  // largest number of classes of names in more_properties()
 
 // The smallest number of states that a property needs in addition to the characters of its name.
 // These states are for the quotes, the colon, the value and the comma.
@@ -36,8 +36,8 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
 // The keyword unevaluatedProperties applies only to the properties that are not evaluated. `by` is
 // the schema that contains this keyword.
 //
-// If `name` is null, the result is for each property that `properties` does not list, and whose
-// name matches all of `patterns` and no other pattern.
+// If `name` is null, the result applies to every property that `properties` does not list, and
+// whose name matches all of `patterns` and no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();
@@ -131,9 +131,9 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
   return value(formulas_.all(parts), place, is_described);
 }
 
-// Writes one property that no schema lists in `properties`. If `are_all` is false, the name of the
-// property must match a pattern of patternProperties. The code divides the possible names into
-// classes, so that all names of a class match the same patterns.
+// Builds the texts of one property that no schema lists in `properties`. If `are_all` is false, the
+// name of the property must match a pattern of patternProperties. The code divides the possible
+// names into classes, so that all names of a class match the same patterns.
 Writer::Made Writer::more_properties(const Case& found, const std::vector<std::string>& names,
                                      bool are_all, const Place& place) {
   struct Class {
@@ -225,8 +225,8 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   return either(out);
 }
 
-// Calls `exclude` for each name of a property that occurs in the case. If the schema does not list
-// a property, its name must not be one of these names.
+// Calls `exclude` for each property name that occurs in the case. A property that the schema does
+// not list must not have one of these names.
 void Writer::exclude_names(const Case& found,
                            const std::function<void(const std::string&)>& exclude) {
   std::vector<Formula> todo(found.asserted.begin(), found.asserted.end());
@@ -264,7 +264,8 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  // All unlisted properties may have the same name, and then count as one property.
+  // Several unlisted properties may have the same name. Programs then keep only one of them, so
+  // they do not satisfy a minimum above 1.
   if (names.empty() && made.low > 1)
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");

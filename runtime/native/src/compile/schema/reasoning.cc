@@ -1,6 +1,6 @@
-// Derives facts from formulas, without testing values. The functions simplify a formula for one
-// type of values, find branches that exclude each other, and remove references that are nested too
-// deeply.
+// Derives facts from formulas alone, without trying values. The functions simplify a formula for
+// one type of values, find branches that exclude each other, and remove references that are nested
+// too deeply.
 #include <algorithm>
 
 #include "compile/schema/formula.h"
@@ -227,9 +227,9 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
   return false;
 }
 
-// Returns a set of values such that the formula is true for every value outside of this set. If
-// `within` is true, the set contains values of the property `name`. In this case, the formula is
-// true for every object whose property `name` has a value outside of the set. Sets *is_typed to
+// Returns a set of constants such that the formula is true for every value that is not in this set.
+// If `within` is true, the set instead contains values of the property `name`. Then the formula is
+// true for every object whose property `name` has a value that is not in the set. Sets *is_typed to
 // true if the formula also requires that the value is an object. Returns nullptr if there is no
 // such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,

@@ -11,15 +11,15 @@
 
 namespace dlm::compile::schema {
 
-// Returns the members "low" and "high" of a description, for example of {"csv": ..., "low": 1,
-// "high": 9}. Throws an error if one of these members is not between 0 and `most`. If "low" is
+// Returns the values of the members "low" and "high" of a description such as {"csv": ..., "low":
+// 1, "high": 9}. Throws an error if one of these members is not between 0 and `most`. If "low" is
 // missing, returns the parameter `low` instead. If "high" is missing, there is no upper limit.
 std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t low, int64_t most);
 
 // Returns the texts of `low` to `high` repetitions of `part`, with `separator` between them.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
-// If the two functions below do not support a schema, they throw Error(DLM_INVALID_ARGUMENT). The
+// The two functions below throw Error(DLM_INVALID_ARGUMENT) if they do not support a schema. The
 // message contains the keyword that is not supported, and its position in the schema.
 
 // Returns the texts of all CSV tables (RFC 4180) that `description` allows. The description
@@ -32,8 +32,8 @@ Node separated(Expressions& expressions, Node part, Node separator, uint32_t low
 //   "low"        smallest number of rows (default: 1)
 //   "high"       largest number of rows (default: unlimited)
 //
-// Fields have quotes only if necessary. A null is written as an empty field, and a missing property
-// too.
+// Fields have quotes only if necessary. A property that is null or missing is written as an empty
+// field.
 Texts csv_texts(Expressions& expressions, const json::Value& description, const Options& options);
 
 // Returns the texts of the XML elements that a schema describes. There is no white space between

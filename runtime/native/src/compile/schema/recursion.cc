@@ -5,7 +5,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-// The largest number of combinations of the counters in one component.
+// The largest number of combinations of counter values in one strongly connected component.
 constexpr uint64_t kMostCombinations = 4096;
 
 void unite(std::vector<uint32_t>& into, const std::vector<uint32_t>& others) {
@@ -94,8 +94,8 @@ void Recursion::count(uint32_t max_depth) {
   numbers_.assign(count, kNotCounted);
   reached_.assign(components_, {});
   below_.clear();
-  // `some` lists the members of a component, and `which` marks the members to count. Returns true
-  // if the marked members are few enough to have separate counters.
+  // `some` lists the targets in a component, and `which` marks the targets to count. Returns true
+  // if the number of marked targets is small enough for separate counters.
   const auto is_few = [&](const std::vector<uint32_t>& some, const std::vector<uint8_t>& which) {
     uint64_t combinations = 1;
     for (const uint32_t at : some) {

@@ -24,7 +24,7 @@ const std::vector<const Value*>& Document::destinations(const Value& holder) {
     try {
       at->second.push_back(&target_value(from, keyword));
     } catch (const Error&) {
-      // The code ignores a missing target here, because the reference may be in a schema that is
+      // A missing target is not an error here, because the reference may be in a schema that is
       // never used.
     }
   }
@@ -100,10 +100,11 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (keyword == Keyword::ref) return *found;
 
   // The target of a dynamic reference depends on the path by which a validator reaches the
-  // reference. The target is the anchor in the outermost resource on this path that contains the
-  // same anchor. The root of the document is on every path, so if the root contains the anchor, the
-  // target is known. If the root lacks the anchor, but several other resources contain it, the
-  // target is unknown. In this case, the compiler rejects the reference.
+  // reference. The path goes through resources, which are the parts of the document that have their
+  // own $id. The target is the anchor in the outermost resource on the path that contains an anchor
+  // with this name. Every path starts at the root of the document, so if the root contains the
+  // anchor, the target is known. If the root lacks the anchor, but several other resources contain
+  // it, the target is unknown. In this case, the compiler rejects the reference.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()

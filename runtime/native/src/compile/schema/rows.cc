@@ -1,6 +1,6 @@
-// Writes rows of parts between brackets. The parts are the properties of an object, or the items of
-// an array whose items must all be different. A slot is one possible part of a row, which may be
-// present or absent.
+// Builds the regular languages of rows of parts between brackets. The parts are the properties of
+// an object, or the items of an array whose items must all be different. A slot is one possible
+// part of a row, which may be present or absent.
 #include <algorithm>
 #include <map>
 
@@ -15,9 +15,9 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // An unlisted property is a property that the schema does not list. All unlisted properties may
-  // have the same name, and programs then keep only one of them. So all unlisted properties
-  // together count as one property towards the minimum.
+  // An unlisted property is a property that the schema does not list. All unlisted properties of an
+  // object may have the same name, and programs then keep only one of them. So for the minimum, all
+  // unlisted properties together count as one property.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -63,7 +63,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   struct Step {
     State state;
     // The next state if the slot is absent, and the next state if the slot is present. Both are
-    // indices into the next layer.
+    // indices into the next layer, which contains the states after this slot.
     uint32_t without = kNone, with = kNone;
   };
   std::vector<std::vector<Step>> layers(slots + 1);

@@ -1,5 +1,6 @@
-// Writes strings, numbers, booleans and null. Each atom of the formula becomes a regular language
-// (a set of texts). "And" becomes the intersection of languages, and "or" becomes their union.
+// Builds the regular languages of strings, numbers, booleans and null. Each atom (smallest part) of
+// the formula becomes a regular language (a set of texts). "And" becomes the intersection of
+// languages, and "or" becomes their union.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -18,9 +19,9 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// Limits for the digits of a number without an exponent. Integers have up to 15 digits. Other
-// numbers have up to 9 digits before the decimal point, and up to 6 digits after it. Within these
-// limits, different numbers are rounded to different doubles.
+// Limits for the number of digits of a number without an exponent. Integers have up to 15 digits.
+// Other numbers have up to 9 digits before the decimal point, and up to 6 digits after it. Within
+// these limits, different numbers are rounded to different doubles.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -38,7 +39,7 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Returns all numbers within these limits that are not integers.
+// Returns the texts of all numbers within these limits that are not integers.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -49,8 +50,8 @@ Node plain_fractions(Expressions& expressions) {
 
 }  // namespace
 
-// Returns the minimum of a count. Throws an error if the minimum is too large, because the compiler
-// must not reduce a minimum.
+// Returns the minimum of a count, for example the value of minLength. Throws an error if the
+// minimum is too large, because the compiler must not reduce a minimum.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   if (term.low > kMostCount)
     document_.refuse(
@@ -59,8 +60,8 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(term.low);
 }
 
-// Returns the maximum of a count. If the maximum is too large, adds a warning and returns the
-// largest supported maximum.
+// Returns the maximum of a count, for example the value of maxLength. If the maximum is too large,
+// adds a warning and returns the largest supported maximum.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
   if (term.high > kMostCount)
@@ -196,19 +197,20 @@ Node Writer::not_multiple(const Term& term) {
   return expressions_.either(others, plain_fractions(expressions_));
 }
 
-// Returns the numbers without an exponent that are different from all numbers in `values`.
+// Returns the texts of numbers without an exponent that are different from all numbers in `values`.
 Node Writer::other_numbers(const ValueSet& values) {
   std::vector<Node> excluded;
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
     // If a value has more digits than this, another number may be rounded to the same double. So
-    // comparing digits is not enough, and the function returns no numbers at all.
+    // comparing digits does not show that two numbers are different doubles, and the function
+    // returns no numbers at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      // A finite double has fewer decimal digits before the decimal point than this.
+      // Every finite double has fewer digits than this before the decimal point.
       constexpr int64_t kMostZeros = 400;
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {

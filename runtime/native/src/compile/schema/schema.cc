@@ -24,15 +24,16 @@ struct Extent {
   uint32_t recursion, any, characters;
 };
 // A list of limits for depths and string lengths. The first entry leads to the largest automaton,
-// and the last entry leads to the smallest. The first entries only limit the lengths of strings,
-// because the decoded text rarely has room for long strings.
+// and the last entry leads to the smallest. Usually, the code uses the first entry for which the
+// estimated number of states is small enough. The first entries reduce only the lengths of strings,
+// because a canvas rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-// By default, the estimated number of states should be at most 1 / kComfort of the limit for
-// states.
+// By default, the code chooses depths for which the estimated number of states is at most 1 /
+// kComfort of the limit for states.
 constexpr double kComfort = 4;
-// The code uses smaller limits only if they reduce the estimate to at most this fraction of the
-// first estimate.
+// Smaller limits are used only if the number of states that is estimated for the smallest limits is
+// at most this fraction of the number for the largest limits.
 constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {
@@ -84,8 +85,8 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
     for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
       if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
-  // The estimate may be too high. So the code rejects the schema only if the estimate is far above
-  // the limit.
+  // The estimated number of states may be too high. So the code rejects the schema only if the
+  // estimate is more than kTooMany times the limit.
   constexpr double kTooMany = 100;
   if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,

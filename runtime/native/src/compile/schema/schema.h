@@ -2,10 +2,11 @@
 // several schemas with other texts.
 //
 // If a keyword constrains values, the compiler either enforces the keyword, or throws an error that
-// names the keyword. So every text of the language is valid. But the language contains only some of
-// the valid texts:
+// names the keyword. So the value of every text in the language is valid. But the language contains
+// only some of the texts with valid values:
 //
-//   - Objects contain only the properties that the schema names, in the order of the schema.
+//   - Objects contain only the properties that the schema names, in the order of the schema. The
+//     options any_order and more_properties change this.
 //   - Strings use the shortest escapes.
 //   - The layout determines the white space.
 //
@@ -25,12 +26,13 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // The largest number of times that a schema may contain itself. Also the largest nesting depth of
-  // arrays and objects in a value that the schema does not constrain. The default is 3. If the
-  // automaton would exceed the limits with this default, a smaller depth is used.
+  // The largest number of times that values of a schema may be nested inside each other. Also the
+  // largest nesting depth of arrays and objects in a value that the schema does not constrain. The
+  // default is 3. If the automaton would be too large with this default, the compiler uses a
+  // smaller depth.
   std::optional<uint32_t> max_depth;
   // If the estimated number of states is higher than this, the compiler reduces depths and the
-  // lengths of strings. 0 means a quarter of the limit of states.
+  // lengths of strings. 0 means a quarter of Limits::states.
   double most_states = 0;
   uint32_t level = 0;  // number of arrays and objects around the value
   // Objects with up to 6 properties may have their properties in any order.
@@ -53,7 +55,7 @@ struct Texts {
 // Returns the texts of the values that are valid against a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);
 
-// Returns all JSON objects.
+// Returns the texts of all JSON objects.
 Texts object_texts(Expressions& expressions, const Options& options);
 
 // Returns the strings of a JSON list as plain texts, without quotes. For example, the list

@@ -15,8 +15,8 @@ namespace dlm::compile::schema {
 std::string resolved(std::string_view base, std::string_view reference,
                      std::optional<std::string>& fragment);
 
-// Returns the steps of a JSON pointer. For example, "/a/0" has the steps "a" and "0". An empty
-// pointer has no steps. Returns nullopt if the pointer is not valid.
+// Returns the parts of a JSON pointer, called steps. For example, "/a/0" has the steps "a" and "0".
+// An empty pointer has no steps. Returns nullopt if the pointer is not valid.
 std::optional<std::vector<std::string>> pointer_steps(std::string_view pointer);
 
 }  // namespace dlm::compile::schema

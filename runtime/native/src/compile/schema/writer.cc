@@ -31,8 +31,9 @@ Writer::Made Writer::either(const std::vector<Made>& some) {
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Returns all JSON values up to the nesting depth any_depth. `level` is the number of containers
-// around the value. `around` is the number of these containers that the schema does not constrain.
+// Builds the node for all JSON values up to the nesting depth any_depth. `level` is the number of
+// containers around the value. `around` is the number of these containers that the schema does not
+// constrain.
 Writer::Made Writer::anything(uint32_t level, uint32_t around) {
   const uint32_t depth = options_.any_depth > around ? options_.any_depth - around : 0;
   const std::pair<uint32_t, uint32_t> key{options_.layout.kind_of_level(level), depth};
@@ -70,8 +71,8 @@ Writer::Made Writer::any_object(uint32_t level) {
           inner.size + kSizeOfString};
 }
 
-// Writes the values for which a formula is true. `is_described` is true if the value has a schema,
-// even if this schema allows all values.
+// Builds the node for all values for which a formula is true. `is_described` is true if the value
+// has a schema, even if this schema allows all values.
 Writer::Made Writer::value(Formula formula, const Place& place, bool is_described) {
   formula = formulas_.entered(formula, place.counts, options_.max_depth);
   if (formula == Formulas::kNo) return {};
@@ -103,10 +104,10 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
   const Term& term = formulas_[formula];
   uint8_t kinds = term.kinds;
   if (!term.is_typed) {
-    // If the schema does not give a type, the writer writes only values of the types to which the
-    // schema's keywords apply. For example, it writes only strings for {"minLength": 2}. The code
-    // handles each branch of a choice separately, because the keywords of different branches may
-    // apply to different types.
+    // If the schema does not contain a type, the writer allows only values of the types to which
+    // the schema's keywords apply. For example, it allows only strings for {"minLength": 2}. The
+    // code handles each branch of a choice separately, because the keywords of different branches
+    // may apply to different types.
     size_t splits = 1, at = parts.size();
     for (size_t i = parts.size(); i-- > 0;) {
       const Op op = formulas_[parts[i]].op;

@@ -3,8 +3,8 @@
 //
 // The writer splits the formula of an array or object into cases. In a case, "or" occurs only in
 // conditions on the presence of properties. For example, the writer splits {"anyOf": [A, B]} into
-// two cases. The language is the union of all cases. In each case, an object is written as a row of
-// properties in the order of the schema, and an array as a row of items.
+// two cases. The language is the union of all cases. In each case, the text of an object is a row
+// of properties in the order of the schema, and the text of an array is a row of items.
 //
 // Objects contain only properties that a schema of the case names, unless the options say
 // otherwise. If a formula occurs at several places with the same layout, these places share one
@@ -28,7 +28,8 @@ namespace dlm::compile::schema {
 
 struct WriterOptions {
   Layout layout;
-  uint32_t max_depth = 3;  // largest number of times that a schema may contain itself
+  // Largest number of times that values of a schema may be nested inside each other.
+  uint32_t max_depth = 3;
   uint32_t any_depth = 3;  // largest nesting depth of values that a schema does not constrain
   // If a string has a maxLength, the string is not longer than this, unless its minLength is
   // larger.
@@ -50,24 +51,25 @@ class Writer {
 
   Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
 
-  // Writes the values for which a formula is true. `level` is the number of containers (arrays and
-  // objects) around the values. `root` is the number that Recursion gives to the schema of these
-  // values, or kNotCounted.
+  // Builds the node for all values for which a formula is true. `level` is the number of containers
+  // (arrays and objects) around the values. `root` is the number that Recursion gives to the schema
+  // of these values, or kNotCounted.
   Made values(Formula formula, uint32_t level, uint32_t root);
-  // Returns all JSON objects.
+  // Builds the node for all JSON objects.
   Made any_object(uint32_t level);
   // Returns true if some strings were left out because of most_characters.
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
-  // Each pair consists of a schema's number in Recursion, and a count. The numbers are in ascending
-  // order.
+  // Each pair consists of the number that the class Recursion gives to a schema, and a count. The
+  // numbers are in ascending order.
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
   // Describes the containers and schemas around a value.
   struct Place {
     uint32_t level;
-    // For each counted schema: the number of its values that are around this value.
+    // For each schema that Recursion counts: how many of the containers around this value are
+    // values of the schema.
     Counts counts;
   };
 
@@ -96,7 +98,7 @@ class Writer {
     std::vector<Slot> slots;
     std::vector<Clause> clauses;  // in each clause, at least one literal must be true
     uint64_t low = 0, high = kNoLimit;
-    // The texts of any one property that the schema does not list. Several such properties may come
+    // The texts of one property that the schema does not list. Several such properties may come
     // after the slots.
     Node more = 0;
   };

@@ -22,8 +22,8 @@ const CodePoints kCharacters = {
     {0x9, 0xA}, {0xD, 0xD}, {0x20, 0xD7FF}, {0xE000, 0xFFFD}, {0x10000, 0x10FFFF}};
 
 // XML parsers change line breaks to \n, and change white space in attributes to spaces. But they do
-// not change character references such as &#13;. So all characters that parsers would change are
-// written as character references.
+// not change character references such as &#13;. So if a parser would change a character, the
+// compiled language contains a character reference in its place.
 const Spellings kInElements = {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'\r', "&#13;"}};
 const Spellings kInAttributes = {{'&', "&amp;"},  {'<', "&lt;"},  {'>', "&gt;"},  {'\r', "&#13;"},
                                  {'\n', "&#10;"}, {'\t', "&#9;"}, {'"', "&quot;"}};

@@ -11,8 +11,8 @@
 #include <new>
 #include <string>
 
-// These types are only declared. Their names are the same as in cuda.h, so that the test can
-// compare signatures.
+// These types of CUDA are only declared here, and not defined. Their names are the same as in
+// cuda.h, so that the test can compare signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -95,7 +95,7 @@ class Cuda {
 #undef DLM_CUDA_MEMBER
 };
 
-// A CUDA device and its primary context. TensorRT and ONNX Runtime use the same context.
+// A CUDA device and its primary context, which TensorRT and ONNX Runtime use too.
 class CudaDevice {
  public:
   // Throws Error(DLM_ENGINE_MISSING) if the machine has no CUDA device, and
@@ -116,8 +116,8 @@ class CudaDevice {
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For destructors, which must not throw. If the context cannot be made current, all memory of
-    // the context has already been freed.
+    // For destructors, which must not throw. If making the context current fails, CUDA has already
+    // freed all memory of the context, so there is nothing to do.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}

@@ -27,8 +27,8 @@ class DeviceCache {
  public:
   // The addresses of one tensor of keys or values in `past` and in `present`. In `past`, the tensor
   // has the shape [B, kv_heads, S, head_size], for B requests and S cached tokens. In `present`, it
-  // has the shape [B, kv_heads, T, head_size], for T new tokens. Each part has room for S + T rows
-  // of each head.
+  // has the shape [B, kv_heads, T, head_size], for T new tokens. Both `past` and `present` have
+  // room for S + T rows of each head.
   struct Place {
     CUdeviceptr past, present;
   };
@@ -52,11 +52,11 @@ class DeviceCache {
   // Does the work of Context::keep_outside. Queues the copies on the stream, and does not wait for
   // them. Rows stay in the order of their positions.
   //
-  // First, all of `past` is copied to the memory after the rows of `present`. Then the selected
-  // rows are copied back to `past`, with the new number of rows per head. This takes a few copies
-  // per tensor. In host memory, only the rows that change their place are moved (cache/slots.h). On
-  // a device, that would take several copies per head, which is thousands of copies of some
-  // microseconds each.
+  // First, the function copies all of `past` to the memory after the rows of `present`. Then it
+  // copies the selected rows back to `past`, with the new number of rows per head. This takes a few
+  // copies per tensor. The cache in host memory moves only the rows that change their place
+  // (cache/slots.h). On a device, that would take several copies per head, which is thousands of
+  // copies of some microseconds each.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
   // Returns the number of bytes that `past` and `present` use now.
@@ -82,8 +82,8 @@ class DeviceCache {
 };
 
 // Opens a context of the engine. Its cache is in device memory. All other arrays of a pass are in
-// host memory. The engine must outlive the context. The engine's `run` must not return before the
-// pass is complete. `longest` is the argument of Engine::open_context.
+// host memory. The engine must outlive the context. engine.run() must not return before the device
+// has completed the pass. `longest` is the argument of Engine::open_context.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

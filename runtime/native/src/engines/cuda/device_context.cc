@@ -114,8 +114,8 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // Tensor sizes are rounded up. `rounding` is an upper limit for the total number of bytes that
-    // this adds, for any length.
+    // The size of each tensor is rounded up. `rounding` is at least the number of bytes that this
+    // adds to all tensors together.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,
@@ -133,7 +133,7 @@ class DeviceContext final : public Context {
   const CudaDevice& device_;
   const CacheShape& shape_;  // belongs to the engine
   const int32_t longest_;
-  int32_t capacity_ = 0;  // allocated rows per head of each tensor
+  int32_t capacity_ = 0;  // number of allocated rows per head in each tensor
   KeyValues pointers_;    // pointers to device memory
   CudaStream stream_;
   std::unique_ptr<CudaMemory> memory_;

@@ -19,7 +19,8 @@
 
 namespace dlm::ops {
 
-// Element types that no port has. engines/graph_contract.h defines the element types of ports.
+// Element types that only the operators' inputs have. engines/graph_contract.h defines the element
+// types of the graph's own inputs and outputs.
 constexpr int kUint8 = 2, kFloat8 = 17;
 constexpr size_t kMostWeights = 3, kMostDims = 5;
 constexpr size_t kSegments = 8;  // index of the optional input `segments` of attention
@@ -88,8 +89,8 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // ONNX Runtime gets each task as a separate batch. So a thread that starts late runs fewer
-    // tasks.
+    // ONNX Runtime gets each task as a separate batch, and gives each thread a new batch when the
+    // thread is free. So a thread that starts late runs fewer tasks.
     ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
 
@@ -133,8 +134,8 @@ class Scratch {
 
 struct Op;
 
-// The attributes of one node of the graph. The comment on a field names the operators that have the
-// attribute.
+// The attributes of one node of the graph. The comment on each field names the operators that have
+// this attribute.
 struct Node {
   const Op& op;
   // Linear layers: number of columns of each weight matrix.
@@ -149,7 +150,7 @@ struct Node {
 struct Definition {
   const char* name;
   std::vector<int> inputs, outputs;  // element types
-  // Reads the attributes of a node. NULL if the operator has no attributes.
+  // A function that reads the attributes of a node. NULL if the operator has no attributes.
   void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;

@@ -1,5 +1,6 @@
-// Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted. So in every
-// pass, the operators check all shapes before they pass pointers to a kernel.
+// Registers our custom operators in ONNX Runtime. The operators run the kernels. The graph is
+// untrusted. So in every pass, the operators check all shapes before they pass pointers to a
+// kernel.
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -85,8 +86,8 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
       ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
-  for (const ops::Op& op : ops_)  // after this line, the elements of ops_ must not move
-    ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
+  // ONNX Runtime stores pointers to the elements of ops_, so they must not move in memory any more.
+  for (const ops::Op& op : ops_) ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 
 void CustomOps::add_to(OrtSessionOptions* options) const {

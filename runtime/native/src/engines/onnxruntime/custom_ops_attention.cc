@@ -1,5 +1,5 @@
 // Custom operators for attention with a cache, for sums that are normalised with RMSNorm, and for
-// candidates.
+// candidates (the most likely tokens of each position).
 #include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
@@ -75,7 +75,8 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
     fail(DLM_BAD_BUNDLE,
          "the shapes of %" PRId64 " query heads and %" PRId64 " key heads do not match", H, G);
-  // The window cannot be applied to cached rows, because their positions are not known here.
+  // With a window, a token sees only positions near its own. The operator does not know the
+  // positions of cached rows, so it cannot apply the window to them.
   if (node.window != 0 && S > 0)
     fail(DLM_UNSUPPORTED,
          "this denoiser has attention in a window, which cannot use a cache: choose a policy with "
@@ -152,7 +153,7 @@ constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
 using Read = decltype(Definition::read);
 using Compute = decltype(Definition::compute);
 
-// Defines an attention operator. `row` is the element type of the cached rows.
+// Defines an attention operator. `row` is the element type of the rows in the cache.
 Definition attention(const char* name, int row, Read read, Compute compute) {
   return {name, {F, F, F, row, row, L, F, F, L}, {F, row, row}, read, compute, true};
 }

@@ -19,8 +19,8 @@ void read_int4_experts(const ort::Api& api, const OrtKernelInfo* info, Node& nod
   read_group_size(api, info, node);
 }
 
-// Reads the weight matrices of all experts from input `index`, and their scales from the next
-// input. Checks the shapes of both inputs.
+// Reads the weight matrices of all experts from the operator's input `index`, and their scales from
+// the next input. Checks the shapes of both inputs.
 template <ExpertFormat kFormat>
 ExpertWeights take_stack(const Call& call, const Experts& mixture, size_t index, int64_t inputs,
                          int64_t columns) {

@@ -15,16 +15,17 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  // The program's ONNX Runtime is too old. When the program creates a session, ONNX Runtime rejects
-  // the graph with an error message of its own.
+  // If `table` is NULL, the program's ONNX Runtime is too old. When the program creates a session,
+  // ONNX Runtime rejects the graph with an error message of its own.
   if (table == nullptr) return nullptr;
   const dlm::ort::Api api(table);
   try {
     const dlm::Kernels* const kernels = dlm::find_kernels();
-    // Without kernels, ONNX Runtime runs the functions that the graph contains.
+    // If there are no kernels for the processor, ONNX Runtime runs the standard operators that the
+    // graph contains instead of each custom operator.
     if (kernels == nullptr) return nullptr;
-    // The operators are never freed, because sessions do not report when they stop using them. They
-    // are created once for each copy of ONNX Runtime in the process and each kernel set.
+    // The operators are never freed, because sessions do not report when they stop using them. The
+    // code creates them once for each pair of a loaded copy of ONNX Runtime and a kernel set.
     static std::mutex mutex;
     static auto& registered =
         *new std::map<std::pair<const void*, const dlm::Kernels*>, std::unique_ptr<dlm::CustomOps>>;

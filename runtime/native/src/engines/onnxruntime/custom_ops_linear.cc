@@ -1,5 +1,6 @@
 // Custom operators for linear layers, and for embedding tables that are stored like the weight
 // matrix of a tied head.
+#include <algorithm>
 #include <array>
 #include <cinttypes>
 
@@ -8,12 +9,12 @@
 namespace dlm::ops {
 namespace {
 
-// Returns the number of weight matrices of a layer. The first input of the operator is x. Then each
-// matrix has two inputs, the codes and the scales. An NVFP4 layer has one matrix with three inputs.
+// Returns the number of weight matrices of a layer. The first input of the operator is x. After it,
+// there are two inputs for each matrix: the codes and the scales. An NVFP4 layer has one matrix
+// with three inputs, so this function also returns 1 for it.
 size_t weights_of(const Definition& layer) { return (layer.inputs.size() - 1) / 2; }
 
-// The rows of a layer's input x [..., inputs], and the outputs [..., columns] that are allocated
-// for these rows.
+// The rows of a layer's input x [..., inputs], and the layer's outputs [..., columns].
 struct Rows {
   Call& call;
   Tensor<const float> x = call.input<float>(0);
@@ -57,6 +58,29 @@ bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const uint8_t
                          : scales.is({panels, groups_of(inputs, group_size), kPanel});
 }
 
+// Runs a linear layer for a few hundred rows at a time. So the codes of a long pass need little
+// scratch memory, and the results are the same.
+void run_in_parts(const Kernels& kernels, const Node& node, const Linear& layer, Call& call) {
+  constexpr int64_t kMostRows = 512, kTogether = 32;  // kernels pad to 32 rows
+  const int64_t parts = (layer.rows + kMostRows - 1) / kMostRows;
+  if (parts == 0) return;
+  const int64_t even = (layer.rows + parts - 1) / parts,
+                size = (even + kTogether - 1) / kTogether * kTogether;
+  std::array<float*, kMostWeights> outputs{};
+  Linear part = layer;
+  part.rows = std::min(size, layer.rows);
+  const Scratch scratch(call, node.op.memory, part.scratch_bytes());
+  for (int64_t first = 0; first < layer.rows; first += size) {
+    part.x = layer.x + first * layer.inputs;
+    part.rows = std::min(size, layer.rows - first);
+    for (size_t i = 0; i < layer.count; ++i)
+      if (layer.outputs[i] != nullptr)
+        outputs[i] = layer.outputs[i] + first * layer.weights[i].columns;
+    part.outputs = outputs.data();
+    kernels.linear(part, scratch.get(), call);
+  }
+}
+
 void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   const Rows rows(call);
   Linear layer{};
@@ -78,8 +102,7 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   }
   layer.weights = weights.data();
   layer.outputs = outputs.data();
-  const Scratch scratch(call, node.op.memory, layer.scratch_bytes());
-  kernels.linear(layer, scratch.get(), call);
+  run_in_parts(kernels, node, layer, call);
 }
 
 void compute_embedding(const Kernels& kernels, const Node& node, Call& call) {

@@ -1,12 +1,12 @@
 // The engine that runs a bundle's graph with ONNX Runtime.
 //
 // libonnxruntime is loaded at run time and not linked. So one build of the runtime works with the
-// libonnxruntime of the pip wheel and with that of the system. engines/onnxruntime/ort_api.h
-// declares its functions.
+// libonnxruntime of the pip wheel and with the libonnxruntime of the system.
+// engines/onnxruntime/ort_api.h declares the functions of libonnxruntime.
 //
 // The graph is untrusted. When the engine opens the graph, it compares the graph's inputs and
-// outputs with the manifest. In each pass, it binds every output to a buffer of exactly the shape
-// that the pass needs. So ONNX Runtime writes only to these buffers.
+// outputs with the manifest. In each pass, the engine gives ONNX Runtime a buffer for every output,
+// which has exactly the shape that the pass needs. So ONNX Runtime writes only to these buffers.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -56,8 +56,8 @@ struct Library {
 // need a newer version of the library than the CPU does.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
   // In the official builds, CreateEnv stores a device id and starts to send telemetry. If this
-  // environment variable is set, CreateEnv does neither (docs/Privacy.md of ONNX Runtime). If the
-  // program has already set the variable, this code does not change it.
+  // environment variable is set, CreateEnv does neither of these (docs/Privacy.md of ONNX Runtime).
+  // If the program has already set the variable, this code does not change it.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   // The file names to try: first the name in ONNX Runtime's releases, then the name that linkers
   // use. Debian's names, which contain the minor version, come last.
@@ -167,8 +167,9 @@ class OnnxRuntime final : public HostEngine {
                    : HostEngine::open_context(longest);
   }
 
-  // Segments work only with our kernels. Without our kernels, ONNX Runtime runs the functions in
-  // the graph, and then every request would see the rows of all requests.
+  // Segments work only with our kernels. Without our kernels, ONNX Runtime computes attention with
+  // the standard operators in the graph. These ignore segments, so every request would see the rows
+  // of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
@@ -178,8 +179,8 @@ class OnnxRuntime final : public HostEngine {
     // ONNX Runtime copies them.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
-    // The C API cannot make a read-only tensor that uses the caller's memory. ONNX Runtime only
-    // reads inputs, so const may be cast away.
+    // The C API has no function that makes a read-only tensor from the caller's memory. This cast
+    // removes const, which is safe because ONNX Runtime only reads inputs.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
     };
@@ -243,8 +244,8 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // All sessions of the process share the environment. Other code in the process may have set a
-    // more verbose log level for it.
+    // All sessions of the process share one OrtEnv. Other code in the process may have set a more
+    // verbose log level for the OrtEnv.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
     // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
@@ -269,8 +270,8 @@ class OnnxRuntime final : public HostEngine {
     // On processors without VNNI, sums of products of unsigned and signed bytes saturate. With this
     // option, ONNX Runtime uses unsigned bytes for both factors.
     configure(options, "session.x64quantprecision", "1");
-    // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that it does not have.
-    // With this option, it dequantises the weights when it loads the graph.
+    // Without this option, ONNX Runtime would replace nodes by FP8 operators for which it has no
+    // kernels. With this option, it dequantises the weights when it loads the graph.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -279,10 +280,10 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // Creates a session. The first session of the process adds our operators' domain to a table that
-  // all sessions share. ONNX Runtime changes this table without a lock. If two threads created the
-  // first sessions at the same time, one of the calls would fail. So only one session is created at
-  // a time, until the first session exists.
+  // Creates a session. When the first session of the process is created, ONNX Runtime adds the
+  // domain of our operators to a table that all sessions share. ONNX Runtime changes this table
+  // without a lock. If two threads created the first sessions at the same time, one of the calls
+  // would fail. So only one session is created at a time, until the first session exists.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -339,7 +340,8 @@ class OnnxRuntime final : public HostEngine {
                                        "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws an error if the device has run out of memory. The caller handles all other errors.
+  // Throws an error if the device has run out of memory. Ignores all other errors, which the caller
+  // handles.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -352,9 +354,9 @@ class OnnxRuntime final : public HostEngine {
                                        ". " + one_line(message));
   }
 
-  // Compares the graph's inputs or outputs with the manifest. Throws an error if the graph lacks a
-  // port, if the type or shape of a port differs from the manifest, or if the graph has an unknown
-  // input. Ignores unknown outputs.
+  // Compares the graph's ports (inputs or outputs) with the manifest. Throws an error if the graph
+  // lacks a port, if the type or shape of a port differs from the manifest, or if the graph has an
+  // input that the manifest does not list. Ignores unknown outputs.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
@@ -436,14 +438,14 @@ class OnnxRuntime final : public HostEngine {
   // environment and the device.
   const GraphSpec graph_;
   const std::string path_;          // path of the graph that runs
-  const Provider* const provider_;  // nullptr: the CPU runs the graph
+  const Provider* const provider_;  // the execution provider that runs the graph; nullptr: the CPU
   const Library library_;
   std::optional<CudaDevice> device_;
-  std::string left_;  // the nodes that the provider does not run, as left_behind() lists them
+  std::string left_;  // the nodes that the provider does not run, in the format of left_behind()
   Owned<OrtEnv, ort::ReleaseEnv> env_;
   Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_, device_memory_;
   std::optional<CustomOps> custom_ops_;
-  std::string kernels_;  // name of the kernel set; empty without our kernels
+  std::string kernels_;  // name of the kernel set; empty if our kernels are not used
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
   bool has_segments_ = false;

@@ -1,5 +1,5 @@
-// Declares the part of ONNX Runtime's C API that the engine uses. The official header is not used,
-// because pip wheels do not contain it.
+// Declares the part of ONNX Runtime's C API that the engine uses. This file replaces ONNX Runtime's
+// official header, because pip wheels do not contain that header.
 //
 // The library exports one function, OrtGetApiBase, which gives access to OrtApi, a table of
 // function pointers. New versions of ONNX Runtime only add functions at the end of the table. So
@@ -8,15 +8,15 @@
 //
 // Below, each function is declared with its slot number and its signature. Enums are passed as int.
 // If the official header is installed, tests/ort_slots_check.cc compares the slots, the signatures
-// and the values of the enums with it.
+// and the values of the enums with the header.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// These types are only declared. They have their official names, so that the test can compare
-// signatures.
+// These types of ONNX Runtime are only declared here, and not defined. They have their official
+// names, so that the test can compare signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -38,8 +38,8 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The version of the function table that the engine requests. ONNX Runtime has supported it since
-// 1.20.
+// The version of the function table that the engine requests. ONNX Runtime has supported this
+// version since release 1.20.
 constexpr uint32_t kApiVersion = 20;
 // The oldest version of ONNX Runtime that can run graphs of opset 23. All bundles use this opset.
 constexpr uint32_t kOpsetVersion = 23;
@@ -56,7 +56,7 @@ struct ApiBase {
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
 constexpr int kInvalidArgument = 2, kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7;
-constexpr int kInvalidGraph = 10;    // a value of OrtErrorCode, like the constants above
+constexpr int kInvalidGraph = 10;    // a value of OrtErrorCode
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
@@ -149,7 +149,7 @@ using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* nam
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
-// ONNX Runtime has had these functions since kPlacementVersion. The session owns the results.
+// These functions exist since the version kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
 using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;
 using PlacementGetNodes = Entry<409, OrtStatus*(const OrtEpAssignedSubgraph*, const OrtEpAssignedNode* const**, size_t*)>;
@@ -159,7 +159,7 @@ using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, co
 // clang-format on
 
 // OrtCustomOp: the functions that define a custom operator. Some functions also exist in a second
-// version, with V2 in the name. Then ONNX Runtime calls only the second version.
+// version, with V2 in the name. If a second version exists, ONNX Runtime calls only this version.
 struct CustomOp {
   uint32_t version;  // API version of this struct, which has the entries below
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
@@ -171,7 +171,7 @@ struct CustomOp {
   size_t (*get_output_count)(const CustomOp*);
   void (*compute)(void*, OrtKernelContext*);
   void (*destroy_kernel)(void*);
-  int (*get_input_kind)(const CustomOp*, size_t);  // 0: the input is required
+  int (*get_input_kind)(const CustomOp*, size_t);  // returns 0 if the input is required
   int (*get_output_kind)(const CustomOp*, size_t);
   int (*get_input_memory)(const CustomOp*, size_t);
   int (*get_variadic_input_minimum)(const CustomOp*);

@@ -1,4 +1,4 @@
-// Converts errors of ONNX Runtime's C API to exceptions, and owns the objects of that API.
+// Helpers for ONNX Runtime's C API, which convert its errors to exceptions and own its objects.
 #pragma once
 
 #include <string>

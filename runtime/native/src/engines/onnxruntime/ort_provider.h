@@ -24,8 +24,8 @@ void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider);
 
 // Adds the provider to the session options. If the provider is TensorRT and allow_fallback is set,
-// also adds the CUDA provider with a lower priority. Throws Error(DLM_ENGINE_MISSING) if a
-// dependency cannot be loaded. The message says what to install.
+// also adds the CUDA provider, which runs the nodes that TensorRT does not run. Throws
+// Error(DLM_ENGINE_MISSING) if a dependency cannot be loaded. The message says what to install.
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
                   OrtSessionOptions* options);
 

@@ -2,9 +2,9 @@
 // manifest.
 //
 // An engine file contains code for one compute capability and one version of TensorRT. Before the
-// file is read, these are compared with the device and with the loaded library. After that, the
-// engine's ports and profiles are compared with the manifest, because the sizes of the buffers come
-// from the manifest.
+// code reads the file, it compares them with the device and with the loaded library. Then it
+// compares the engine's ports (inputs and outputs) and profiles with the manifest, because the
+// sizes of the buffers come from the manifest.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include "base/error.h"
@@ -29,8 +29,8 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// Converts TensorRT's element type to the number that ports use. Returns 0 (undefined) if no port
-// may have the type.
+// Converts TensorRT's element type to the number that engines/graph_contract.h uses. Returns 0
+// (undefined) if no port may have the type.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
@@ -126,8 +126,9 @@ void TensorRt::verify_ports() {
   check_complete(spec_.path, "output", ports_.outputs);
 }
 
-// Throws an error if the engine's profiles differ from those in the manifest. The sizes of the
-// buffers come from the manifest, so an engine with larger profiles would write beyond the buffers.
+// Throws an error if the engine's profiles differ from the profiles in the manifest. The sizes of
+// the buffers come from the manifest, so an engine with larger profiles would write beyond the
+// buffers.
 void TensorRt::verify_profiles() const {
   if (engine_->getNbOptimizationProfiles() != 2)
     fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(),

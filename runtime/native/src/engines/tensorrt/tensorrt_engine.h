@@ -35,7 +35,7 @@ class TensorRt final : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::string description() const override;
   int32_t max_rows(int32_t tokens, int32_t cached) const override;
-  // The profiles are built for one request.
+  // The exporter builds the profiles of an engine for one request.
   int32_t max_batch() const override { return 1; }
   std::string limits() const override { return limits_text(spec_); }
 
@@ -44,7 +44,7 @@ class TensorRt final : public Engine {
   const GraphSpec& graph() const { return graph_; }
   const EngineSpec& spec() const { return spec_; }
 
-  // Returns the number of bytes of device memory that a pass of this profile needs for intermediate
+  // Returns how many bytes of device memory a pass with this profile needs for intermediate
   // results.
   size_t working_bytes(int32_t profile) const {
     return static_cast<size_t>(
@@ -60,7 +60,7 @@ class TensorRt final : public Engine {
   [[noreturn]] void fail_call(const std::string& call);
 
   // Discards errors that TensorRT reported during calls that succeeded. Otherwise the message of a
-  // later failure would contain them.
+  // later failure would contain these errors.
   void forget_errors() { logger_.take(); }
 
  private:

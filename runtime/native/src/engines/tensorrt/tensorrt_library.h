@@ -26,8 +26,8 @@ class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // Returns the first error since the last call of take(), and clears it. The text is written so
-  // that callers can append it to a sentence.
+  // Returns the first error since the last call of take(), and clears it. Callers append the
+  // returned text to a sentence.
   std::string take();
 
  private:

@@ -1,5 +1,5 @@
 // Decisions of the TensorRT engine that tests can check without a GPU: whether an engine can run,
-// which of its profiles runs a pass, and how many rows a pass scores.
+// which of its profiles runs a pass, and for how many rows a pass predicts tokens.
 #pragma once
 
 #include <algorithm>
@@ -48,9 +48,9 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// Returns the number of rows that a pass scores if `rows` rows are needed. The number is rounded up
-// to a multiple of 8. So passes have fewer different sizes, and more of them can replay a CUDA
-// graph. The result is at most `tokens`, and at most the limit of the profile.
+// Returns the number of rows for which a pass predicts tokens if requests need `rows` rows. The
+// number is rounded up to a multiple of 8. So passes have fewer different sizes, and more of them
+// can replay a CUDA graph. The result is at most `tokens`, and at most the limit of the profile.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);

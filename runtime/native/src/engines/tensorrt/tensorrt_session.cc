@@ -1,10 +1,11 @@
 // A session of the TensorRT engine.
 //
-// The session makes one allocation on the device. It has room for the inputs, the outputs, the rows
-// of the last pass (`present`), the cached rows (`past`) and TensorRT's working memory. The
-// addresses never change, so a pass can be replayed as a CUDA graph. Token ids are copied from
-// pinned host memory, and candidates are copied back to it. Logits are copied only if a request
-// needs them. The host waits for the device once per pass.
+// The session makes one allocation on the device. This memory contains the inputs, the outputs, the
+// cache rows that the last pass computed (`present`), the cache rows that passes read (`past`) and
+// TensorRT's working memory. The addresses never change, so a pass can be replayed as a CUDA graph.
+// The session copies token ids from pinned host memory to the device, and candidates (the most
+// likely tokens) back to this memory. The session copies logits only if a request needs them. The
+// host waits for the device once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -95,24 +96,26 @@ class Session final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // A PassKey that occurs repeatedly. The first pass with these sizes runs on the execution context
-  // of its profile, which can run any size. For the second pass, the session creates an execution
-  // context for these sizes only. From the third pass on, the session replays a CUDA graph.
+  // A PassKey (sizes of a pass) that occurs repeatedly. The first pass with these sizes runs on the
+  // execution context of a profile, which can run all sizes of the profile. For the second pass,
+  // the session creates an execution context for these sizes only. From the third pass on, the
+  // session replays a CUDA graph.
   //
   // Each graph needs its own execution context. A captured graph refers to the context from which
   // it was captured, and must not be used after this context has changed. The contexts may share
   // working memory (CUDA Graphs in TensorRT's developer guide).
   struct Repeated {
     PassKey key;
-    // The execution context for these sizes. The session creates it for the second pass.
+    // The execution context for these sizes. The session creates it for the second pass with these
+    // sizes.
     std::unique_ptr<nvinfer1::IExecutionContext> context;
     CudaGraphExec graph;  // nullptr if no graph was captured
   };
   // The number of Repeated objects is limited, because each execution context uses host memory.
   static constexpr size_t kMostRepeated = 32;
 
-  // The parts of the staging memory: the first three inputs of the graph, then its first three
-  // outputs.
+  // The parts of the staging memory (pinned host memory for copies): the first three inputs of the
+  // graph, then the first three outputs of the graph.
   enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
   // The index of the graph's output `logits`, which comes after the three outputs above.
   static constexpr size_t kLogits = 3;
@@ -149,8 +152,8 @@ class Session final : public Context {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // Creates an execution context for the profile, and sets all its addresses. All contexts use the
-  // same working memory. This is safe because they also use the same stream.
+  // Creates an execution context for the profile, and sets the addresses of all tensors. All
+  // contexts use the same working memory. This is safe because they also use the same stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -190,7 +193,7 @@ class Session final : public Context {
     std::fill(scored + pass.rows, scored + rows, scored[0]);
   }
 
-  // Queues all work of a pass on the stream. The work can be captured as one graph.
+  // Queues all work of a pass on the stream. CUDA can capture this work as one graph.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const size_t tokens = key.tokens, rows = key.rows, candidates = rows * engine_.graph().top_k;
     const auto put = [&](Staged part, size_t bytes) {

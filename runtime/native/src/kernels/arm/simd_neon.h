@@ -9,7 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 4;
-// Register tile for products of floats: 20 vectors of sums, 4 vectors of weights.
+// The size of a tile of products of floats. Its 20 vectors of sums and 4 vectors of weights fit the
+// registers.
 constexpr int kFloatRows = 5, kFloatVectors = 4;
 constexpr int kQueryVectors = 4;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 4;
@@ -85,7 +86,7 @@ struct Bytes {
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
   using Weights = int8x16_t;
-  // Contains four codes and four unused bytes, because the instruction reads only one lane.
+  // Contains four codes and four unused bytes. The instruction reads only the lane with the codes.
   using Activations = int8x8_t;
   static Activations spread(const Code* four) {
     uint32_t bits;
@@ -120,8 +121,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up reads kLanes numbers of four bits from `from`, starting at bit
-// kShift. Each of them is an index into the table. look_up returns the table's number at each
+// A table of 16 numbers. look_up reads kLanes four-bit numbers, which start at bit kShift of
+// `from`. Each of them is an index into the table. look_up returns the table's number at each
 // index.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }

@@ -40,9 +40,9 @@ class InOrder final : public Parallel {
   }
 };
 
-// Tests the kernels with pseudo-random rows and weights. Each row contains the number 127, so the
-// scale of each row is 1. The weights' scales are also 1. So each result must equal the integer sum
-// of the products.
+// Tests whether the kernels multiply correctly on this processor, with pseudo-random rows and
+// weights. Each row contains the number 127, so the scale of each row is 1. The weights' scales are
+// also 1. So each result must equal the integer sum of the products.
 bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
   constexpr int64_t kRows = 33, kInputs = 72, kColumns = 33, kWidth = padded_columns(kColumns);
   const int64_t parts = group_size == 0 ? 1 : 2, offset = group_size == 0 ? 128 : 8;

@@ -13,17 +13,18 @@ struct Kernels;
 struct AmxHost {
   uint32_t features;  // the register edx of CPUID's leaf 7
   bool has_avx512_vnni;
-  uint64_t saved_state;  // XCR0: the registers that the operating system saves for each thread
-                         // Asks the operating system for permission to use AMX in all threads of
-                         // the process. Returns 0 or errno.
+  // The register XCR0: which registers the operating system saves for each thread.
+  uint64_t saved_state;
+  // Asks the operating system for permission to use AMX in all threads of the process. Returns 0
+  // or errno.
   int (*request)();
   bool (*prove)();  // returns true if the kernels compute correctly
 };
 
 AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 
-// Makes the checks in order, and stops at the first check that fails. Returns the reason for the
-// failure, or "" if every check succeeds.
+// Checks the conditions in order, and stops at the first one that is not met. Returns the reason
+// why AMX cannot be used, or "" if all conditions are met.
 std::string find_amx_refusal(const AmxHost& host);
 
 // Returns true if the kernels compute small INT8 and INT4 layers with the same results as plain

@@ -1,5 +1,5 @@
-// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. If the compiler
-// targets 256-bit VNNI instructions, the operations use them too.
+// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. If the compiler may
+// generate 256-bit VNNI instructions, the operations use these instructions too.
 #pragma once
 
 #include <immintrin.h>
@@ -10,7 +10,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
-// Register tile for products of floats: 12 vectors of sums, 2 vectors of weights.
+// The size of a tile of products of floats. Its 12 vectors of sums and 2 vectors of weights fit the
+// registers.
 constexpr int kFloatRows = 6, kFloatVectors = 2;
 constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 6;
@@ -115,7 +116,7 @@ struct Bytes {
   }
 };
 
-// Multiplies like the class `Products`, but each byte of the panel contains two weights.
+// Multiplies like the class `Products`, but reads panels in which each byte contains two weights.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -155,8 +156,8 @@ struct Int8 : Products {
 
 // The AVX2 instruction for products of bytes adds two products to a sum of 16 bits. The sum could
 // exceed 16 bits, and would then saturate. So both factors are widened to 16 bits first. The code
-// below widens the even and odd bytes of the weights separately. The codes are already stored in 16
-// bits.
+// below widens the even and the odd bytes of the weights separately. The codes of the rows need no
+// widening, because they are already stored in 16 bits.
 struct Int8 {
   static constexpr int kTileRows = 4, kVectors = 2;  // 8 vectors of sums, 4 of weights, 2 of codes
   static constexpr int kParts = 1;
@@ -200,8 +201,8 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// A table of 16 numbers. look_up reads kLanes numbers of four bits from `from`, starting at bit
-// kShift. Each of them is an index into the table. look_up returns the table's number at each
+// A table of 16 numbers. look_up reads kLanes four-bit numbers, which start at bit kShift of
+// `from`. Each of them is an index into the table. look_up returns the table's number at each
 // index.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {

@@ -9,7 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 16;
-// Register tile for products of floats: 24 vectors of sums, 2 vectors of weights.
+// The size of a tile of products of floats. Its 24 vectors of sums and 2 vectors of weights fit the
+// registers.
 constexpr int kFloatRows = 12, kFloatVectors = 2;
 constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 8;
@@ -86,7 +87,7 @@ inline I select_greater(F x, F y, I a, I b) {
 // ---- Products of codes ----
 
 // Four bytes per lane. The bytes of weights are unsigned. The bytes of a row are signed, and every
-// lane contains the same four bytes.
+// lane contains the same four bytes of the row.
 struct Bytes {
   // Register tile: 24 vectors of sums, 2 vectors of weights.
   static constexpr int kTileRows = 12, kVectors = 2;
@@ -117,7 +118,7 @@ struct Int8 : Bytes {
 
 struct Int4 : Bytes {
   static constexpr int kParts = 2;
-  // Register tile: 20 vectors of sums. The other registers contain the scales of a group.
+  // A tile has 20 vectors of sums. The other registers contain the scales of a group.
   static constexpr int kTileRows = 10;
   static constexpr int32_t kWeightOffset = 8;
   template <int kPart>
@@ -127,8 +128,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up reads kLanes numbers of four bits from `from`, starting at bit
-// kShift. Each of them is an index into the table. look_up returns the table's number at each
+// A table of 16 numbers. look_up reads kLanes four-bit numbers, which start at bit kShift of
+// `from`. Each of them is an index into the table. look_up returns the table's number at each
 // index.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
