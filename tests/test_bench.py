@@ -394,7 +394,12 @@ def test_prompts_are_requests_of_their_own_with_p50_and_p95(
             bundle.generate(prompt=prompt, max_new_tokens=10, preset="fast-dllm").nfe
             for prompt in prompts
         ]
+    assert told["nfe"] == passes
     assert told["mean_nfe"] == sum(passes) / 3
+    assert told["overhead_ms"] >= 0
+    (load,) = told["loads"]
+    assert (load["running"], load["count"], load["shares"]) == (1, 4, 1)
+    assert load["passes"] == sum(passes) + passes[0]
     shown = invoke(*arguments, "--samples", 2).stdout
     assert re.search(
         r"Requests: 2 prompts of .*: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms, [\d.]+ passes",

@@ -26,6 +26,7 @@ from dlm_export.cli.options import (
     json_option,
     number,
     options,
+    real,
     set_option,
     source_group,
     text,
@@ -35,6 +36,7 @@ from dlm_export.cli.values import overrides, policy_changes, refuse, split
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
+    from dlm_export.planning.fleet import Demand, Fleet
     from dlm_export.planning.growth import Growth
     from dlm_export.planning.plan import Cache, Plan
     from dlm_export.planning.predict import PassTime, Prediction
@@ -81,6 +83,14 @@ if TYPE_CHECKING:
         file("--measured", "Output of `dlm-export bench --json`; corrects times of the cpu."),
     ),
     group(
+        "Fleet",
+        real("--fleet", "Plan replicas for X requests per second.", 1e6),
+        real("--p95-ms", "Most milliseconds that 95% of the requests may take.", 1e9),
+        number("--max-running", "Most requests that run on a replica.", 1, 4096, default=16),
+        real("--overhead-ms", "Milliseconds that a server adds to a request.", 1e9, default=0.0),
+        text("--pass-ms", "Milliseconds of a pass: NUMBER, or TARGET=NUMBER, ...", "TIMES"),
+    ),
+    group(
         "Plot",
         file("--plot", "Plot the time per token to this .png or .svg file.", OUTPUT),
         force_option,
@@ -95,10 +105,20 @@ def plan(
     The prediction needs neither the devices nor a bundle that was built for the devices. SOURCE is
     a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. If SOURCE is on the hub, the command
     downloads the headers of the weight files, but not the weights. If SOURCE is a bundle, the
-    command does not need torch. The times are lower limits, which the roofline model computes.
+    command does not need torch. The times are lower limits, which the roofline model computes. With
+    --fleet, the command also plans how many replicas keep the target --p95-ms, and their cost.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
+    if (values["fleet"] is None) != (values["p95_ms"] is None):
+        raise click.UsageError("--fleet and --p95-ms belong together: give both")
+    if values["fleet"] is None and values["pass_ms"] is not None:
+        raise click.UsageError("--pass-ms belongs to --fleet: give --fleet and --p95-ms too")
+    for name in ("fleet", "p95_ms"):
+        if values[name] is not None and not values[name] > 0:
+            raise click.UsageError(f"--{name.replace('_', '-')} must be a number above 0")
+    if math.isnan(values["overhead_ms"]):
+        raise click.UsageError("--overhead-ms must be a number")
     if (source is None) == (values["sizes"] is None):
         raise click.UsageError("give a checkpoint or bundle, or --sizes")
     if source is None:
@@ -111,6 +131,7 @@ def plan(
 def _plan(
     source: Path | None, plot: Path | None, force: bool, as_json: bool, values: dict[str, Any]
 ) -> None:
+    from dlm_export.planning.fleet import Demand, plan_fleets
     from dlm_export.planning.measured import read_measured
     from dlm_export.planning.plan import find_targets, make_plan
     from dlm_export.planning.plot import claimed_plot, save_plot
@@ -130,7 +151,7 @@ def _plan(
         if values["block_length"] is None
         else _numbers("--block-length", values["block_length"], int),
         tokens_per_pass=_numbers("--tokens-per-pass", values["tokens_per_pass"], float),
-        prices=_prices(values["price_per_hour"], [target.name for target in targets]),
+        prices=_by_target("--price-per-hour", values["price_per_hour"], targets),
         preset=values["preset"],
         changes=policy_changes(values["changes"]),
         reused_tokens=values["reused"],
@@ -144,14 +165,27 @@ def _plan(
             shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, values))]
         precisions = None if values["precisions"] is None else split(values["precisions"]) or [""]
         made = make_plan(shapes, targets, request, precisions, measured)
+        fleets = None
+        if values["fleet"] is not None:
+            demand = Demand(
+                values["fleet"],
+                values["p95_ms"],
+                values["max_running"],
+                values["overhead_ms"],
+                _by_target("--pass-ms", values["pass_ms"], targets),
+            )
+            fleets = plan_fleets(made, demand, measured)
         if drawing is not None:
             save_plot(drawing, made)
     if plot is not None:
         click.echo(f"{plot} {format_bytes(plot.stat().st_size)}", err=True)
     if as_json:
-        print_json(made.as_dict())
-    else:
-        print_plan(made)
+        told = None if fleets is None else [each.as_dict() for each in fleets]
+        print_json(made.as_dict() | {"fleets": told})
+        return
+    print_plan(made)
+    if fleets is not None:
+        print_fleets(fleets, demand)
 
 
 def _checkpoint_sizes(path: Path, values: dict[str, Any]) -> tuple[NetworkSpec, int]:
@@ -179,24 +213,25 @@ def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]
     return found
 
 
-def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
-    """Parse ``--price-per-hour``, and return the price per hour of each target.
+def _by_target(option: str, text: str | None, targets: Sequence[Target]) -> dict[str, float]:
+    """Parse an option that gives a number for each target.
 
     The option's value is one number for all targets, or a list such as ``h100=2.5,thor=0.1``.
     """
-    prices: dict[str, float] = {}
+    names = [target.name for target in targets]
+    numbers: dict[str, float] = {}
     for part in split(text or ""):
         name, equals, number = part.rpartition("=")
         try:
-            price = float(number)
+            value = float(number)
         except ValueError:
-            price = math.nan
-        if not 0 < price < math.inf or (equals and name not in targets):
+            value = math.nan
+        if not 0 < value < math.inf or (equals and name not in names):
             raise click.UsageError(
-                f"--price-per-hour {part!r}: write a number, or TARGET=NUMBER of {', '.join(targets)}"
+                f"{option} {part!r}: write a number, or TARGET=NUMBER of {', '.join(names)}"
             )
-        prices |= {name: price} if equals else dict.fromkeys(targets, price)
-    return prices
+        numbers |= {name: value} if equals else dict.fromkeys(names, value)
+    return numbers
 
 
 @command()
@@ -356,6 +391,39 @@ def print_plan(plan: Plan) -> None:
             click.echo(f"Left out on {target}: {', '.join(names)} ({reason})")
     if plan.calibration is not None:
         _print_calibration(plan.calibration)
+
+
+def print_fleets(fleets: Sequence[Fleet], demand: Demand) -> None:
+    """Print in 100 columns how many replicas each target needs."""
+    click.echo(
+        f"\nFleet for {demand.per_s:g} requests/s with a p95 of at most {demand.p95_ms:g} ms, "
+        f"{demand.max_running} running per replica"
+    )
+    rows = []
+    for each in fleets:
+        is_limit = each.basis == "lower limit" and each.replicas is not None
+        rows.append(
+            [
+                each.target,
+                each.precision,
+                "-" if each.tokens_per_pass is None else f"{each.tokens_per_pass:g}",
+                each.basis,
+                ("-" if each.replicas is None else f"{'>=' if is_limit else ''}{each.replicas}"),
+                "-" if each.load is None else f"{each.load:.0%}",
+                _three(each.alone_ms),
+                _three(each.p50_ms),
+                _three(each.p95_ms),
+                _three(each.cost_per_hour),
+                _three(each.cost_per_million_requests),
+            ]
+        )
+    heads = ["target", "precision", "tokens", "times", "replicas", "load", "alone", "p50", "p95"]
+    print_table("", [*heads, "cost/h", "cost/M"], rows)
+    click.echo(
+        "tokens: tokens that a pass commits. times: source of the times of passes. alone, p50, p95: ms.\n"
+        "cost/M: cost of a million requests. -: not known, or no number of replicas keeps the target.\n"
+        "Requests arrive at random times and go to random replicas."
+    )
 
 
 def _print_predictions(

@@ -212,7 +212,7 @@ def run(
         number("--samples", "Most prompts to use from --data.", default=64),
         preset_option,
         set_option,
-        text("--batch", "Requests that share passes, such as 1,4,8.  [default: 1]", "LIST"),
+        text("--batch", "Requests that run together, such as 1,4,8.  [default: 1]", "LIST"),
         json_option,
     ),
     group(
@@ -245,8 +245,8 @@ def bench(
     """Measure the speed and memory of BUNDLE on this machine.
 
     The command measures single passes and whole generations from random prompts. With --data, the
-    command also measures generations from the prompts in a file, one at a time. Each generation
-    from a file's prompt stops at its end token.
+    command also measures generations from the prompts in a file, one at a time and in a scheduler.
+    Each generation from a file's prompt stops at its end token.
 
     Example: dlm-export bench build/demo --data examples/demo-denoiser/calibration.jsonl
     """
@@ -339,6 +339,20 @@ def print_bench(result: Mapping[str, Any]) -> None:
             f"p50 {sent['p50_ms']:.1f} ms, p95 {sent['p95_ms']:.1f} ms, p99 {sent['p99_ms']:.1f} ms, "
             f"{sent['mean_nfe']:.2f} passes on average, "
             f"{sent['ms_per_pass']:.2f} ms and {sent['tokens_per_pass']:.2f} tokens a pass, {sent['tokens_per_s']:.1f} tokens/s"
+        )
+        rows = [
+            [
+                str(row["running"]),
+                f"{row['shares']:.2f}",
+                f"{row['ms_per_pass']:.2f}",
+                f"{row['requests_per_s']:.1f}",
+            ]
+            for row in sent["loads"]
+        ]
+        print_table(
+            "These prompts in a scheduler",
+            ["running", "requests a pass", "ms a pass", "requests/s"],
+            rows,
         )
     if (shared := result["prefix"]) is not None:
         _print_prefix(shared)

@@ -37,6 +37,7 @@ from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
+from dlm_export.planning.loads import measure_loads, measure_overhead
 from dlm_export.planning.peer import compare_with_peer
 from dlm_export.planning.prefix import (
     PrefixLoad,
@@ -150,7 +151,10 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     - ``cost``: the coefficients of the linear model (the fields of a ``PassCost``), and the errors
       of the fit.
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
-      generation ends at its end token. A latency is the time that a whole request takes.
+      generation ends at its end token. A latency is the time that a whole request takes. ``nfe``
+      contains the number of passes of each prompt. ``overhead_ms`` is the result of
+      ``measure_overhead``, and ``loads`` the result of ``measure_loads`` for the numbers of
+      requests in ``batches``.
     - ``prefix``: the result of ``measure_prefix``.
     - ``peer``: the result of ``compare_with_peer``.
 
@@ -203,7 +207,13 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             generation,
             *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:]),
         ]
-        requests = _time_requests(bundle, options, preset, prompts, progress) if prompts else None
+        requests = None
+        if prompts:
+            requests = _time_requests(bundle, options, preset, prompts, progress)
+            how = {"preset": preset, **options.policy}
+            how["max_new_tokens"] = requests["max_new_tokens"]
+            requests["overhead_ms"] = measure_overhead(bundle, prompts, how)
+            requests["loads"] = measure_loads(bundle, prompts, how, batches, progress)
         prefix = None if load is None else measure_prefix(bundle, load, rounds, progress)
         progress.start("passes", len(made))
         passes = []
@@ -426,6 +436,7 @@ def _time_requests(
         "p50_ms": float(p50),
         "p95_ms": float(p95),
         "p99_ms": float(p99),
+        "nfe": [result.nfe for result in results],
         "mean_nfe": statistics.mean(result.nfe for result in results),
         "ms_per_pass": sum(seconds) * 1e3 / passes,
         "tokens_per_pass": sum(result.completion_tokens for result in results) / passes,

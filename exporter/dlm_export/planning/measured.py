@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlm_export.planning.bench import PassSize
+from dlm_export.planning.queueing import Service
 from dlm_export.planning.roofline import Machine, Rates
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
@@ -79,7 +80,8 @@ class MeasuredGeneration:
 class Measured:
     """The results of ``dlm-export bench`` for one bundle.
 
-    ``parameters`` is the denoiser's parameter count.
+    ``parameters`` is the denoiser's parameter count. ``service`` describes the measured requests,
+    or is ``None`` if no requests were measured.
     """
 
     file: str
@@ -89,6 +91,7 @@ class Measured:
     rates: Rates
     passes: tuple[MeasuredPass, ...]
     generation: MeasuredGeneration
+    service: Service | None = None
 
     def leave_one_out(self) -> list[float]:
         """Predict the time of each pass from all other passes, and return the relative errors.
@@ -150,6 +153,26 @@ def read_measured(path: Path) -> Measured:
         raise MeasuredError(
             f"{path}: contains no pass: measure one, such as `dlm-export bench BUNDLE --passes 32,224,32 --json`"
         )
+    service = None
+    if value.get("requests") is not None:
+        nfe, loads = (get(list, "requests", name) for name in ("nfe", "loads"))
+        times = [
+            (
+                max(1.0, get(float, "requests", "loads", i, "shares")),
+                positive("requests", "loads", i, "ms_per_pass"),
+            )
+            for i in range(len(loads))
+        ]
+        passes_of = [get(int, "requests", "nfe", i) for i in range(len(nfe))]
+        if not times or not passes_of or min(passes_of) < 1:
+            raise MeasuredError(
+                f"{path}: requests contains no passes: measure `dlm-export bench BUNDLE --data FILE --json` again"
+            )
+        service = Service(
+            tuple(passes_of),
+            tuple(dict(sorted(times)).items()),
+            get(float, "requests", "overhead_ms"),
+        )
     return Measured(
         str(path),
         get(str, "bundle", "precision"),
@@ -165,4 +188,5 @@ def read_measured(path: Path) -> Measured:
             get(int, "generation", "nfe"),
             positive("generation", "tokens_per_s"),
         ),
+        service,
     )

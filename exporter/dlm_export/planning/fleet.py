@@ -1,0 +1,151 @@
+"""Plans how many replicas of a server keep a target for the latency, and what the replicas cost.
+
+``queueing`` simulates a replica. The times of its passes come from the first of these sources that
+is available:
+
+1. ``given``: the time of a pass that the user gives for a target.
+2. ``measured``: the loads that ``bench --data --batch`` measured on this machine.
+3. ``lower limit``: the plan's prediction. A real server needs at least as many replicas.
+
+Several requests share a pass only if shared passes were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dlm_export.planning.measured import Measured
+from dlm_export.planning.plan import Plan, PlanError
+from dlm_export.planning.predict import Prediction
+from dlm_export.planning.queueing import Service, fewest_replicas
+
+GIVEN, MEASURED, LOWER_LIMIT = "given", "measured", "lower limit"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a fleet must serve.
+
+    - ``per_s``: mean number of requests per second.
+    - ``p95_ms``: the target. 95% of the requests must take at most this time.
+    - ``max_running``: largest number of requests that run at the same time on a replica.
+    - ``overhead_ms``: time that a server adds to each request outside the scheduler.
+    - ``pass_ms``: maps targets to the time of a pass of one request.
+    """
+
+    per_s: float
+    p95_ms: float
+    max_running: int = 16
+    overhead_ms: float = 0.0
+    pass_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The replicas of one denoiser on one target, in one precision.
+
+    - ``tokens_per_pass``: ``None`` if the passes of requests were measured.
+    - ``basis``: the source of the times: "given", "measured" or "lower limit".
+    - ``alone_ms``: mean time of a request without other requests.
+    - ``most_per_s``: largest number of requests per second that a replica can complete.
+    - ``replicas``: ``None`` if even a replica without load misses the target.
+    - ``load``: load of each replica, as a share of ``most_per_s``.
+    - ``cost_per_hour``, ``cost_per_million_requests``: ``None`` if the target's price is unknown.
+    """
+
+    denoiser: str
+    target: str
+    precision: str
+    tokens_per_pass: float | None
+    basis: str
+    alone_ms: float
+    most_per_s: float
+    replicas: int | None
+    load: float | None
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    cost_per_hour: float | None
+    cost_per_million_requests: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) -> list[Fleet]:
+    """Plan a fleet for each denoiser, target, precision and number of tokens per pass.
+
+    Only the first block length of the plan is used. Raises PlanError if no target has a time, or if
+    the plan has a batch: a scheduler decides how many requests share a pass.
+    """
+    if plan.request.batch > 1:
+        raise PlanError("--fleet plans single requests: remove --batch")
+    found = [
+        _fleet(each, per_pass, basis, service, plan, demand)
+        for each in plan.predictions
+        if each.block_length == plan.passes[0].block_length
+        for per_pass, basis, service in _services(each, plan, demand, measured)
+    ]
+    if not found:
+        raise PlanError(
+            "--fleet needs the time of a pass on at least one target: give --pass-ms, or --measured with a file of "
+            "`dlm-export bench BUNDLE --data FILE --batch 1,2,4,8 --json`"
+        )
+    return found
+
+
+def _services(
+    each: Prediction, plan: Plan, demand: Demand, measured: Measured | None
+) -> Iterator[tuple[float | None, str, Service]]:
+    """Yield the tokens per pass, the source of the times, and the service of a prediction."""
+    if each.fits is False:
+        return
+    given = demand.pass_ms.get(each.target)
+    if given is None and each.is_calibrated and measured is not None and measured.service:
+        yield None, MEASURED, measured.service
+        return
+    passes = {
+        made.tokens_per_pass: sum(made.counts.values())
+        for made in plan.passes
+        if made.denoiser == each.denoiser and made.block_length == each.block_length
+    }
+    if given is not None:
+        for per_pass, nfe in passes.items():
+            yield per_pass, GIVEN, Service((nfe,), ((1, given),))
+        return
+    for speed in each.speeds:
+        ms = speed.ms_per_token * plan.request.new_tokens / speed.nfe
+        yield speed.tokens_per_pass, LOWER_LIMIT, Service((speed.nfe,), ((1, ms),))
+
+
+def _fleet(
+    each: Prediction,
+    per_pass: float | None,
+    basis: str,
+    service: Service,
+    plan: Plan,
+    demand: Demand,
+) -> Fleet:
+    service = replace(service, overhead_ms=service.overhead_ms + demand.overhead_ms)
+    found = fewest_replicas(service, demand.max_running, demand.per_s, demand.p95_ms)
+    times = None if found is None else found.latencies
+    price = plan.request.prices.get(each.target)
+    cost = None if found is None or price is None else price * found.count
+    return Fleet(
+        each.denoiser,
+        each.target,
+        each.precision,
+        per_pass,
+        basis,
+        service.alone_ms,
+        service.most_per_s(demand.max_running),
+        None if found is None else found.count,
+        None if found is None else found.load,
+        None if times is None else times.p50_ms,
+        None if times is None else times.p95_ms,
+        None if times is None else times.p99_ms,
+        cost,
+        None if cost is None else cost / (3600 * demand.per_s) * 1e6,
+    )

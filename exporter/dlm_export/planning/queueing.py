@@ -1,0 +1,175 @@
+"""Predicts how long requests wait and run on replicas of a server, by simulating their queues.
+
+Each replica runs one scheduler. Requests arrive as a Poisson process, and each request goes to a
+random replica, so the arrivals at one replica are a Poisson process too. The simulation of a replica
+follows the rules of the scheduler in ``runtime/native/src/decode/runner.cc``:
+
+- At most ``max_running`` requests run. All other requests wait, and start in the order of arrival.
+- A pass computes several of the running requests. Requests without a pass come first. Then come
+  the requests that have waited longest since their last pass.
+- A request that arrives during a pass starts after the pass.
+
+An M/G/k queue does not describe such a server: the requests share each pass, and a pass with more
+requests takes longer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+REQUESTS = 20_000  # simulated requests, unless these need more passes than ``MOST_PASSES``
+MOST_PASSES = 400_000
+LEAST_REQUESTS = 4_000
+WARM_UP = 0.1  # share of the requests at the start whose latencies are not counted
+STEPS = 100  # a replica's load is planned in steps of one hundredth of the highest possible load
+
+
+@dataclass(frozen=True)
+class Service:
+    """How a replica computes requests.
+
+    - ``nfe``: numbers of passes of requests. A request has each of these numbers with the same
+      probability.
+    - ``pass_ms``: pairs of a number of requests in a pass, and the time of such a pass in ms. The
+      numbers increase. Times of other numbers are interpolated. The last number, rounded, is the
+      largest number of requests in a pass.
+    - ``overhead_ms``: time that is added to each request, and in which other requests run.
+    """
+
+    nfe: tuple[int, ...]
+    pass_ms: tuple[tuple[float, float], ...]
+    overhead_ms: float = 0.0
+
+    @property
+    def most_shares(self) -> int:
+        """The largest number of requests in a pass."""
+        return max(1, round(self.pass_ms[-1][0]))
+
+    def times(self, max_running: int) -> list[float]:
+        """Return the times in ms of passes with 1, 2, ... requests."""
+        counts = np.arange(1, min(self.most_shares, max_running) + 1)
+        shares, times = zip(*self.pass_ms, strict=True)
+        return [float(ms) for ms in np.interp(counts, shares, times)]
+
+    @property
+    def alone_ms(self) -> float:
+        """The mean time of a request that runs alone."""
+        return self.overhead_ms + self.times(1)[0] * sum(self.nfe) / len(self.nfe)
+
+    def most_per_s(self, max_running: int) -> float:
+        """Return the largest number of requests per second that a replica can complete."""
+        times = self.times(max_running)
+        per_ms = max(count / ms for count, ms in enumerate(times, 1))
+        return 1e3 * per_ms * len(self.nfe) / sum(self.nfe)
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Percentiles of the latency in ms, from a request's arrival to its end."""
+
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A number of replicas. ``load`` is the share of the highest possible load."""
+
+    count: int
+    load: float
+    latencies: Latencies
+
+
+def simulate(
+    service: Service, max_running: int, per_s: float, requests: int = REQUESTS, seed: int = 0
+) -> np.ndarray:
+    """Simulate one replica, and return the latencies of all requests in ms, fp64 ``[requests]``.
+
+    ``per_s`` is the mean number of requests that arrive per second.
+    """
+    draw = np.random.default_rng(seed)
+    arrivals = np.cumsum(draw.exponential(1e3 / per_s, requests))
+    return replay(service, max_running, arrivals, draw.choice(np.array(service.nfe), requests))
+
+
+def replay(
+    service: Service, max_running: int, arrivals_ms: np.ndarray, nfe: np.ndarray
+) -> np.ndarray:
+    """Simulate one replica for known requests, and return their latencies in ms, fp64.
+
+    ``arrivals_ms`` must increase. ``nfe`` contains the number of passes of each request.
+    """
+    arrivals, left = arrivals_ms.tolist(), nfe.tolist()
+    times = service.times(max_running)
+    most, now, arrived = len(times), 0.0, 0
+    new, old = deque[int](), deque[int]()  # running requests without and with a pass
+    ended = np.zeros(len(arrivals))
+    while arrived < len(arrivals) or new or old:
+        if not new and not old:
+            now = max(now, arrivals[arrived])
+        while (
+            arrived < len(arrivals)
+            and arrivals[arrived] <= now
+            and len(new) + len(old) < max_running
+        ):
+            new.append(arrived)
+            arrived += 1
+        chosen = [new.popleft() for _ in range(min(most, len(new)))]
+        chosen += [old.popleft() for _ in range(min(most - len(chosen), len(old)))]
+        now += times[len(chosen) - 1]
+        for request in chosen:
+            left[request] -= 1
+            if left[request] > 0:
+                old.append(request)
+            else:
+                ended[request] = now
+    found: np.ndarray = ended - arrivals_ms + service.overhead_ms
+    return found
+
+
+def latencies_at(service: Service, max_running: int, load: float) -> Latencies:
+    """Return the latencies of a replica. ``load``, below 1, is rounded up to the next step."""
+    alone = service.times(1)[0]
+    # Devices that differ only in speed share a simulation, whose unit is the time of a pass.
+    pass_ms = tuple((shares, round(ms / alone, 6)) for shares, ms in service.pass_ms)
+    relative = replace(service, pass_ms=pass_ms, overhead_ms=0.0)
+    found = _simulated(relative, max_running, math.ceil(load * STEPS - 1e-9))
+    return Latencies(*(service.overhead_ms + alone * value for value in found))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _simulated(service: Service, max_running: int, step: int) -> tuple[float, float, float]:
+    per_s = service.most_per_s(max_running) * max(step, 1) / STEPS
+    passes = sum(service.nfe) / len(service.nfe)
+    requests = max(LEAST_REQUESTS, min(REQUESTS, int(MOST_PASSES / passes)))
+    found = simulate(service, max_running, per_s, requests)[int(WARM_UP * requests) :]
+    p50, p95, p99 = np.percentile(found, (50, 95, 99)).tolist()
+    return p50, p95, p99
+
+
+def fewest_replicas(
+    service: Service, max_running: int, per_s: float, p95_ms: float
+) -> Replicas | None:
+    """Find the smallest number of replicas that keeps the p95 of the latency at a target.
+
+    Returns ``None`` if even a replica without load misses the target.
+    """
+    low, high = 0, STEPS - 1  # the highest step that keeps the target is in low..high
+    while low < high:
+        step = (low + high + 1) // 2
+        if latencies_at(service, max_running, step / STEPS).p95_ms <= p95_ms:
+            low = step
+        else:
+            high = step - 1
+    if low == 0:
+        return None
+    most = service.most_per_s(max_running)
+    count = math.ceil(per_s / (most * low / STEPS) - 1e-9)
+    load = per_s / (count * most)
+    return Replicas(count, load, latencies_at(service, max_running, load))

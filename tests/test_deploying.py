@@ -1,0 +1,131 @@
+"""Tests of the Dockerfiles, the compose file and the Kubernetes manifests in examples/serve."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from dlm_export.cli import main
+
+SERVE = Path(__file__).parents[1] / "examples" / "serve"
+DOCKERFILES = sorted(SERVE.glob("*Dockerfile"))
+SHUTDOWN_S = 60  # default of --shutdown
+
+
+@functools.cache
+def manifests() -> dict[str, Any]:
+    found = yaml.safe_load_all((SERVE / "kubernetes.yaml").read_text())
+    return {one["kind"]: one for one in found}
+
+
+@functools.cache
+def container() -> dict[str, Any]:
+    (found,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def instructions(path: Path) -> dict[str, list[str]]:
+    """The arguments of each kind of instruction, with continued lines joined."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text().replace("\\\n", " ").splitlines():
+        name, _, rest = line.partition(" ")
+        if name.isupper():
+            found.setdefault(name, []).append(rest.strip())
+    return found
+
+
+def check_arguments(arguments: list[str]) -> dict[str, Any]:
+    """Parse arguments of `dlm-export serve`, and return the values. The bundle need not exist."""
+    arguments = [str(SERVE) if one.startswith("/bundles/") else one for one in arguments]
+    arguments = [
+        __file__ if one.startswith(("/keys", "/run/secrets/")) else one for one in arguments
+    ]
+    serve = main.get_command(click.Context(main), "serve")  # type: ignore[attr-defined]
+    context = serve.make_context("serve", arguments)
+    values: dict[str, Any] = context.params
+    return values
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    program = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("hadolint is not installed: pip install -r tests/requirements.txt")
+    done = subprocess.run([program, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_kubernetes_accepts_the_manifests() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for one in manifests().values():
+        for version in ("1.30", "1.37"):
+            validate.validate(one, version, strict=True)
+    broken = manifests()["Service"] | {"port": 80}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(broken, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_start_a_server_without_root_rights(path: Path) -> None:
+    made = instructions(path)
+    entry, command = (yaml.safe_load(made[name][-1]) for name in ("ENTRYPOINT", "CMD"))
+    assert entry[:2] == ["dlm-export", "serve"]
+    values = check_arguments([*entry[2:], *command])
+    assert values["host"] == "0.0.0.0"
+    assert values["api_key_file"] is not None
+    assert made["EXPOSE"] == [str(values["port"])]
+    assert f":{values['port']}/ready" in made["HEALTHCHECK"][-1]
+    assert made["USER"][-1] == "10001"
+
+
+def test_pods_stop_after_the_server_has_answered() -> None:
+    template = manifests()["Deployment"]["spec"]["template"]["spec"]
+    values = check_arguments(container()["args"])
+    wait_s = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert template["terminationGracePeriodSeconds"] > wait_s + values["shutdown"]
+
+
+def test_probes_ask_paths_that_need_no_key() -> None:
+    from dlm_export.serving.app import OPEN_PATHS
+
+    names = ("startupProbe", "readinessProbe", "livenessProbe")
+    paths = [container()[name]["httpGet"]["path"] for name in names]
+    assert paths == ["/ready", "/ready", "/health"]
+    assert set(paths) <= set(OPEN_PATHS)
+
+
+def test_threads_are_as_many_as_cpus() -> None:
+    values = check_arguments(container()["args"])
+    assert str(values["threads"]) == container()["resources"]["limits"]["cpu"]
+    cpu = yaml.safe_load((SERVE / "compose.yaml").read_text())["services"]["cpu"]
+    values = check_arguments(cpu["command"])
+    assert str(values["threads"]) == cpu["deploy"]["resources"]["limits"]["cpus"]
+
+
+def test_the_service_finds_the_pods() -> None:
+    labels = manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert manifests()["Service"]["spec"]["selector"].items() <= labels.items()
+    assert manifests()["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    (port,) = manifests()["Service"]["spec"]["ports"]
+    assert port["targetPort"] in [one["name"] for one in container()["ports"]]
+
+
+def test_compose_services_build_files_that_exist_and_stop_gracefully() -> None:
+    services = yaml.safe_load((SERVE / "compose.yaml").read_text())["services"]
+    for one in services.values():
+        assert (SERVE / one["build"]["context"] / one["build"]["dockerfile"]).is_file()
+        assert int(one["stop_grace_period"].removesuffix("s")) > SHUTDOWN_S
+        _, target, mode = one["volumes"][0].split(":")
+        assert one["command"][0] == target
+        assert mode == "ro"
+        assert shlex.split(one["ports"][0])[0].startswith("127.0.0.1:")

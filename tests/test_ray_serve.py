@@ -1,0 +1,202 @@
+"""Tests of the Ray Serve application, with two replicas on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+import httpx  # noqa: E402
+import openai  # noqa: E402
+from ray import serve  # noqa: E402
+
+import dlm_runtime  # noqa: E402
+from dlm_export.serving.ray_serve import Settings, build  # noqa: E402
+
+TEXTS = ["turn on the kitchen lights", "set a timer for ten minutes", "stop", "lock the front door"]
+CLIENTS = 6
+
+
+def settings(bundle: Path, **changes: Any) -> Settings:
+    values = {"min_replicas": 2, "max_replicas": 2, "shutdown_s": 20} | changes
+    return Settings(bundles=f"demo={bundle}", **values)
+
+
+# ---- Settings ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bundles": "/nowhere"}, "/nowhere is not the folder of a bundle"),
+        ({"min_replicas": 3}, "max_replicas must be at least min_replicas"),
+        ({"api_key_file": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_wrong_settings_are_refused(demo_bundle: Path, changes: dict[str, Any], said: str) -> None:
+    given = settings(demo_bundle).model_copy(update=changes)
+    with pytest.raises((ValueError, dlm_runtime.RequestError), match=said):
+        build(given)
+
+
+def test_two_bundles_of_one_name_are_refused(demo_bundle: Path) -> None:
+    with pytest.raises(ValueError, match="two bundles have the name a"):
+        Settings(bundles=f"a={demo_bundle},a={demo_bundle}").paths()
+
+
+def test_misspelt_settings_are_refused(demo_bundle: Path) -> None:
+    with pytest.raises(ValueError, match="replicas"):
+        settings(demo_bundle, replicas=2)
+
+
+# ---- Replicas ----
+
+
+@pytest.fixture(scope="module")
+def url(demo_bundle: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(
+        num_cpus=4,
+        object_store_memory=100 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build(settings(demo_bundle)), name="dlm", route_prefix="/")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def send(url: str, text: str) -> tuple[str, str]:
+    """Send a message once. Returns the answer and the name of the replica."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    raw = client.chat.completions.with_raw_response.create(
+        model="demo", messages=[{"role": "user", "content": text}]
+    )
+    content = raw.parse().choices[0].message.content
+    assert content is not None
+    return content, raw.headers["x-replica"]
+
+
+class Load:
+    """Clients that send requests one after the other, until the block ends."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._ended = url, threading.Event()
+        self.sent: list[tuple[float, float, str, str, str]] = []
+        """When a request started and ended, its text, the answer or the error, and the replica."""
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(CLIENTS)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        while not self._ended.is_set():
+            number += 1
+            text, began = TEXTS[number % len(TEXTS)], time.monotonic()
+            try:
+                answer, replica = send(self._url, text)
+            except openai.OpenAIError as err:
+                answer, replica = repr(err), ""
+            self.sent.append((began, time.monotonic(), text, answer, replica))
+
+    def failed(self) -> list[tuple[float, float, str, str, str]]:
+        return [one for one in self.sent if not one[4]]
+
+
+def replicas(url: str) -> set[str]:
+    return {httpx.get(f"{url}/ready").headers["x-replica"] for _ in range(30)}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_two_replicas_answer_as_the_bundle_does(url: str, demo_bundle: Path) -> None:
+    with dlm_runtime.open(demo_bundle) as bundle:
+        expected = {
+            text: bundle.generate(chat=[{"role": "user", "content": text}]).text for text in TEXTS
+        }
+    with Load(url) as load:
+        wait_for(lambda: len({one[4] for one in load.sent}) == 2)
+    assert not load.failed()
+    assert {(text, answer) for _, _, text, answer, _ in load.sent} <= set(expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_killed_replica_loses_only_its_own_requests(url: str) -> None:
+    wait_for(lambda: len(replicas(url)) == 2)
+    victim, survivor = replicas(url)
+    before, pid = answered(url, survivor), pid_of(victim)
+    with Load(url) as load:
+        wait_for(lambda: len({one[4] for one in load.sent}) == 2)
+        killed_at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: sum(one[0] > killed_at + 1 for one in load.sent) > 4 * CLIENTS)
+    assert all(began <= killed_at <= ended for began, ended, *_ in load.failed())
+    # Clients got all answers of the other replica, so the failed requests ran on the killed one.
+    assert answered(url, survivor) - before == sum(one[4] == survivor for one in load.sent)
+    wait_for(lambda: len(replicas(url)) == 2)
+    assert victim not in replicas(url)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_rolling_update_loses_no_request(url: str, demo_bundle: Path) -> None:
+    wait_for(lambda: len(replicas(url)) == 2)
+    old = replicas(url)
+    with Load(url) as load:
+        wait_for(lambda: len(load.sent) > CLIENTS)
+        serve.run(build(settings(demo_bundle, max_running=8)), name="dlm", route_prefix="/")
+        wait_for(lambda: not replicas(url) & old)
+        count = len(load.sent)
+        wait_for(lambda: len(load.sent) > count + CLIENTS)
+    assert load.failed() == []
+    assert len({one[4] for one in load.sent} - old) == 2
+
+
+def pid_of(replica: str) -> int:
+    """The process of a replica."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    (found,) = (one for one in actors if one["name"].endswith(replica))
+    actor = ray.get_actor(found["name"], namespace=found["namespace"])
+    pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return pid
+
+
+def answered(url: str, replica: str) -> int:
+    """The number of chats that a replica has answered with 200, by its own count."""
+    while True:
+        said = httpx.get(f"{url}/metrics")
+        if said.headers["x-replica"] == replica:
+            pattern = r'^\w+_total\{path="/v1/chat/completions",status="200"\} ([\d.e+]+)$'
+            found = re.findall(pattern, said.text, re.MULTILINE)
+            return int(float(found[0])) if found else 0
