@@ -114,7 +114,8 @@ class LayerFormat:
         Only this project's own kernels compute such a format. Without the kernels, ONNX Runtime
         computes the format with functions that this project writes into the graph. The scales are
         stored as fp16 in every graph, because fp32 scales would be a large part of the file. The
-        scales may be negative, which ONNX's own operators for quantised weights do not accept.
+        scales may be negative. TensorRT rejects negative scales, but TensorRT never computes this
+        format.
         """
         return self.weights == "int4" and self.is_dynamic
 
