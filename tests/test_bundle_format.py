@@ -180,7 +180,7 @@ def _write_with_engine(
 ) -> None:
     """Add an engine to the bundle on disk.
 
-    ``changes`` are made to its entry before the entry is sealed.
+    ``change`` is called with the engine's entry before the entry is sealed.
     """
     manifest = _read(bundle)
     entry = _add_engine(manifest)
@@ -576,7 +576,7 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     }
     _write(shared_bundle, damaged)
     if not _opens(shared_bundle, engine="onnxruntime"):
-        return  # the native reader does not know this member, or the member is another text file
+        return  # the reader rejects a new member, or a wrong name of a text file
     with dlm_runtime.open(shared_bundle, engine="none", check_hashes=False) as opened:
         is_described = _is_described(opened.manifest, shared_bundle)
     assert is_described == VALIDATOR.is_valid(damaged)
@@ -1247,7 +1247,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
     _write_with_engine(bundle)
     with pytest.raises(
         DlmError, match=r"TensorRT|CUDA"
-    ):  # the library was built without this engine, or the machine does not have the device
+    ):  # expected if the library lacks this engine, or the machine lacks the device
         dlm_runtime.open(bundle)
 
 
@@ -1283,7 +1283,8 @@ def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any
 def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(
     bundle: Path, name: str
 ) -> None:
-    # The file exists and has the right size and hash. Only its name is wrong.
+    # The manifest lists a file that exists and has the listed size and hash. Only the file's name
+    # is not allowed.
     content = b"outside"
     (bundle.parent / "x").write_bytes(content)
     (bundle / "a").mkdir()
@@ -1330,9 +1331,9 @@ def test_what_is_no_plain_file_is_refused_and_not_read(
 def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     bundle: Path, tmp_path: Path, name: str, at: int
 ) -> None:
-    """Links are rejected even if they lead to the right bytes.
+    """Links inside a bundle are rejected even if they lead to a file with the right bytes.
 
-    The link may replace the file itself, or a folder of its path.
+    In the test, the link replaces a file of the bundle, or a folder that contains the file.
     """
     if not (bundle / name).exists():
         (bundle / name).parent.mkdir(parents=True)
@@ -1461,8 +1462,8 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime reports some of this damage as internal failures. So the test accepts any
-    # DlmError.
+    # ONNX Runtime reports some of this damage as an internal failure. The test therefore accepts
+    # any subclass of DlmError.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 

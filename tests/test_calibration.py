@@ -25,7 +25,7 @@ from dlm_calibration.samples import Sample, builtin_samples, read_samples, sampl
 from dlm_calibration.states import MASK_RATIOS, TRAJECTORY_POINTS, State, make_states, mask_share
 from dlm_runtime.text.tokenizer import Tokenizer
 
-EOS, MASK, USER, ASSISTANT = range(4)  # ids of the demo
+EOS, MASK, USER, ASSISTANT = range(4)  # token ids of the demo
 LIMITS: dict[str, int] = {"eos_token_id": EOS, "max_canvas_length": 512}
 HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
 METHODS = ("max", "percentile", "mse", "entropy")
@@ -717,7 +717,7 @@ def test_masked_and_committed_positions_and_buckets_are_kept_apart() -> None:
     assert summary["by_bucket"] == [8, *[None] * 8, 16]
     assert summary["masked_by_bucket"] == [8, *[None] * 8, 16]
     assert summary["committed_by_bucket"] == [2, *[None] * 8, 0.5]
-    assert summary["drift"] == 2  # states without mask tokens count for neither half
+    assert summary["drift"] == 2  # clean states have no mask ratio, so they do not count
     assert observer.statistics(bucket=9, is_masked=False)["count"] == 2
     assert observer.channel_amax.tolist() == [100, 100]
     assert observer.masked_channel_amax.tolist() == [16, 16]

@@ -47,9 +47,9 @@ LAYER = """
   weighed.L = Mul(head_sums.L, head_weights.L)
   seen.L = ReduceSum(weighed.L, last)
 """
-# For each way to store rows, the type and sizes. An int8 row repeats its first two codes in place
-# of its scale. If the loop reads a row with the scale of another row, the result is therefore
-# wrong.
+# For each number type of the cache, the nodes that read cached rows and store new rows. An int8 row
+# repeats its first two codes in place of its scale. If the loop reads a row with the scale of
+# another row, the result is therefore wrong.
 STORED = {
     "float32": """
   read_KIND.L = Identity(old_KIND.L)
