@@ -253,7 +253,7 @@ class Constrained(Proposer):
 
     def _choices(self, canvas: Canvas, position: int) -> np.ndarray:
         """Return the tokens that the canvas allows at a position: the decided token, or all tokens
-        that may be written.
+        if the position is undecided.
         """
         return (
             np.arange(self.tokens.following.shape[1])
