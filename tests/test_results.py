@@ -1,4 +1,5 @@
-"""Tests of how requests end, how results report this, and the text while it is generated."""
+"""Tests of how requests end, of how results report the end, and of the text while it is generated.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ EOS, MASK = 5, 39
 def scripted(
     predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
 ) -> Bundle:
-    """A bundle that predicts a token and its probability for each position.
+    """Return a bundle whose denoiser predicts a given token and probability for each position.
 
     ``on_pass`` is called with the number of each pass, counted from 1.
     """
@@ -51,7 +52,9 @@ def scripted(
 
 
 def steady(position: int) -> tuple[int, float]:
-    """A bundle whose confidence decreases from left to right."""
+    """A prediction whose probability decreases from left to right, so that positions are decided in
+    order.
+    """
     return 10 + position % 20, 1 / (2 + position)
 
 
@@ -292,7 +295,9 @@ drawing = st.builds(
 def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
     each: list[Policy], cache: str, new: int, shift: int
 ) -> None:
-    """The requests differ in sampling, rules, scores and seeds. All use the same cache."""
+    """The requests of the batch differ in sampling, commit rules, scores and seeds, but use the
+    same kind of cache.
+    """
     changes = [
         policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0})
         for policy in each
@@ -320,7 +325,7 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
 def test_every_way_to_run_a_request_gives_the_same_result(
     policy: Policy, request: dict[str, Any], shift: int, max_steps: int
 ) -> None:
-    """Compares canvases, finishes and statistics, except times."""
+    """Canvases, finish reasons and statistics must be equal, except times."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
     given_tokens = request["tokens"]
     new = request["max_new_tokens"]
@@ -347,7 +352,7 @@ BROKEN = "\ufffd"
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes. It counts the tokens that it decodes."""
+    """A tokenizer with one token per byte. It counts how many tokens it decodes."""
 
     template = None
 
@@ -364,7 +369,7 @@ class Bytes:
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """Each token is a byte, and the text comes in pieces of any size.
+    """Each token is one byte, and each event adds any number of bytes to the text.
 
     No token is decoded more than a few times.
     """
@@ -445,7 +450,7 @@ def test_a_stop_string_ends_text_and_passes() -> None:
             "f",
             "",
             "",
-        ]  # g may be the start of a stop string
+        ]  # g is held back, because it may be the start of a stop string
         out = bundle.generate(tokens=[1], **fields)
         assert events[-1].result is not None
         assert (

@@ -541,7 +541,7 @@ def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(
         if fate != "dropped":
             open_jobs.append((fate, which, job))
         del job
-        if number % (count // 4) == count // 4 - 1:  # while the scheduler is running
+        if number % (count // 4) == count // 4 - 1:  # the scheduler still runs
             if number % 2:
                 scheduler.close()
                 with pytest.raises(ClosedError):
