@@ -445,7 +445,7 @@ SPECIALS = [
 def byte_level_bpe() -> tokenizers.Tokenizer:
     """A small tokenizer like the tokenizer of Qwen2.
 
-    The tests compare the tokenizer.json of this tokenizer with its vocab.json and merges.txt.
+    The exporter must make an equal tokenizer from the vocab.json and merges.txt of this tokenizer.
     """
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()

@@ -196,7 +196,7 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
 
     def on_pass(number: int) -> None:
-        if number == 3 * 5:  # this function is called once per request in each pass of a batch
+        if number == 3 * 5:  # fifth pass of the batch; called three times per pass
             assert cancels[1] is not None
             cancels[1].set()
 
@@ -237,7 +237,7 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
     with scripted(steady, on_pass) as bundle, bundle._handle.session() as session:
         handle.append(session)
         result = C.POINTER(_native.Result)()
-        library.dlm_session_cancel(session, 0)  # no request is running
+        library.dlm_session_cancel(session, 0)  # no request is running, so this has no effect
         for passes, finish in ((3, 5), (8, 2)):
             assert not library.dlm_session_generate(session, C.byref(request), C.byref(result))
             found = result.contents

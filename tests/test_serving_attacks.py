@@ -81,7 +81,7 @@ def test_a_client_that_does_not_read_is_dropped(served: Served) -> None:
         client.connect((served.host, served.port))
         client.sendall(200 * b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
         poll = select.poll()
-        poll.register(client, 0)  # report only errors
+        poll.register(client, 0)  # with 0, poll reports only errors
         assert poll.poll(1e3 * WAIT_S)
         with pytest.raises(ConnectionResetError):
             # Read until the server closes the connection.

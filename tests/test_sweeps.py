@@ -1,4 +1,7 @@
-"""Calibration layer by layer gives the same codes as calibration of the whole denoiser."""
+"""Tests of calibration layer by layer.
+
+It must give the same codes as calibration with the whole denoiser in memory.
+"""
 
 from __future__ import annotations
 
