@@ -33,7 +33,8 @@ Judged = Callable[..., Path]
 def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
     """Make a bundle with made-up results.
 
-    The manifest says that the bundle has ``precision``. ``changes`` replace single results.
+    The manifest says that the bundle has the precision ``name``. ``changes`` replace single
+    results.
     """
 
     def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:
