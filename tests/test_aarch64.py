@@ -37,7 +37,7 @@ from dlm_runtime.abi import native as _native
 BUILD = REPOSITORY / "build" / "native-aarch64"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
-HERE = Path(_native.library()._name).parent  # folder of the library for this processor
+HERE = Path(_native.library()._name).parent  # the folder of the native library for this processor
 DEMO = REPOSITORY / "examples"
 # The number of held-out commands to answer, and the preset. The number is small, because an
 # emulated pass in fp32 takes seconds.

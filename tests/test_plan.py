@@ -148,7 +148,7 @@ def test_an_example_worked_out_by_hand() -> None:
     request = Request(prompt_tokens=8, new_tokens=4, tokens_per_pass=(2,), prices={"h100": 3.6})
     got = prediction(TINY, target, request=request, block=4)
     weights = 2 * (10240 + 3200 + 96)
-    token_bytes = 2 * 32 + 2 * 2 * 32  # the bytes of a row of the embedding, a key and a value
+    token_bytes = 2 * 32 + 2 * 2 * 32  # bytes of an embedding row, a key and a value
     full_bytes = 1e3 * (weights + 12 * token_bytes) / 1e6
     block_bytes = 1e3 * (weights + 4 * token_bytes + 8 * 128) / 1e6
     full_macs = 1e3 * (12 * 10240 + 2 * 32 * 12 * 12 + 4 * 3200) / 2e7
