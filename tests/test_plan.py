@@ -256,7 +256,9 @@ def test_the_passes_are_those_that_the_native_loop_makes(
     # for edits, so edits change nothing.
     changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
     if loop.shift and loop.policy.cache in FULL_CACHES:
-        # The other commit rules are replaced by "static" with one token per pass.
+        # With shift 1 and these caches, the first position of a block must be committed in the
+        # block's first pass, and its entropy counts as 0. The rule then commits other numbers of
+        # positions, so one token per pass is tested instead.
         changes, per_pass = {"commit": "static", "stop": "none"}, 1
     policy = loop.policy.with_fields(changes)
     bundle.generate(tokens=[1] * prompt, max_new_tokens=new, **policy.as_dict())

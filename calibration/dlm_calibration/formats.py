@@ -40,7 +40,7 @@ FP16: ScaleType = np.dtype(np.float16)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
 )  # the value of each code; bit 3 is the sign
-INT4_GROUP_SIZE = 128  # GPTQ and AWQ usually have groups of this size too
+INT4_GROUP_SIZE = 128  # the default group size, which is usual for GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # the format defines this size
 
 _LEVELS = {name: np.float32(known.levels) for name, known in NUMBER_FORMATS.items()}
