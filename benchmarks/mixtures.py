@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # used by the new process
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # for the new process
     arguments = parser.parse_args()
     if arguments.memory_of:
         print(json.dumps(memory(arguments.memory_of)))

@@ -44,9 +44,7 @@ class Weight(NamedTuple):
     logits: (
         int  # sum over all other tokens of (logit - best logit of the row), in units of 1 / _UNIT
     )
-    texts: float = (
-        0.0  # ln of the sum of exp(text's weight - best weight); 0 for one text
-    )
+    texts: float = 0.0  # ln of the sum of exp(text's weight - best weight); 0 for one text
 
     def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
         return Weight(

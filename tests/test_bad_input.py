@@ -329,8 +329,7 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(
 def test_weights_outside_a_bundle_are_not_read(
     llada_bundle: Path, tmp_path: Path, out: Path, location: str
 ) -> None:
-    """A hostile graph may name any file for its weights, and a link in a bundle may lead anywhere.
-    """
+    """A hostile graph may name any file for its weights, and a bundle's link may lead anywhere."""
     bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
     shutil.copy(bundle / graph.DATA_FILE, tmp_path / "outside.data")
     (bundle / "link.data").symlink_to(tmp_path / "outside.data")

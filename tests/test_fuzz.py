@@ -21,8 +21,7 @@ TARGETS = ("json", "bundle", "text", "automaton", "compile", "calls")
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that contains the seed inputs of each fuzz target, and a dictionary for libFuzzer.
-    """
+    """A folder with the seed inputs of each fuzz target, and a dictionary for libFuzzer."""
     folder = tmp_path_factory.mktemp("seeds")
     succeed(sys.executable, FUZZ / "seeds.py", folder)
     return folder

@@ -408,8 +408,7 @@ def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -
 
 
 def _by_blocks(length: object) -> Edit:
-    """Return an edit that replaces attention by block-causal attention with this ``visible_block``.
-    """
+    """Return an edit that replaces attention by block-causal attention with this block length."""
     return _attend_by("BlockCachedAttention", "visible_block", length)
 
 

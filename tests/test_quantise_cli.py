@@ -527,8 +527,7 @@ def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> Non
 def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     tmp_path: Path, out: Path
 ) -> None:
-    """For a denoiser without an end token, canvases contain no padding, and texts have no end mark.
-    """
+    """Without an end token, the denoiser's canvases have no padding, and its texts no end mark."""
     endless = llada_config(n_layers=1, eos_token_id=None, pad_token_id=None)
     checkpoint = write_checkpoint(tmp_path / "endless", endless, seed=3)
     result = _run("build", checkpoint, "--precision", "fp8", "-o", out, *SMALL, "--json")
@@ -559,8 +558,7 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
 
 @pytest.mark.slow
 def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
-    """A random denoiser answers all real questions wrongly, at every threshold from 0.5 to 0.995.
-    """
+    """A random denoiser answers all questions wrongly, at every threshold from 0.5 to 0.995."""
     checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
     weights = load_file(checkpoint / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

@@ -1,5 +1,4 @@
-"""Tests of how requests end, of how results report the end, and of the text while it is generated.
-"""
+"""Tests of how requests end, how results report the end, and the text during generation."""
 
 from __future__ import annotations
 

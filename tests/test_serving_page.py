@@ -110,8 +110,7 @@ def set_value(page: Browser, name: str, value: str) -> None:
 
 
 def watch(page: Browser) -> None:
-    """Let the page record how many masked positions its canvas shows, whenever this number changes.
-    """
+    """Let the page record the number of masked positions in its canvas whenever it changes."""
     page.run(
         "window.masks = [];"
         "const count = () => masks.push(document.querySelectorAll('.canvas .mask').length);"

@@ -116,8 +116,7 @@ def damage(bundle: Path) -> None:
 
 
 def forge(bundle: Path) -> Path:
-    """Damage the large file, and write a record that says that the damaged file has the right hash.
-    """
+    """Damage the large file, and write a record that says that its hash is right."""
     damage(bundle)
     folder_of(bundle).mkdir(mode=0o700, exist_ok=True)
     record = record_of(bundle)

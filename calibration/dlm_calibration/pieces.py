@@ -26,7 +26,7 @@ MOST_CORES = 8  # more cores would only wait for the disk and use more memory
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array in a file. A part of the array is read when it is indexed.
+    """An array that is not in memory. A part of the array is read when it is indexed.
 
     ``read`` may return a part in any memory order.
     """

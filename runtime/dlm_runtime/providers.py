@@ -1,5 +1,4 @@
-"""Finds the GPU providers of ONNX Runtime and NVIDIA's libraries in the wheels that pip installed.
-"""
+"""Finds the GPU providers of ONNX Runtime, and NVIDIA's libraries, in the installed wheels."""
 
 from __future__ import annotations
 

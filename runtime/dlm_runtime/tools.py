@@ -142,8 +142,7 @@ class Tools:
 
     @property
     def told(self) -> list[dict[str, Any]] | None:
-        """The descriptions of the functions for the chat template, or None if it gets no functions.
-        """
+        """The descriptions that the chat template receives, or None if it receives no functions."""
         return None if self.choice == "none" else [dict(tool) for tool in self.listed]
 
     @property
