@@ -48,8 +48,7 @@ result.
 
 
 def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
-    """Start a thread that calls ``hand_in`` with the number of each request at the request's time.
-    """
+    """Start a thread that calls ``hand_in`` with the number of each request at the request's time."""
 
     def run() -> None:
         began = time.perf_counter()

@@ -311,8 +311,7 @@ class Marks:
         """
 
     def put(self, text: str, places: list[int]) -> str:
-        """Return the text with private-use characters in place of the letters at these positions.
-        """
+        """Return the text with private-use characters in place of the letters at these positions."""
         letters = list(text)
         for at in places:
             letter = text[at]
