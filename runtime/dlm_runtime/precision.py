@@ -111,11 +111,11 @@ class LayerFormat:
     def is_int4_in_panels(self) -> bool:
         """True if the weights are INT4 and each pass quantises the activations.
 
-        Only this project's own kernels compute such a format. Without the kernels, ONNX Runtime
-        computes the format with functions that this project writes into the graph. The scales are
-        stored as fp16 in every graph, because fp32 scales would be a large part of the file. The
-        scales may be negative. TensorRT rejects negative scales, but TensorRT never computes this
-        format.
+        No engine has operators for such a format. This project's kernels compute it. If the kernels
+        are switched off, ONNX Runtime computes it with the ONNX functions that the graph contains.
+        The scales are stored as fp16 in every graph, because fp32 scales would be a large part of
+        the file. The scales may be negative. TensorRT rejects negative scales, but TensorRT never
+        computes this format.
         """
         return self.weights == "int4" and self.is_dynamic
 

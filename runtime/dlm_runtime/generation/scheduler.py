@@ -567,7 +567,7 @@ class Scheduler:
     def close(self) -> None:
         """End the scheduler after the current pass, and cancel the requests that have not ended.
 
-        May be called several times.
+        This method may be called several times.
 
         If an error ended the scheduler's thread, this error is raised.
         """
