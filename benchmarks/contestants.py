@@ -145,7 +145,7 @@ class _Enough(Exception):
 class Torch(Contestant):
     """The exporter's reference loop in torch.
 
-    Its layers run in eager mode, or compiled by torch.compile.
+    The layers of the denoiser run in eager mode, or compiled by torch.compile.
     """
 
     def __init__(self, size: str, kind: str, threads: int) -> None:

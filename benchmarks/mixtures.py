@@ -1,7 +1,7 @@
 """Compare a mixture of experts with two other denoisers.
 
-One is dense, and has as many parameters as the mixture uses for a token. The other is the same
-mixture, but computes all experts for every token.
+The first other denoiser is dense, and has as many parameters as the mixture uses for a token. The
+second is the same mixture, but computes all experts for every token.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 

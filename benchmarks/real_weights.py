@@ -83,7 +83,7 @@ def spread(found: list[str], count: int) -> list[str]:
 class Judge:
     """Compares networks on windows of text ``[N, WINDOW]``.
 
-    It stores the logits that the reference network computes for these windows.
+    The object stores the logits that the reference network computes for these windows.
     """
 
     def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:

@@ -1,6 +1,6 @@
 """Small random checkpoints for tests and benchmarks.
 
-They have the file layouts of released checkpoints, and are made from a seed.
+The checkpoints have the file layouts of released checkpoints, and are made from a seed.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensor names and shapes ``[out, in]`` of a released Dream.
 
-    They are the same as in Qwen2.
+    The names and shapes are the same as in Qwen2.
     """
     return _qwen_shapes(config, bias=True)
 
@@ -321,7 +321,7 @@ def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensor names and shapes ``[out, in]`` of a released A2D Qwen3.
 
-    They are the same as in Qwen3.
+    The names and shapes are the same as in Qwen3.
     """
     head_norms = {"q_norm": (config["head_dim"],), "k_norm": (config["head_dim"],)}
     return _qwen_shapes(config, bias=config["attention_bias"], attention=head_norms)
@@ -383,7 +383,7 @@ def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensor names and shapes ``[out, in]`` of a released RND1 or SDAR-MoE.
 
-    They are the same as in Qwen3-MoE.
+    The names and shapes are the same as in Qwen3-MoE.
     """
     shapes = a2d_qwen3_shapes(config)
     for i in range(config["num_hidden_layers"]):
@@ -396,7 +396,8 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensor names and shapes of a BERT.
 
-    They include two parts that a denoiser does not use: the pooler and the next-sentence head.
+    The tensors include two parts that a denoiser does not use: the pooler and the next-sentence
+        head.
     """
     shapes = _encoder_shapes(config, "bert")
     d, head = config["hidden_size"], "cls.predictions"

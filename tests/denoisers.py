@@ -73,8 +73,8 @@ def under_native_loop(
 class ArithmeticDenoiser:
     """A denoiser without weights.
 
-    It predicts tokens and probabilities by hashing integers, so the results are equal on every
-    machine.
+    The denoiser predicts tokens and probabilities by hashing integers, so the results are equal on
+    every machine.
 
     The prediction of a row depends on the row's position, the row's token and the number of masked
     positions. ``past`` is ignored. The denoiser counts its passes.

@@ -21,7 +21,8 @@ MASK, END, VOCABULARY = 99, 7, 100
 
 
 def random_network(block: int, shift: int, seed: int) -> Denoiser:
-    """A network with block-causal attention, or with full attention if ``block`` is 0.
+    """Return a random network with block-causal attention, or with full attention if ``block`` is
+    0.
 
     The weights come from numpy's legacy generator, which gives the same numbers in every version.
     """

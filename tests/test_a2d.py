@@ -1,7 +1,8 @@
 """Tests of A2D conversions of Qwen3.
 
-A2D conversions are autoregressive models that were trained further as denoisers. Each head of Qwen3
-has a norm for its queries and a norm for its keys, and is wider than hidden size / number of heads.
+An A2D conversion is an autoregressive model that was trained further, so that it became a denoiser.
+Each head of Qwen3 has a norm for its queries and a norm for its keys, and is wider than hidden size
+/ number of heads.
 
 ``test_capture`` compares the same checkpoints with the Qwen3 class of transformers.
 """

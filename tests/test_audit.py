@@ -1,4 +1,4 @@
-"""Tests of the audit that checks an engine's graph.
+"""Tests of the audit, which checks the graph from which TensorRT builds an engine.
 
 If a layer is not quantised as planned, the audit names the layer, and no engine is written.
 """

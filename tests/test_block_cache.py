@@ -271,7 +271,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
             )
         assert opened.tokens == stored.tokens
         # If the prompt ends inside a block and covers its first sub-block, the first pass over the
-        # block cannot store the given part as well. One more pass stores this part.
+        # block cannot also store the prompt's part of the block. One more pass stores this part.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -399,7 +399,7 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
 class Scripted:
     """A fake denoiser whose prediction is a given function of the position and the canvas.
 
-    It records its passes.
+    The denoiser records its passes.
     """
 
     def __init__(self, predict: Any, *, block: int, shift: int = 0) -> None:

@@ -116,7 +116,7 @@ def captured(
     """A function that makes, for a name in ``LAYOUTS``, the checkpoint, the golden file with
     captured logits, and the output of ``capture --json``.
 
-    Each of these is made once.
+    For each name, the three results are made only once.
     """
     made: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
 

@@ -1,6 +1,6 @@
 """Tests of errors that are reported before an engine is built.
 
-They check the exit code and the advice, and that no files are left.
+The tests check the exit code and the advice, and that no files are left.
 """
 
 from __future__ import annotations

@@ -742,7 +742,7 @@ def writer(
 ) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
     """A fake denoiser that writes the right answer if the threshold is high enough.
 
-    It needs one pass for every 0.1 of the threshold, and ``hesitation`` passes more.
+    An answer takes one pass for every 0.1 of the threshold, and ``hesitation`` passes more.
     """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:

@@ -68,7 +68,7 @@ INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 def row_bundles(
     llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The bundles of ``BUNDLES`` whose precision is in ``BY_ROWS``."""
+    """The bundles of ``BUNDLES`` that quantise each row of activations separately (``BY_ROWS``)."""
     built = {}
     for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
         for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
@@ -110,7 +110,8 @@ def bundles(
 def choices(bundle: Path) -> list[str]:
     """Return the values of the variable DLM_KERNELS that are allowed on this processor.
 
-    They are read from the error message for an invalid value, which lists them.
+    The error message for an invalid value lists all allowed values. This function parses the
+    message.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_KERNELS", "abacus")

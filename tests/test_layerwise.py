@@ -1,6 +1,6 @@
 """Tests of the check that compares each layer of a quantised graph with torch.
 
-It must accept correct graphs, and find a single wrong value.
+The check must accept correct graphs, and find a single wrong value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMALL = QuantiseOptions(
 class Made:
     """A bundle, and the quantised weights from which it was made.
 
-    Its graph was not compared with torch yet.
+    The bundle's graph was not compared with torch yet.
     """
 
     folder: Path

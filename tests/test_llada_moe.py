@@ -166,7 +166,7 @@ def test_another_network_is_refused_by_its_key(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with two layers.
 
-    One is dense. The other has experts, a bias of the router and a shared expert.
+    The first layer is dense. The second has experts, a bias of the router and a shared expert.
     """
     config = llada_moe_config(
         moe_layer_freq=[0, 1],

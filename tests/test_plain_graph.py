@@ -1,6 +1,6 @@
 """Tests of the graph that consists of elementary operators, for TensorRT before 10.14.
 
-It must compute the same as the normal graph.
+This graph must compute the same as the normal graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of smoothing, AWQ, GPTQ and rotation.
 
-They must reduce the loss from quantising, and must not change what the network computes without
-quantising.
+These methods must reduce the loss from quantising, and must not change what the network computes
+without quantising.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tests of ``NetworkSpec``, the description of a network.
 
-Its shapes equal the shapes of the torch network, and a manifest stores it exactly.
+The shapes in a description equal the shapes of the torch network, and a manifest stores a
+description exactly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tests of calibration layer by layer.
 
-It must give the same codes as calibration with the whole denoiser in memory.
+Both must give the same codes: calibration layer by layer, and calibration with the whole denoiser
+in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of compiled text files, which contain a tokenizer and a chat template for C programs.
 
-They give the same results as the libraries tokenizers and Jinja. What cannot be compiled is
-rejected with a reason.
+A compiled text file gives the same results as the libraries tokenizers and Jinja. What cannot be
+compiled is rejected with a reason.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
 def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
     """``inspect`` only reads the headers of the weight files.
 
-    It must not import torch, because the import would take longer than the reading.
+    The command must not import torch, because the import would take longer than the reading.
     """
     path = write_checkpoint(tmp_path, sdar_config(), shards=3)
     script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"

@@ -1,6 +1,6 @@
 """Tests of the option ``--watch``, which draws the canvas after each pass.
 
-It must always show the block that is being filled, even if the screen is small.
+The drawing must always show the block that is being filled, even if the screen is small.
 """
 
 from __future__ import annotations

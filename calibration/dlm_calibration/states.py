@@ -135,9 +135,9 @@ def make_states(
 ) -> Iterator[State]:
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
-    A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Over all
-    samples, each mask ratio is used about equally often. Each trajectory point is also used about
-    equally often.
+    At most one state of a sample is clean (without masks), so ``mix=(0, 0, 1)`` gives one state per
+    sample. Over all samples, each mask ratio is used about equally often. Each trajectory point is
+    also used about equally often.
 
     Args:
         samples: The data.

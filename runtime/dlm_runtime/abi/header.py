@@ -57,7 +57,7 @@ def read_header(text: str) -> Header:
     plain = _COMMENT.sub(" ", text)
     constants |= {name: int(value) for name, value in _ENUMERATOR.findall(plain)}
     types: dict[str, Any] = dict(_SCALARS)
-    types |= dict.fromkeys(_OPAQUE.findall(plain))  # Python only passes pointers to these
+    types |= dict.fromkeys(_OPAQUE.findall(plain))  # Python only passes pointers to these structs
     structs: dict[str, Any] = {}
     callbacks: dict[str, Any] = {}
     found = [*_STRUCT.finditer(plain), *_CALLBACK.finditer(plain)]

@@ -157,7 +157,7 @@ def kernel_sets() -> dict[str, str | None]:
 
     The key is the kernel set's name. The value is None if this processor can run the kernel set.
 
-    Otherwise, the value is the reason why the processor cannot run it.
+    Otherwise, the value is the reason why this processor cannot run the kernel set.
     """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):

@@ -1,6 +1,6 @@
 """Wakes coroutines when the jobs that they wait for have ended.
 
-Each scheduler has a thread for this.
+Each scheduler has a separate thread that waits for ended jobs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ends:
             call()
 
     def forget(self, job: Job, call: Callable[[], None]) -> None:
-        """Undo ``when_ended`` with the same arguments."""
+        """Take back a call of ``when_ended`` with the same arguments."""
         with self._lock:
             self._waiting.discard((job, call))
 

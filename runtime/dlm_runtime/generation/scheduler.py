@@ -88,7 +88,7 @@ class Job:
 
     The request is cancelled when the last reference to the job is dropped.
 
-    The scheduler stays alive until the result of the job is read.
+    As long as the job's result was not read, the job keeps its scheduler alive.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -300,7 +300,7 @@ class Job:
 
 class _Runner:
     """A native scheduler, the thread that runs its passes, and the state that this thread shares
-    with others.
+    with other threads.
     """
 
     def __init__(self, bundle: Handle, options: Any) -> None:
@@ -403,7 +403,7 @@ class _Runner:
     ) -> int:
         job = self._jobs.get(number)
         if job is None:
-            return 7  # DLM_CANCELLED: the result is not needed
+            return 7  # DLM_CANCELLED: the job was dropped
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
