@@ -1,4 +1,4 @@
-"""Judge each precision of three antibody language models on real sequences.
+"""Measure the accuracy of each precision of three antibody language models on real sequences.
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2
     python benchmarks/antibodies.py [--precisions fp32,int8,...] [--json FILE] [--time]
@@ -51,7 +51,7 @@ def germlines(package: Path, chains: str) -> list[str]:
 
 
 def masked(ids: list[int], mask_token_id: int, ratio: float, seed: int) -> tuple[list[int], Any]:
-    """Mask a share of the residues. Returns the canvas and the masked positions."""
+    """Mask a share of the residues of a sequence. Returns the canvas and the masked positions."""
     rng = np.random.default_rng(seed)
     count = max(1, round(ratio * (len(ids) - 2)))
     rows = np.sort(rng.choice(np.arange(1, len(ids) - 1), count, replace=False))

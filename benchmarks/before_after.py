@@ -27,7 +27,8 @@ from shapes import ROOT, machine
 PRECISIONS = ("int8", "fp32")
 PASSES = ((32, 224, 32), (256, 0, 256))  # tokens in the pass, cached tokens, scored rows
 NEW_TOKENS = 128  # number of generated tokens, after a prompt of 128 tokens
-# Both programs only use functions that old and new versions of the runtime have.
+# A program that each checkout runs. It only uses functions that old and new versions of the runtime
+# have.
 WORKER = """
 import json, sys
 import dlm_runtime
@@ -117,7 +118,7 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         for name, side in sorted(
             sides.items(), reverse=number % 2 == 1
-        ):  # the checkouts swap their order in every round
+        ):  # the order of the two checkouts changes in every round
             rows = {
                 f"{p}, pass of {sizes}": side.passes(p, sizes)
                 for p in PRECISIONS

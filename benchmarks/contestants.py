@@ -1,4 +1,5 @@
-"""The contestants: this project's runtime, the reference loop in torch, and llama.cpp.
+"""The contestants of generation.py, that is engines whose speed is compared: this project's
+runtime, the reference loop in torch, and llama.cpp.
 
 Contestants have the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``,
 ``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate
@@ -30,7 +31,7 @@ class NotOffered(Exception):
 
 
 class Contestant(ABC):
-    """An engine with a denoiser.
+    """An engine that has loaded a denoiser.
 
     Times are in seconds. The ``B`` sequences of a batch have the same length.
     """
@@ -47,10 +48,11 @@ class Contestant(ABC):
     ) -> dict[str, Any]:
         """Fill ``new`` tokens after each prompt.
 
-        If all passes of the loop cost the same, ``passes`` ends the loop after about that many
-        passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of ``timed_passes``,
-        and the ``seconds`` of the timed passes. Some engines and loops also report ``selection_s``,
-        the seconds to select tokens in the timed passes, and ``cache_bytes``.
+        If ``passes`` is not None and all passes of the loop cost the same, the loop ends after
+        about this many passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of
+        ``timed_passes``, and the ``seconds`` of the timed passes. Some engines and loops also
+        report ``selection_s``, the seconds to select tokens in the timed passes, and
+        ``cache_bytes``.
         """
 
     @abstractmethod
@@ -109,9 +111,10 @@ class Native(Contestant):
 
 
 def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """Return a torch pass with the parts of the reference loop.
+    """Return a function that runs one pass in torch, as the reference loop does.
 
-    The parts are the body, the head on the scored rows, softmax, and the two most likely tokens.
+    The pass computes the layers, the head for the scored rows, softmax, and the two most likely
+    tokens.
     """
     import torch
 
@@ -140,7 +143,10 @@ class _Enough(Exception):
 
 
 class Torch(Contestant):
-    """The exporter's reference loop. It runs eagerly, or with torch.compile for the body."""
+    """The exporter's reference loop in torch.
+
+    The layers of the denoiser run in eager mode, or compiled by torch.compile.
+    """
 
     def __init__(self, size: str, kind: str, threads: int) -> None:
         import torch
@@ -156,8 +162,9 @@ class Torch(Contestant):
         self.denoiser = families.load(families.open_weights(opened, network), network, dtype)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
         if kind.endswith("-compile"):
-            # The body is called with two shapes, the canvas and a block. The head is not compiled,
-            # because it would be compiled for every number of scored rows.
+            # The layers (body) are compiled for two shapes of their input: the canvas and a block.
+            # The head stays in eager mode, because it would have to be compiled for every number of
+            # scored rows.
             torch._dynamo.config.recompile_limit = 256
             self.denoiser.hidden = torch.compile(self.denoiser.hidden, dynamic=False)  # type: ignore[method-assign]
 

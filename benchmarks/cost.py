@@ -1,4 +1,4 @@
-"""Measure the time and memory of a quantised build by stage.
+"""Measure the time of each stage of a quantised build, and the build's memory.
 
     python benchmarks/cost.py [--layers 4,8,16] [--states 64,256] [--precision nvfp4] [--json FILE]
     python benchmarks/cost.py --size 1B --layers 16 --samples 128 --states-per-sample 8 --beside OTHER/bin/dlm-export \

@@ -131,7 +131,9 @@ def cases(count: int, seed: int) -> dict[str, list[Case]]:
 
 
 def quality(made: Sequence[tuple[Case, Decision]]) -> list[str]:
-    """Return the number of answers, accuracy, confidence, ECE, and passes per decision."""
+    """Return the cells of a table row: number of answers, accuracy, mean confidence, ECE, and
+    passes per decision.
+    """
     said = [
         (decision.answers[name].confidence, decision.answers[name].best == right)
         for case, decision in made
@@ -166,8 +168,8 @@ def processor_ms(run: Callable[[], Any]) -> float:
 
 
 def timed(bundle: dlm_runtime.Bundle, chosen: Sequence[Case]) -> list[list[str]]:
-    """Return the median processor time and the mean passes: of a decision, and of generating the
-    answer.
+    """Return the median processor time and the mean number of passes, for a decision and for
+    generating the same answer.
     """
     from dlm_runtime.generation.deciding import POLICY
 

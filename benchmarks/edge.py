@@ -39,7 +39,10 @@ THEIRS = {"int4": "Q4_0", "int8": "Q8_0"}
 
 
 class Ours:
-    """A bundle. ``time`` returns the seconds of a pass that scores ``rows`` of its tokens."""
+    """A bundle of this project.
+
+    ``time`` returns the seconds of a pass that scores ``rows`` of its tokens.
+    """
 
     def __init__(self, size: str, precision: str, threads: int) -> None:
         import dlm_runtime
@@ -57,8 +60,10 @@ class Ours:
 
 
 class Theirs:
-    """A GGUF file in llama.cpp. ``time`` returns the seconds to decode tokens after earlier tokens.
-    Only the last token has logits.
+    """A GGUF file in llama.cpp.
+
+    ``time`` returns the seconds to decode tokens after earlier tokens. llama.cpp computes logits
+    only for the last token.
     """
 
     def __init__(self, path: Path, threads: int, context: int = 2 * CACHED) -> None:
@@ -73,7 +78,7 @@ class Theirs:
         self.filled = 0
 
     def time(self, tokens: int, cached: int, rows: int) -> float:
-        assert rows == 1  # the logits of the last token, as _decode asks
+        assert rows == 1  # _decode only asks for the last token's logits
         llama, context = self.model.llama, self.model.context
         memory = llama.llama_get_memory(context)
         if self.filled != cached:
@@ -104,7 +109,7 @@ class Theirs:
 
 
 class Process:
-    """A process that opened one model."""
+    """A process in which one model was opened."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, __file__, "--worker", *map(str, arguments)]
@@ -153,7 +158,7 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
 class PlainRead:
     """A mapped file. ``time`` returns the seconds to read the file once.
 
-    Each thread reads a part.
+    Several threads each read a part of the file.
     """
 
     def __init__(self, path: Path, threads: int) -> None:

@@ -9,10 +9,10 @@ For each precision, a bundle is built once, without engines. Then `dlm-export en
 engine in a separate process. Peak memory is the largest resident set of that process, including
 mapped files. The script also prints the peak memory divided by the bytes of the bundle's weights.
 
-The demo's bundles are calibrated on its data. ONNX Runtime judges these bundles on the 64 commands
-that calibration did not use. It runs the graph that the entry in accuracy.json names. Random
-denoisers only serve to measure the builder. They are calibrated on a few random ids and are not
-judged.
+The demo's bundles are calibrated on its data. The accuracy of these bundles is measured in ONNX
+Runtime on the 64 commands that calibration did not use. accuracy.json names the graph that ONNX
+Runtime ran. Random denoisers only serve to measure the builder. They are calibrated on a few random
+ids and are not judged.
 """
 
 from __future__ import annotations

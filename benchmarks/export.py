@@ -3,9 +3,9 @@
     python benchmarks/export.py [--sizes 134M,1B] [--precisions fp32,fp16,fp32+parity,int8,nvfp4] [--json FILE]
 
 Each build runs in a new process. Peak memory is the largest resident set of the process, including
-mapped files. The script divides it by the size of the written weights, and by the size of the
-parameters in fp16. Some quantised bundles need calibration states. They are calibrated on a few
-random ids, because only the speed and memory of the exporter are measured.
+mapped files. The script prints it relative to the size of the written weights, and relative to the
+size of the parameters in fp16. Some quantised bundles need calibration states. This script
+calibrates them on a few random ids, because only the exporter's speed and memory are measured.
 """
 
 from __future__ import annotations

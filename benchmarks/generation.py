@@ -54,12 +54,13 @@ NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8", f"{NATIVE}-int4-rtn")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
 KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
 WAIT_POLICIES = ("passive", "active")  # values for OpenMP, which torch and llama.cpp use
-TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass used to compare settings
+TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the size of the pass with which settings are compared
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
 # Tokens in the pass, cached tokens, scored rows.
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))
 DEMO_NEW = 64  # number of tokens of a demo answer, eos included, as in examples/demo/evaluate.py
-# Commands per turn; with so many commands, a contestant mostly runs with warm caches.
+# Commands that a contestant answers per turn. They are so many that the processor's caches are warm
+# most of the time.
 DEMO_TURN = 50
 
 
@@ -245,7 +246,8 @@ def generations(
     Returns a row for each contestant, with the spread in ms, the tokens per second, the share of
     the generation that was timed, and the memory.
     """
-    # A pass of a batch costs as much as ``batch`` single passes.
+    # A pass over a batch takes about ``batch`` times as long as a pass over one sequence, so fewer
+    # passes are timed.
     sampled = sampled and max(1, sampled // scenario.batch)
     numbers = random.Random(1)
     prompts = [
@@ -488,7 +490,7 @@ def main() -> None:
     scenarios = [
         Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
     ]
-    # The memory after the first scenario is reported.
+    # The memory is reported after the first scenario, so this scenario comes first.
     scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))
     result: dict[str, Any] = {
         "date": date.today().isoformat(),

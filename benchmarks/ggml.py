@@ -1,8 +1,9 @@
 """Rounds single matrices to the number formats of llama.cpp.
 
-The quantiser of llama.cpp rounds the matrices, without an importance matrix, and the ``gguf``
-package reads the result. ``types_of`` finds out which format llama.cpp chooses for each matrix. To
-find out, this function quantises a small random model with the same number of layers in llama.cpp.
+llama.cpp's own quantiser rounds the matrices, without an importance matrix (statistics of
+activations). The ``gguf`` package reads the result. llama.cpp chooses a format for each matrix.
+``types_of`` finds out these formats: it lets llama.cpp quantise a small random model with the same
+number of layers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _library() -> ctypes.CDLL:
 
 
 def bits(name: str) -> float:
-    """The bits per weight of a format, including scales."""
+    """Return the number of bits per weight of a format, including scales."""
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     return 8 * size / elements
 
@@ -69,7 +70,7 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
 
 
 def types_of(network: NetworkSpec, file_type: str) -> dict[str, str]:
-    """Return the format that llama.cpp chooses for each layer in a file of this type."""
+    """Return the format that llama.cpp chooses for each matrix in a GGUF file of this type."""
     attention = network.layers[0].attention
     heads = attention.heads // attention.kv_heads  # llama.cpp's choice only depends on this ratio
     shapes = {

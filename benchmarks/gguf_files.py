@@ -66,7 +66,8 @@ def _write(source: Path, path: Path) -> None:
     layer = c.layers[0]  # all layers of llama.cpp's LLaDA have the same shape
     attention = layer.attention
     weights = families.open_weights(opened, c)
-    # SDAR is written as Qwen3, the autoregressive model with the same shape.
+    # A checkpoint in the layout of SDAR is written as Qwen3, the autoregressive model with the same
+    # shape.
     is_llada = c.family == "llada"
     writer = gguf.GGUFWriter(path, "llada" if is_llada else "qwen3")
     writer.add_tokenizer_model("none")

@@ -1,9 +1,11 @@
-"""Measure what HTTP costs: requests a second and latencies with and without a server.
+"""Measure the cost of HTTP: requests per second and latencies, with a server and with a scheduler
+in this process.
 
     python benchmarks/http_cost.py BUNDLE --data FILE.jsonl [--service PROGRAM] [--connections 1,4,16,64]
         [--seconds 10] [--rounds 3] [--json FILE]
 
-Each line of the file has a `prompt`. wrk must be installed. The contestants take turns:
+Each line of the file has a `prompt`. wrk must be installed. These contestants are measured in
+    turns:
 
 - "scheduler": coroutines of this process submit to a scheduler and wait, without HTTP.
 - "dlm-export serve": wrk asks ``dlm-export serve`` in another process.
@@ -49,8 +51,9 @@ def percentiles(latencies: list[float], name: str) -> dict[str, float]:
 
 
 async def ask_often(ask: Ask, prompts: list[str], count: int, seconds: float) -> dict[str, float]:
-    """Return the requests per second and the milliseconds of ``count`` coroutines that ask and
-    wait.
+    """Let ``count`` coroutines send one request after another.
+
+    Return the requests per second and the latencies in milliseconds.
     """
     given, firsts, latencies = itertools.cycle(prompts), [], []
     end = (began := time.perf_counter()) + seconds
@@ -70,7 +73,7 @@ async def ask_often(ask: Ask, prompts: list[str], count: int, seconds: float) ->
 def scheduler_row(
     bundle: dlm_runtime.Bundle, new_tokens: int, streamed: bool, *load: Any
 ) -> dict[str, float]:
-    """Return the row of a scheduler in this process."""
+    """Measure a scheduler in this process, and return its row of the table."""
 
     async def ask(prompt: str) -> float | None:
         job = scheduler.submit(prompt=prompt, max_new_tokens=new_tokens, events=streamed)
@@ -88,7 +91,7 @@ def scheduler_row(
 
 
 def streamed_row(port: int, fields: dict[str, Any], *load: Any) -> dict[str, float]:
-    """Return the row of ``dlm-export serve`` with streamed answers.
+    """Measure ``dlm-export serve`` with streamed answers, and return its row of the table.
 
     Each client uses one connection for all its requests.
     """

@@ -1,12 +1,13 @@
-"""Compare variants of the cache of a block-causal denoiser: NFE, ms per request, tokens/s.
+"""Compare policies with different caches for a block-causal denoiser: passes (NFE), milliseconds
+per request, and tokens per second.
 
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
 Each line of the file has a `prompt`. The variants take turns over the same requests. Prints medians
 and quartiles over the rounds, and how many canvases differ from the canvases of the first variant.
-With `--effort`, the variants are the bundle's effort levels. The faster levels have additional
-variants, which store blocks in separate passes.
+With `--effort`, the variants are the bundle's effort levels. For the faster levels, a second
+variant stores blocks in separate passes.
 """
 
 from __future__ import annotations

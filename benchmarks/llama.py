@@ -1,4 +1,4 @@
-"""Uses llama.cpp through llama-cpp-python: its quantiser, and passes over token ids."""
+"""Uses llama.cpp through llama-cpp-python: quantises GGUF files, and runs passes over token ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE_TYPES = {
     "IQ4_NL": 25,
     "IQ4_XS": 30,
 }
-_callback: Any = None  # llama.cpp keeps the pointer, so the callback must stay alive
+_callback: Any = None  # llama.cpp stores a pointer to the callback, so the callback must stay alive
 
 
 @functools.cache

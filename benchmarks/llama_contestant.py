@@ -1,8 +1,8 @@
 """Runs LLaDA in llama.cpp through llama-cpp-python. The denoising loop is in Python.
 
-llama.cpp has no cache for LLaDA. llama-model.cpp creates no memory for LLaDA, so llama_decode runs
-the encoder of llama.cpp. The encoder scores every row, even if the batch asks for fewer rows. Each
-pass therefore computes the whole canvas, including the head.
+llama.cpp has no cache for LLaDA: llama-model.cpp creates no cache memory for it, so llama_decode
+runs llama.cpp's encoder. The encoder computes logits for every token, even if the batch asks for
+fewer. Each pass therefore computes the whole canvas, including the head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlm_runtime.policy import Policy
 
 
 class LlamaCpp(Contestant):
-    """A GGUF file on the CPU."""
+    """A GGUF file that llama.cpp runs on the CPU."""
 
     def __init__(self, size: str, file_type: str, threads: int) -> None:
         path = gguf_of(size, file_type)
@@ -98,7 +98,7 @@ class LlamaCpp(Contestant):
 
 
 def _score(logits: np.ndarray, mask: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best tokens and their probabilities ``[M]``, from logits ``[M, V]``.
+    """Return the most likely tokens and their probabilities ``[M]``, from logits ``[M, V]``.
 
     Overwrites the logits.
     """

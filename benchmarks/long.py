@@ -2,9 +2,10 @@
 
     python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
-Each block starts with a full pass or a refresh. A small random denoiser fills the last 128 tokens
-in blocks of 32, with four passes per block and the dual cache. Each run is a new process. Its
-largest resident set is measured. If a run needs more memory than --memory, the table says so.
+Each block starts with a pass over the whole canvas (full pass), or over its last part (refresh). A
+small random denoiser fills the last 128 tokens in blocks of 32, with four passes per block and the
+dual cache. Each run is a new process. Its largest resident set is measured. If a run needs more
+memory than --memory, the table says so.
 """
 
 from __future__ import annotations

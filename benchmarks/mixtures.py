@@ -1,7 +1,7 @@
 """Compare a mixture of experts with two other denoisers.
 
-One is dense and as large as the mixture's active part. The other computes all experts for every
-token.
+The first other denoiser is dense, and has as many parameters as the mixture uses for a token. The
+second is the same mixture, but computes all experts for every token.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
@@ -60,7 +60,7 @@ PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
-    """Return a bundle, which is built once.
+    """Return the bundle of one of the three denoisers. It is built once.
 
     All kinds of bundle with experts have the same weights.
     """
@@ -91,8 +91,8 @@ def memory(path: Path) -> dict[str, int]:
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
-    """Return, for each pass, the least seconds by the roofline model, and the bytes of weights to
-    read.
+    """Return, for each pass, the least seconds that the roofline model allows, and the bytes of
+    weights that the pass must read.
     """
     manifest = json.loads((path / "manifest.json").read_text())
     network, layers = network_of(manifest), manifest["precision"].get("layers", {})
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # used by the new process
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # for the new process
     arguments = parser.parse_args()
     if arguments.memory_of:
         print(json.dumps(memory(arguments.memory_of)))

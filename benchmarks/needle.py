@@ -51,8 +51,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_runtime import Bundle
 
 BLOCK_LENGTH, LONGEST = 8, 8192
-SAMPLED = 160  # in training, the second layer attends to this many tokens that are not near needles
-AROUND = range(-4, 12)  # offsets from a marker that count as near
+SAMPLED = 160  # in training, the second layer attends to only this many tokens away from needles
+AROUND = range(-4, 12)  # a token at one of these offsets from a marker is near the needle
 NEEDLES, VALUES = 4, 4
 WORDS = 244
 MARKERS = range(WORDS, WORDS + 8)
@@ -86,7 +86,7 @@ def shape() -> NetworkSpec:
 
 @dataclass(frozen=True)
 class Haystack:
-    """The tokens of a prompt without its last marker, and the words of each marker."""
+    """A prompt without the marker at its end: its tokens, and the words that follow each marker."""
 
     tokens: list[int]
     needles: dict[int, list[int]]

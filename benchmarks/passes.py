@@ -2,10 +2,10 @@
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-Measures both runtimes with precisions from fp32 to INT4, and torch in fp32 and bf16. All of them
-take turns in one process. The native runtime replaces some functions of the graph with its kernels.
-Plain ONNX Runtime computes the operators in the bodies of these functions instead. For a comparison
-of whole generations and for llama.cpp, see generation.py.
+The native runtime and plain ONNX Runtime are measured in precisions from fp32 to INT4, and torch in
+fp32 and bf16. All of them take turns in one process. The native runtime replaces some functions of
+the graph with its kernels. Plain ONNX Runtime computes the operators in the bodies of these
+functions instead. For a comparison of whole generations and for llama.cpp, see generation.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def onnx_pass(
 ) -> Callable[[], Any]:
     """Return a function that runs the graph.
 
-    The results are the same as in the loop: the best tokens and their probabilities.
+    The graph returns the same as in the decoding loop: the most likely tokens and their
+        probabilities.
     """
     rng = np.random.default_rng(0)
     feeds = {

@@ -2,8 +2,8 @@
 
     dlm-export bench BUNDLE --data FILE --peer-token-ms $(python benchmarks/peer_token.py MODEL.gguf)
 
-Prints the median on stdout, and the quartiles on stderr. llama.cpp decodes the token on the CPU,
-after 256 earlier tokens (--cached). Needs benchmarks/requirements.txt.
+The script prints the median on stdout, and the quartiles on stderr. llama.cpp decodes the token on
+the CPU, after 256 earlier tokens (--cached). Needs benchmarks/requirements.txt.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         [--json FILE]
 
 The denoiser's cache has the shape of LLaDA2-mini's cache: 20 layers, 4 key heads of size 128,
-blocks of 32. Its other sizes are small, because they do not change the size of the cache. The
-weights are random.
+blocks of 32. The denoiser's other sizes are small, because they do not affect the size of the
+cache. The weights are random.
 
 Each round opens the file, which is already in the kernel's page cache. Then the script sends a
 request whose prompt starts with the saved tokens, and measures the time until its first tokens are

@@ -2,9 +2,11 @@
 
     python benchmarks/quantise.py [--recipes int8,int4,...] [--data examples/demo/heldout.jsonl] [--json FILE]
 
-Prints the size, the masked cross-entropy by mask ratio, the agreement, the flips, the passes and
-the exact matches. Bundles are calibrated on the demo's calibration.jsonl and judged on held-out
-commands. Each bundle also generates an answer to each of these commands.
+For each recipe, the script prints the bundle's size, the cross-entropy of masked tokens by mask
+ratio, the agreement with full precision, the positions where both commit different tokens (flips),
+the passes and the exact matches. Bundles are calibrated on the demo's calibration.jsonl and
+compared with full precision on held-out commands. Each bundle also generates an answer to each of
+these commands.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ LARGE = {
 }
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
-POOL = 1 << 24  # number of random values from which all tensors are taken
-PROBE_BYTES = 2 << 30  # size of the file with which the disk's rates are measured
+POOL = 1 << 24  # all tensors are cut out of this many random values
+PROBE_BYTES = 2 << 30  # bytes of the file for measuring the disk's speed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -100,8 +100,8 @@ def values(
 ) -> Iterator[np.ndarray]:
     """Yield bf16 weights in pieces, as their bits.
 
-    The weights have a normal distribution with which activations stay near unit size. The weights
-    of norms are near one.
+    The weights are normally distributed, with a variance for which activations keep a magnitude of
+    about 1. The weights of norms are near one.
     """
     is_norm = len(shape) == 1
     scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
@@ -118,8 +118,8 @@ def values(
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
     """Write config.json, the index and its shards.
 
-    Returns the bytes of the weights. With ``has_data=False``, only the headers are written. In
-    place of the data, the files have holes.
+    Returns the bytes of the weights. With ``has_data=False``, only the headers are written. The
+    data is then missing: the files are sparse files with the right size.
     """
     shapes = llada_shapes(config)
     files = shards(shapes)
@@ -141,7 +141,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
         total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    # This file is written last. If it exists, all other files are complete.
+    # config.json is written last. If it exists, all other files are complete.
     (folder / "config.json").write_text(json.dumps(config))
     return total
 
@@ -200,8 +200,8 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """Return the bytes per second of writing a large file to the disk, and of reading the file
-    again. The write is flushed.
+    """Return how many bytes per second the disk writes (including the flush) and reads, measured
+    with a large file.
     """
     path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
     try:

@@ -5,15 +5,15 @@ text.
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
-The network is SmolLM2-135M-Instruct, a causal Llama. It has no mask token. Calibration therefore
-uses clean text, or random ids with ``@random``. The loss is the loss of predicting the next token.
-The text is the Jargon File, which is in the public domain. The first half is for calibration, the
-second half for judging.
+The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no mask token, so
+calibration uses text without masks. With ``@random`` after a precision, calibration uses random ids
+instead. The loss is the loss of predicting the next token. The text is the Jargon File, which is in
+the public domain. The first half is for calibration, the second half for judging.
 
-The weights are distributed in Q4_1. All measurements start from the dequantised weights, so
-llama.cpp's Q4_1 has an advantage: it finds the original grid again. llama.cpp also reads the
-distributed file directly. Its loss in F32 must agree with the loss that this project measures.
-Weights and text stay under build/.
+The package contains the weights in llama.cpp's four-bit format Q4_1. All measurements start from
+the dequantised weights. llama.cpp's Q4_1 therefore has an advantage: it can represent these weights
+exactly. llama.cpp also reads the distributed file directly. Its loss in F32 must agree with the
+loss that this project measures. Weights and text stay under build/.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dlm_export.sources import Source
 FOLDER = ROOT / "build" / "benchmarks"
 TEXT = FOLDER / "jargon" / "usr" / "share" / "doc" / "jargon-text" / "jargon.txt.gz"
 WINDOW = 256  # tokens
-SHORTEST = 120  # characters; shorter paragraphs, such as headings and tables, are skipped
+SHORTEST = 120  # shorter paragraphs (in characters), such as headings and tables, are skipped
 CHANGES: dict[str, dict[str, Any]] = {
     "embedding": {"embedding": "int8"},
     "smoothing": {"smoothing": 0.5},
@@ -81,8 +81,9 @@ def spread(found: list[str], count: int) -> list[str]:
 
 
 class Judge:
-    """Windows of text ``[N, WINDOW]``, and the logits that the reference computes for these
-    windows.
+    """Compares networks on windows of text ``[N, WINDOW]``.
+
+    The object stores the logits that the reference network computes for these windows.
     """
 
     def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:
@@ -92,7 +93,7 @@ class Judge:
     def compare(self, logits: Logits) -> dict[str, Any]:
         """Return the loss of the next token, and the agreement with the reference.
 
-        The first network that is compared becomes the reference.
+        The first network for which this method is called becomes the reference.
         """
         is_reference, parts = not self.reference, []
         for i, window in enumerate(self.windows):
@@ -107,7 +108,9 @@ class Judge:
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """Parse ``PRECISION``, which may be followed by names of ``CHANGES``, each after a plus.
+    """Parse a text such as ``PRECISION+CHANGE+CHANGE``, in which each change is a name in
+    ``CHANGES``.
+
     With ``@random``, the source has no text, so calibration uses random ids.
     """
     precision, *changes = name.removesuffix("@random").split("+")
@@ -136,8 +139,8 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Judge the passes of llama.cpp over a file of this type. llama.cpp first converts the
-    distributed file to F32, and then quantises the F32 file.
+    """Measure the loss of llama.cpp with a GGUF file of this type. llama.cpp converts the
+    distributed file to F32, and then quantises the F32 file to this type.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
@@ -207,8 +210,9 @@ def main() -> None:
         check_tokens(found, tokenizer)
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
-    # A build does not calibrate on all samples, because it reserves some of them for judging. This
-    # script judges on other text, so it adds as many samples as the build reserves.
+    # A build reserves some of its samples for measuring accuracy, and calibrates on the rest. This
+    # script measures on other text, so it passes more samples, of which as many as wanted remain
+    # for calibration.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

@@ -52,7 +52,7 @@ def write(folder: Path, config: dict[str, Any], state: dict[str, Any], tokenizer
 def antiberty_checkpoint(package: Path, folder: Path) -> Path:
     """Convert AntiBERTy, a BERT of 26 M parameters.
 
-    Its heads for species, chain and grafting are left out.
+    The heads that predict the species, the chain and grafting are left out.
     """
     trained = package / "trained_models"
     source = trained / "AntiBERTy_md_smooth"
@@ -78,7 +78,8 @@ def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
         for theirs, ours in _FAIRSEQ.items():
             name = name.replace(theirs, ours)
         made[name] = value
-    # fairseq's RoBERTa has no token types. A type of zeros adds nothing.
+    # fairseq's RoBERTa has no embedding of token types, but transformers' has. An embedding of
+    # zeros changes nothing.
     hidden = args["encoder_embed_dim"]
     made["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, hidden)
     residues = [line.split()[0] for line in (source / "dict.txt").read_text().splitlines()]

@@ -18,8 +18,8 @@ Prints medians over the rounds, and how many canvases differ from the canvases o
 
 `--cost` takes the JSON of `dlm-export bench BUNDLE --cost --json`. Schedulers that know this cost
 are then measured too. `--pass-ms` limits the expected milliseconds of their passes. For these
-schedulers, also prints the mean milliseconds of a pass, the mean number of requests in it, and the
-ratio of measured to expected time.
+schedulers, the script also prints the mean milliseconds of a pass, the mean number of requests in a
+pass, and the ratio of measured to expected time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ result.
 
 
 def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
-    """Start a thread that submits each request at its time. A request is passed as its number."""
+    """Start a thread that calls ``hand_in`` with the number of each request at the request's time."""
 
     def run() -> None:
         began = time.perf_counter()
@@ -148,7 +148,7 @@ def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
 
 
 def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dict[str, float]:
-    """Return the figures of one round."""
+    """Return the measured numbers of one round, by name."""
     latencies = sorted(done[number][0] - moment for number, moment in enumerate(moments))
     return {
         "tokens_per_s": sum(out.completion_tokens for _, out in done.values())

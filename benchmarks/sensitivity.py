@@ -1,4 +1,4 @@
-"""Compare the estimated losses of single layers with their exact losses.
+"""Compare estimates of how much quantising a single layer increases the loss with exact values.
 
     python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05]
         [--samples 32] [--json FILE]

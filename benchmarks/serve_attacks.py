@@ -3,13 +3,13 @@
     python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--kept] [--elsewhere]
         [--json FILE]
 
-The same server gets all attacks. A polite client sends one chat after another. At first, the polite
-client is alone for a few seconds. Then the attack runs at the same time. Each chat uses a new
-connection, or with --kept the same connection. With --elsewhere, the attacker attacks a second
-server on the same machine. The polite client's delays then show the cost of sharing the processor.
-Each attack runs in a separate process with the lowest priority, so that the processor time of the
-attacker itself does not delay the polite client. All attackers except "wrong keys" have a valid
-key. Prints a row for each attack as Markdown:
+All attacks are made on the same server, one after another. A polite client sends one chat after
+another. At first, the polite client is alone for a few seconds. Then the attack runs at the same
+time. Each chat uses a new connection, or with --kept the same connection. With --elsewhere, the
+attacker attacks a second server on the same machine. The polite client's delays then show the cost
+of sharing the processor. Each attack runs in a separate process with the lowest priority, so that
+the processor time of the attacker itself does not delay the polite client. All attackers except
+"wrong keys" have a valid key. Prints a row for each attack as Markdown:
 
 - got: the results that the attacker got, with the number of each result.
 - p50 and longest: latencies of the polite client without and during the attack.
@@ -83,7 +83,9 @@ def status_of(client: socket.socket) -> str:
 
 
 def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
-    """Send one piece a second on each connection until the server has closed all of them."""
+    """Send one piece of a request per second on each connection, until the server has closed all
+    connections.
+    """
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:
@@ -132,7 +134,7 @@ def slow_reader(target: Target) -> Counter[str]:
         request = f"GET /openapi.json HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
         client.send(200 * request.encode())
         clients[client.fileno()] = client
-        poll.register(client, 0)  # report only errors
+        poll.register(client, 0)  # with 0, poll reports only errors
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:
@@ -330,7 +332,7 @@ class Polite:
             return None
         finally:
             if not self.keeps:
-                self.client.close()  # the next request opens a new connection
+                self.client.close()  # so the next request opens a new connection
         return 1e3 * (time.perf_counter() - began) if response.status == 200 else None
 
     def latencies(self, is_over: Callable[[], bool]) -> list[float | None]:

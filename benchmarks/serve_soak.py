@@ -1,4 +1,5 @@
-"""Watch the memory of ``dlm-export serve`` while its clients disconnect at random moments.
+"""Measure the memory of ``dlm-export serve`` over time, while its clients disconnect at random
+moments.
 
     python benchmarks/serve_soak.py BUNDLE [--minutes 10] [--clients 8] [--every 30] [--json FILE]
 

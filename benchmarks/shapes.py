@@ -1,5 +1,5 @@
-"""The models of the benchmarks: the demo, and random checkpoints in the layouts of LLaDA and SDAR
-in bf16.
+"""The denoisers that the benchmarks use: the demo, and random bf16 checkpoints in the layouts of
+LLaDA and SDAR.
 
 Checkpoints are written once, under build/.
 """

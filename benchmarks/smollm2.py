@@ -78,7 +78,9 @@ class GgufParameters:
         return self._values[parameter][at].astype(dtype)
 
     def view(self, parameter: str) -> None:
-        """Return None, because every parameter is converted when it is read."""
+        """Return None: no parameter can be used without a copy, because every parameter is
+        converted when it is read.
+        """
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -99,7 +101,8 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
             return value
         elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         assert tensor.tensor_type.name in ("Q4_1", "Q8_0"), tensor.tensor_type
-        # In both formats, a group starts with its step in fp16.
+        # In both formats, each group of weights starts with its scale (the step between two codes)
+        # in fp16.
         groups = np.ascontiguousarray(tensor.data).reshape(-1, size)
         steps = groups[:, :2].copy().view(np.float16).astype(np.float32)
         moved = rng.uniform(-0.5, 0.5, (len(groups), elements)).astype(np.float32) * steps
@@ -125,8 +128,8 @@ def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
 def open_smollm2(*, fill_steps: bool = False) -> Source:
     """Open the network, its weights and its tokenizer, all from the GGUF file.
 
-    ``fill_steps`` adds noise of up to half a step to the matrices, so that their values are not on
-    a grid.
+    ``fill_steps`` adds noise of up to half a step to the matrices, so that their values are no
+    longer multiples of a step.
     """
     path = gguf_path()
     reader = gguf.GGUFReader(path)

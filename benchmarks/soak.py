@@ -1,6 +1,6 @@
-"""Watch the memory of a service over thousands of requests.
+"""Measure the memory of a process that runs thousands of requests.
 
-Some requests are cancelled, late or failing.
+Some requests are cancelled, exceed their time limit, or fail.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
@@ -105,7 +105,7 @@ def main() -> int:
     ):
         soak = Soak(bundle, callback)
         for tenth in range(10):
-            # Each tenth of the requests uses new schedulers.
+            # New schedulers are created after each tenth of the requests.
             with (
                 bundle.scheduler(max_running=6) as shared,
                 callback.scheduler(max_running=3) as turns,

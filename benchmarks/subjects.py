@@ -1,9 +1,9 @@
 """Trained networks whose weights can be replaced by rounded weights, to judge the rounded weights.
 
 All networks are computed in torch in fp32. Only the weights are rounded. Activations, norms and an
-untied embedding table do not change. The demos are judged by the loss at masked positions of
-held-out commands. Each command is masked at seven ratios. SmolLM2 is autoregressive. It is judged
-by the loss of the next token, on text from the Jargon File.
+untied embedding table do not change. For the demos, the result is the loss at masked positions of
+held-out commands, each masked at seven ratios. SmolLM2 is autoregressive. Its result is the loss of
+predicting the next token, on text from the Jargon File.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """Round the layers that match a pattern to one of ``FORMATS`` with a solver.
+        """Round the weights of the layers that match a pattern to one of this project's
+        ``FORMATS``, with a solver.
 
         Results are cached.
         """
@@ -190,7 +191,8 @@ class SmolLM2(Subject):
     """SmolLM2, judged on ``count`` passages.
 
     Its weights are distributed in a four-bit format. With ``fill_steps``, each weight is first
-    moved at random within its step, so that no format can find the original grid.
+    moved at random by up to half a step of this format, so that no format can represent the weights
+    exactly.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

@@ -17,7 +17,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def ratio(row: dict[str, Any]) -> str:
-    """Return a row's median divided by the median of native-int8, if both are known."""
+    """Return a row's median divided by the median of native-int8 as text, if both are known."""
     return "" if row["ratio"] is None else f"**{row['ratio']:.2f} x**"
 
 

@@ -1,5 +1,5 @@
-"""Compare compiled tokenizers with the tokenizers library: equal results, speed, memory, opening
-time.
+"""Compare this project's compiled tokenizers with the tokenizers library: whether results are
+equal, speed, memory, and the time to open a file.
 
     python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
 
@@ -39,7 +39,7 @@ ROLES, LITERALS, CHATS = (
     ("</think>", "<think>", "<tool_response>"),
     1000,
 )
-TIMED = 2000  # number of lines in a round
+TIMED = 2000  # number of lines that are timed in a round
 
 
 # A program that opens the file in argument 1 and prints the memory of its process.
@@ -89,7 +89,7 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
-    """Return all figures of one tokenizer."""
+    """Measure one tokenizer, and return all numbers for its row of the table."""
     config = (
         json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
     )

@@ -1,4 +1,4 @@
-"""Interleaved timing.
+"""Times several contestants in turns.
 
 Contestants take turns, round after round, so that noise affects all contestants equally.
 """

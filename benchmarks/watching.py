@@ -20,7 +20,7 @@ def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
         watching = Watched(process)
         try:
             text, _ = process.communicate()
-        except BaseException:  # after Ctrl-C or a signal, the command must not continue to run
+        except BaseException:  # on Ctrl-C or a signal, end the command too
             process.terminate()
             raise
     seconds = time.perf_counter() - began
@@ -42,7 +42,7 @@ def figures(path: Path) -> dict[str, int]:
 
 
 def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """Like ``watched``, for a command that must succeed."""
+    """Run a command that must succeed, and return the same as ``watched``."""
     text, row = watched(command)
     if row["exit"]:
         raise SystemExit(f"{' '.join(command)}: exit {row['exit']}")
@@ -52,7 +52,7 @@ def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
 class Watched:
     """Records the highest memory of a process and the bytes that it read and wrote.
 
-    Takes a sample every ``SAMPLE_S`` seconds.
+    The numbers are read every ``SAMPLE_S`` seconds.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:

@@ -35,7 +35,10 @@ def make(name: str, size: str, threads: int) -> Contestant:
 
 
 class Server:
-    """Answers the requests to one contestant. Passes are prepared once and used in all rounds."""
+    """Answers the requests to one contestant.
+
+    Each size of pass is prepared once and used in all rounds.
+    """
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant

@@ -30,7 +30,10 @@ def missing() -> str | None:
 
 
 class Browser:
-    """A window of the browser. ``driver`` is selenium's driver."""
+    """A window of the browser.
+
+    ``driver`` is the object through which selenium controls the browser.
+    """
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -49,15 +52,15 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def find(self, selector: str) -> Any:
-        """The first element that matches a CSS selector."""
+        """Return the page's first element that matches a CSS selector."""
         return self.driver.find_element("css selector", selector)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that a script returns."""
+        """Run a script in the page, and return its value."""
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, script: str, *arguments: Any) -> Any:
-        """Wait until an expression is true, and return its value."""
+        """Wait until a JavaScript expression is true, and return its value."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         waiting = WebDriverWait(self.driver, WAIT_S, poll_frequency=0.02)
@@ -79,7 +82,7 @@ class Browser:
         ActionChains(self.driver).key_down(modifier).send_keys(key).key_up(modifier).perform()
 
     def console(self) -> list[str]:
-        """Warnings and errors of the console since the last call."""
+        """Return the warnings and errors that the console printed since the last call."""
         lines = self.driver.get_log("browser")
         return [each["message"] for each in lines if each["level"] != "INFO"]
 

@@ -1,4 +1,7 @@
-"""Small random checkpoints in the released layouts, made from a seed, for tests and benchmarks."""
+"""Small random checkpoints for tests and benchmarks.
+
+The checkpoints have the file layouts of released checkpoints, and are made from a seed.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 def sdar_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny SDAR, with the released keys.
 
-    These are the keys of Qwen3 and the block length.
+    The keys are those of Qwen3, and a key for the block length.
     """
     other = {
         "architectures": ["SDARForCausalLM"],
@@ -184,7 +187,8 @@ def nemotron_config(**changes: Any) -> dict[str, Any]:
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Fast-dLLM v2, with the released keys.
 
-    These are the keys of Qwen2.5 and the block length. The config does not name a mask token.
+    The keys are those of Qwen2.5, and a key for the block length. The config does not name a mask
+    token.
     """
     other = {
         "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -203,7 +207,7 @@ def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
 def llada2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny LLaDA2, with the released keys.
 
-    It has 16 experts in 4 groups, and its first layer is dense.
+    Each layer has 16 experts in 4 groups, except the first layer, which is dense.
     """
     return {
         "architectures": ["LLaDA2MoeModelLM"],
@@ -280,7 +284,10 @@ def bert_config(**changes: Any) -> dict[str, Any]:
 
 
 def roberta_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny RoBERTa. Positions start after the id of the padding token."""
+    """The config.json of a tiny RoBERTa.
+
+    The first position of a text is the padding token's id plus one.
+    """
     other = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta", "type_vocab_size": 1}
     return bert_config(**other | {"pad_token_id": 1, "eos_token_id": 2} | changes)
 
@@ -347,12 +354,18 @@ def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``. They are the same as in Qwen2."""
+    """Return the tensor names and shapes ``[out, in]`` of a released Dream.
+
+    The names and shapes are the same as in Qwen2.
+    """
     return _qwen_shapes(config, bias=True)
 
 
 def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``. They are the same as in Qwen3."""
+    """Return the tensor names and shapes ``[out, in]`` of a released A2D Qwen3.
+
+    The names and shapes are the same as in Qwen3.
+    """
     head_norms = {"q_norm": (config["head_dim"],), "k_norm": (config["head_dim"],)}
     return _qwen_shapes(config, bias=config["attention_bias"], attention=head_norms)
 
@@ -411,7 +424,10 @@ def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``. They are the same as in Qwen3-MoE."""
+    """Return the tensor names and shapes ``[out, in]`` of a released RND1 or SDAR-MoE.
+
+    The names and shapes are the same as in Qwen3-MoE.
+    """
     shapes = a2d_qwen3_shapes(config)
     for i in range(config["num_hidden_layers"]):
         if i not in config["mlp_only_layers"]:
@@ -421,7 +437,11 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a BERT, including unused ones: a pooler and the next-sentence head."""
+    """Return the tensor names and shapes of a BERT.
+
+    The tensors include two parts that a denoiser does not use: the pooler and the next-sentence
+        head.
+    """
     shapes = _encoder_shapes(config, "bert")
     d, head = config["hidden_size"], "cls.predictions"
     shapes |= {"bert.pooler.dense.weight": (d, d), "bert.pooler.dense.bias": (d,)}
@@ -487,7 +507,7 @@ def _encoder_shapes(config: dict[str, Any], encoder: str) -> dict[str, tuple[int
 def _with_experts(
     shapes: dict[str, tuple[int, ...]], layer: str, hidden: int, experts: int, size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Replace the MLP of a layer by a router and experts."""
+    """Replace the tensors of a layer's MLP by the tensors of a router and experts."""
     dense = _gated_shapes(f"{layer}mlp.", hidden, 1)
     kept = {name: shape for name, shape in shapes.items() if name not in dense}
     kept[f"{layer}mlp.gate.weight"] = (experts, hidden)
@@ -507,9 +527,10 @@ def _gated_shapes(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, .
 def _qwen_shapes(
     config: dict[str, Any], *, bias: bool, attention: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of a network with Qwen's layout.
+    """Return the tensor names and shapes of a network whose tensors are named as in Qwen.
 
-    ``attention`` contains further weights of attention, which only some of these layouts have.
+    ``attention`` contains further tensors of attention, which only some of these networks have,
+    such as biases.
     """
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -571,9 +592,10 @@ SHAPES = {
 def random_tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Make random weights.
+    """Make a random tensor for a network's weights.
 
-    Activations stay near unit size, and the logits differ enough that predictions are not tied.
+    With such weights, activations stay near size 1, and logits differ enough that no two tokens are
+    equally likely.
     """
     noise = torch.randn(shape, generator=generator)
     if name.endswith("orm.bias"):
@@ -620,7 +642,7 @@ def write_checkpoint(
         tensors = {name: random_tensor(name, shapes[name], dtype, generator) for name in mine}
         save_file(
             tensors, path / file, metadata={"format": "pt"}
-        )  # transformers writes this key, and old versions require it
+        )  # old versions of transformers require this key
         weight_map |= dict.fromkeys(mine, file)
     if shards > 1:
         (path / "model.safetensors.index.json").write_text(
@@ -632,7 +654,8 @@ def write_checkpoint(
 # ---- Quantised, in the layout of modelopt's unified export ----
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-# In both layouts, the names of matrices end like this; the name of LLaDA's head ends like this too.
+# In the checkpoints of LLaDA and of Dream, the names of weight matrices end like this. The name of
+# LLaDA's head ends like this too.
 LINEARS = (
     "proj.weight",
     "attn_out.weight",
@@ -643,7 +666,10 @@ LINEARS = (
 def quantised_fp8(
     base: str, w: torch.Tensor, *, per_channel: bool = False, input_amax: float | None = 3.5
 ) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales in FP8. ``base`` is its name without ``.weight``."""
+    """Quantise a weight ``[out, in]`` to FP8, and return the stored tensors: codes and scales.
+
+    ``base`` is the weight's name without ``.weight``.
+    """
     amax = w.float().abs().amax(1) if per_channel else w.float().abs().amax()
     scale = amax / 448
     codes = (w.float() / (scale[:, None] if per_channel else scale)).to(torch.float8_e4m3fn)
@@ -656,7 +682,7 @@ def quantised_fp8(
 def quantised_nvfp4(
     base: str, w: torch.Tensor, *, input_amax: float | None = 3.5
 ) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales in NVFP4.
+    """Quantise a weight ``[out, in]`` to NVFP4, and return the stored tensors: codes and scales.
 
     Each byte contains two codes. The first code is in the low four bits.
     """
@@ -665,8 +691,8 @@ def quantised_nvfp4(
     groups = w.float().view(rows, inputs // 16, 16)
     scale = (groups.abs().amax(-1) / (6 * scale_2)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     scaled = groups / (scale.float() * scale_2)[..., None]
-    # If two values are equally near, the first value is used. Exporters round differently, but a
-    # reader must accept this result too.
+    # If two codes are equally near to a value, the first code is used. Real exporters may choose
+    # the other code, but readers must accept both.
     magnitude = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
     codes = (magnitude + 8 * (scaled < 0)).view(rows, inputs).to(torch.uint8)
     tensors = {

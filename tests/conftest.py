@@ -18,8 +18,9 @@ from dlm_export.graph import trace
 # For tiny denoisers, a second thread costs more time than it saves, especially on a busy machine.
 torch.set_num_threads(1)
 
-# Files that share slow fixtures (engines, the demo) run on the same worker. Each other test file is
-# a separate group. All workers use the same folder for the native build.
+# pytest-xdist runs all tests of a group in the same process. Test files that share slow fixtures
+# (engines, the demo) form a group. Each other test file is a separate group. All processes use the
+# same folder for the native build.
 GROUPS = {
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "engines": (

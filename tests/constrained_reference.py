@@ -1,16 +1,17 @@
 """A reference implementation of constrained requests, with single tokens and exact arithmetic.
 
-The native loop computes the same result with classes of tokens and edges. The reference considers
-all texts that the automaton accepts and that agree with the decided tokens. It returns the most
-likely text, or a random text. Positions after the last scored position do not count: it only
-matters that some valid text fits there.
+The native loop computes the same result faster, because it treats tokens with the same effect
+together. The reference considers all texts that the constraint's automaton accepts and that agree
+with the decided tokens. It returns the most likely text, or a random text. Tokens after the last
+scored position do not affect the choice, but some valid text must fit there.
 
-Texts are compared by three numbers, in this order. The first number is the number of ruled-out
-tokens (logit -inf) in the text, and fewer is better. The second number only matters when a random
-text is drawn. It is the number of tokens in the text that ``top_p`` and ``top_k`` exclude, and
-fewer is better. The third number is the sum of the logits, and more is better. Logits are integer
-multiples of 2^-149 here, so the sums are exact. If two texts are equally likely, the text with the
-lower id at the first position where they differ is chosen.
+Texts are compared by three numbers, in this order. The first number counts the ruled-out tokens in
+the text, that is the tokens with the logit -inf; a smaller number is better. The second number
+counts the tokens in the text that ``top_p`` or ``top_k`` excludes ("cut" tokens); a smaller number
+is better. It only matters when a random text is drawn. The third number is the sum of the logits; a
+larger sum is better. The sums are exact, because every float32 is an integer multiple of 2^-149. If
+two texts are equally likely, the text with the lower id at the first position where they differ is
+chosen.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 
 
 class Weight(NamedTuple):
-    """The weight of one text, or the combined weight of several texts.
+    """How good a text is, or how good several texts are together, as numbers that are compared in
+    order.
 
-    A weight is a tuple, so ``max`` finds the best text.
+    A weight is a tuple, so ``max`` finds the weight of the best text.
     """
 
-    kept: int  # minus the number of ruled-out tokens
-    within: int  # minus the number of cut tokens
+    kept: int  # minus the number of tokens with the logit -inf
+    within: int  # minus the number of tokens that top_p or top_k excludes
     logits: (
         int  # sum over all other tokens of (logit - best logit of the row), in units of 1 / _UNIT
     )
@@ -50,7 +52,9 @@ class Weight(NamedTuple):
         )
 
     def log_ratio(self, other: Weight, temperature: float) -> float:
-        """The logarithm of this weight divided by ``other``."""
+        """The logarithm of the ratio of two probabilities: of the texts with this weight, and of
+        the texts with ``other``.
+        """
         if self[:2] != other[:2]:
             return math.inf if self[:2] > other[:2] else -math.inf
         gap = (self.logits - other.logits) / _UNIT
@@ -62,9 +66,10 @@ NOTHING = Weight(0, 0, 0)
 
 
 def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
-    """Weight of one token.
+    """Return the weight of one token.
 
-    ``logit`` is a finite float32 or -inf. ``best`` is the best logit of the row.
+    ``logit`` is a finite float32 or -inf. ``best`` is the largest logit of the row. ``is_cut`` says
+    whether ``top_p`` or ``top_k`` excludes the token.
     """
     if logit == -np.inf:
         return Weight(-1, 0, 0)
@@ -73,7 +78,7 @@ def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
 
 
 def total(weights: list[Weight], temperature: float) -> Weight:
-    """Combined weight of several texts; ``weights`` must not be empty."""
+    """Return the combined weight of several texts. ``weights`` must not be empty."""
     most = max(weights)
     return most._replace(
         texts=most.texts
@@ -83,7 +88,7 @@ def total(weights: list[Weight], temperature: float) -> Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """An automaton over tokens.
+    """A constraint's automaton as a table over all states and tokens.
 
     ``following`` int64 ``[Q, V]`` is the next state for each state and token, or -1 if the token is
     not allowed. ``ends`` bool ``[Q]`` marks accepting states.
@@ -105,12 +110,13 @@ def _by_tokens(automaton: Automaton) -> _Tokens:
     return _Tokens(by_class[:, automaton.token_class], automaton.distances == 0)
 
 
-# The tokens that are allowed at one position, and a function that returns a token's weight.
+# One position of a canvas: the tokens that are allowed there, and a function that returns the
+# weight of a token.
 Position = tuple[np.ndarray, Callable[[int], Weight]]
 
 
 class Texts:
-    """All texts that an automaton accepts over some positions.
+    """All texts that an automaton accepts and that fill a given sequence of positions.
 
     The weight of a text is the sum of the weights of its tokens.
 
@@ -127,7 +133,7 @@ class Texts:
         ends: np.ndarray,
         temperature: float,
     ) -> None:
-        """The texts start in ``state``.
+        """Find all texts from the automaton's state ``state`` on.
 
         ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q + 1]`` marks accepting states. With
         temperature 0, only the best text is computed.
@@ -187,7 +193,8 @@ class Texts:
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
         """Draw one text, int64 ``[N]``.
 
-        The random numbers of this pass are used from position ``first`` on.
+        The random numbers depend on ``seed``, on the number of earlier passes, and on the
+        positions. ``first`` is the position of the first token.
         """
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
@@ -218,7 +225,9 @@ class Texts:
 
 
 class Constrained(Proposer):
-    """Restricts a request to an automaton, from its first to its last undecided position."""
+    """Proposes tokens for a request with a constraint, from the first to the last undecided
+    position.
+    """
 
     def __init__(
         self,
@@ -228,9 +237,9 @@ class Constrained(Proposer):
         automaton: Automaton,
         canvas: Canvas,
     ) -> None:
-        """``eos_token_id`` is the only end token that is written.
+        """If the denoiser has several end tokens, only ``eos_token_id`` is written to the canvas.
 
-        Raises ValueError if no text fits.
+        Raises ValueError if no text of the constraint fits into the canvas.
         """
         super().__init__(mask_token_id, policy)
         self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
@@ -241,7 +250,9 @@ class Constrained(Proposer):
             raise ValueError("no text that the constraint accepts fits the canvas")
 
     def _choices(self, canvas: Canvas, position: int) -> np.ndarray:
-        """The tokens that the canvas allows at a position."""
+        """Return the tokens that the canvas allows at a position: the decided token, or all tokens
+        if the position is undecided.
+        """
         return (
             np.arange(self.tokens.following.shape[1])
             if canvas.undecided[position]
@@ -249,8 +260,10 @@ class Constrained(Proposer):
         )
 
     def _ahead(self, canvas: Canvas) -> dict[int, np.ndarray]:
-        """For each position, return bool ``[Q + 1]``: True for each state from which some text fits
-        into the rest of the canvas. The last entry is always False.
+        """For each position, return an array bool ``[Q + 1]``.
+
+        An entry is True if, from this state, some text fits into the rest of the canvas. The last
+        entry stands for no state and is always False.
         """
         found = {self.last: np.append(self.tokens.ends, False)}
         for position in range(self.last - 1, self.first - 1, -1):
@@ -337,7 +350,9 @@ class Constrained(Proposer):
         )
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """Return the text that contains the last proposals and has the fewest tokens."""
+        """Return the text with the fewest tokens that contains the tokens ``guess`` of the last
+        pass.
+        """
         pinned = Canvas(
             np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens),
             canvas.undecided & (guess < 0),

@@ -1,4 +1,4 @@
-"""Runs torch denoisers under the native loop, through its callback engine."""
+"""Runs torch denoisers with the native loop, through ``dlm_runtime.from_callback``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def load(checkpoint: Path) -> Denoiser:
 def under_native_loop(
     denoiser: Denoiser, note: Callable[[CallbackPass], None] = lambda p: None
 ) -> Bundle:
-    """Return a bundle that runs the native loop, but whose passes and cache are computed by the
-    reference's torch denoiser. ``note`` is called with every pass.
+    """Return a bundle that runs the native loop, but lets a torch denoiser compute each pass and
+    its keys and values.
+
+    ``note`` is called with every pass.
     """
     c = denoiser.network
     (cache,) = set(c.cache_shapes())
@@ -72,8 +74,8 @@ def under_native_loop(
 class ArithmeticDenoiser:
     """A denoiser without weights.
 
-    It computes tokens and probabilities as integer hashes of the canvas, so the results are equal
-    on every machine.
+    The denoiser predicts tokens and probabilities by hashing integers, so the results are equal on
+    every machine.
 
     The prediction of a row depends on the row's position, the row's token and the number of masked
     positions. ``past`` is ignored. The denoiser counts its passes.
@@ -99,7 +101,7 @@ class ArithmeticDenoiser:
         self.bundle = from_callback(self.info, self._run)
 
     def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
-        """The token and the probability of a row. The probability is a multiple of 2**-16."""
+        """Return the predicted token of a row and its probability, a multiple of 2**-16."""
         word = philox(0xD1F, (position, token, masked, 1))
         return word[0] % (self.info.vocab_size - 1), (word[1] >> 16) / 2**16
 
@@ -112,6 +114,6 @@ class ArithmeticDenoiser:
             p.top_probs[i] = prob, prob / 4
             if p.entropy is not None:
                 p.entropy[i] = -(1 - prob)
-            if p.logits is not None:  # the logits have the same best token as the probabilities
+            if p.logits is not None:  # the predicted token gets the highest logit
                 p.logits[i] = (7 * np.arange(self.info.vocab_size) + token) % 16 / 8
                 p.logits[i, token] = 2

@@ -1,4 +1,5 @@
-"""Bundles for GPUs that the tests of engines share, and functions that change copies of them.
+"""Bundles for GPUs that the tests of engines share, and functions that change copies of these
+bundles.
 
 Each bundle is built once per test session.
 """
@@ -52,8 +53,8 @@ def gpu_bundle(
 ) -> Path:
     """Build ``source`` for GPUs.
 
-    Tests must not change the bundle. With ``engines``, TensorRT-RTX also builds the engines on this
-    machine.
+    Tests must not change the bundle. If ``engines`` is true, TensorRT-RTX also builds the engines
+    of the bundle on this machine.
     """
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
@@ -78,7 +79,7 @@ def demo_engines(precision: str) -> Path:
 
 
 def copy_of(bundle: Path, to: Path) -> Path:
-    """A bundle that a test may change."""
+    """Copy a bundle, so that a test may change the copy."""
     return Path(shutil.copytree(bundle, to))
 
 
@@ -88,7 +89,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The contents of all files in a folder, by name."""
+    """Return the contents of all files in a folder, by name."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -115,7 +116,9 @@ def dlm_export(*arguments: object) -> Result:
 
 
 def refused(result: Result, code: int, says: Sequence[str]) -> None:
-    """Check that a command ended with ``code`` and one line that contains all of ``says``."""
+    """Check that a command ended with the exit code ``code`` and printed one line that contains all
+    texts in ``says``.
+    """
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     for text in says:

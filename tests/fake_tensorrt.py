@@ -1,9 +1,9 @@
 """A fake ``tensorrt`` module that behaves like TensorRT 10 on a device.
 
 Its classes, methods, arguments and enumerations come from tests/golden/tensorrt_api.json, which
-describes real bindings. An unknown name raises AttributeError, and a call with other arguments
-raises TypeError. Every call is recorded in ``module.calls``. The JSON file describes the bindings
-of TensorRT-RTX. ``RTX_ONLY`` and ``FLAGS`` list the differences of standard TensorRT.
+describes the real bindings of TensorRT-RTX. ``RTX_ONLY`` and ``FLAGS`` list how standard TensorRT
+differs. The use of an unknown name raises AttributeError, and a call with wrong arguments raises
+TypeError. Every call is recorded in ``module.calls``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # the version in JetPack 7.0
-# These names are missing in TensorRT 10.3, the version in JetPack 6.
+# TensorRT 10.3, the version in JetPack 6, does not have these names.
 STREAMING = {
     "IStreamWriter",
     "build_serialized_network_to_stream",
@@ -52,13 +52,14 @@ class Number(enum.Enum):
 
 @dataclass
 class Device:
-    """Settings of the fake: the parsed network, the size of the engine, log messages, and the
-    output of the inspector.
+    """Settings of the fake TensorRT: the parsed network, the engine's size, log messages, and what
+    the inspector prints.
 
-    ``network`` is a result of ``describe``. If None, the fake calls ``describe``. If
-    ``engine_bytes`` is None, the engine is as large as the weights. ``logs`` are messages, with
-    their severity, that are logged while parsing. ``shown_as`` replaces the types of some layers in
-    the inspector's output. ``is_old`` means TensorRT 10.3.
+    ``network`` is the network that parsing gives, as ``describe`` returns it. If None, the fake
+    calls ``describe`` for the parsed file. ``engine_bytes`` is the size of built engines. If None,
+    an engine is as large as its weights. ``logs`` are pairs of a severity and a message to log
+    while parsing. ``shown_as`` replaces number types of some layers in the inspector's output. If
+    ``is_old`` is true, the fake behaves like TensorRT 10.3.
     """
 
     network: dict[str, Any] | None = None
@@ -72,8 +73,8 @@ def describe(path: Path) -> dict[str, Any]:
     """Describe the network that TensorRT's parser makes of a device graph, as plain values for
     JSON. Only the parts that the audit reads are included.
 
-    A constant is a layer with the output ``<initialiser>_output``. Between a matrix and its
-    multiplication, there is a shuffle layer.
+    Like TensorRT, ``describe`` makes a constant layer with the output ``<initialiser>_output`` for
+    each initialiser, and a shuffle layer between a weight matrix and its multiplication.
     """
     import onnx
 
@@ -135,16 +136,16 @@ def describe(path: Path) -> dict[str, Any]:
             layers.append(["SHUFFLE", "ONNXTRT_Broadcast", "", [names[1]], [broadcast]])
             names[1] = broadcast
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            names = names[:2]  # zero points of 0 are left out
+            names = names[:2]  # TensorRT drops zero points, which are all 0
         kind = layer_types.get(node.op_type, "ELEMENTWISE")
         layers.append([kind, node.name, f"[ONNX Layer: {node.name}]", names, list(node.output)])
     return {"inputs": inputs, "tensors": tensors, "layers": layers}
 
 
 def module(device: Device | None = None) -> Any:
-    """The fake module, for ``sys.modules["tensorrt"]``.
+    """Make the fake module, to store it as ``sys.modules["tensorrt"]``.
 
-    ``calls`` has ``(name, arguments by name)`` in the order of the calls.
+    The module's list ``calls`` contains a tuple of the name and the named arguments of each call.
     """
     device = device or Device()
     absent = RTX_ONLY | (STREAMING if device.is_old else set())
@@ -169,7 +170,8 @@ def module(device: Device | None = None) -> Any:
 
 
 def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type:
-    # Before Python 3.12, a Python class cannot export a buffer, so a bytes object is used.
+    # A real IHostMemory can be read like bytes. Before Python 3.12, only a subclass of bytes allows
+    # this.
     base: type = bytes if name == "IHostMemory" else object
     described = API["classes"][name]
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
@@ -177,7 +179,7 @@ def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type
     def set_attribute(self: Any, key: str, value: Any) -> None:
         if settable.get(key):
             trt.calls.append((f"{name}.{key}", {"value": value}))
-        elif type(self) is made:  # a Python subclass can have any attribute
+        elif type(self) is made:  # tests may set any attribute of their own subclasses
             raise AttributeError(f"{name} has no attribute {key!r} that can be set")
         object.__setattr__(self, f"_{key}" if key in settable else key, value)
 
@@ -223,7 +225,7 @@ def _bind(
 ) -> dict[str, Any] | None:
     """Bind arguments to the names of a signature.
 
-    Their number, names and types must fit the signature.
+    Raises TypeError unless the number, names and types of the arguments fit the signature.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
@@ -257,7 +259,7 @@ def _is(trt: Any, text: str, value: Any) -> bool:
 
 
 class _Behaviour:
-    """The methods and properties that do more than record a call.
+    """The methods and properties of fake objects that do more than record a call.
 
     Their names are ``<class>_<method>`` and ``<class>_get_<property>``.
     """
@@ -266,7 +268,7 @@ class _Behaviour:
         self.trt, self.device = trt, device
 
     def made(self, name: str, **held: Any) -> Any:
-        """Create an object of a class without its constructor."""
+        """Create an object of a fake class without calling its constructor."""
         new = object.__new__(getattr(self.trt, name))
         new.__dict__.update(held)
         return new
@@ -407,9 +409,9 @@ class _Behaviour:
         return json.dumps({"Layers": [self._shown(layer) for layer in matmuls], "Bindings": []})
 
     def _shown(self, layer: Any) -> dict[str, Any]:
-        """Return a layer as the inspector prints it.
+        """Return the description of a layer that the inspector prints.
 
-        The quantisation is part of the multiplication's layer.
+        As in TensorRT, a matrix multiplication and the quantising of its operands are one layer.
         """
         path = layer.name.partition("/")[0]
         types = self.device.shown_as.get(path) or [self._codes(tensor) for tensor in layer.inputs]

@@ -1,6 +1,6 @@
-"""Hostile files of every kind.
+"""Hostile files of every kind that this project reads.
 
-A program must fail to read such a file, or exceed a limit when it uses the file.
+Commands must report an error when they read such a file, or when they use it and exceed a limit.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def _template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:
 
 
 def harmless() -> dict[str, Any]:
-    """A valid tokenizer.json for a denoiser of 160 ids.
+    """Return a valid tokenizer.json for a denoiser with 160 token ids.
 
-    The hostile tokenizers are changed copies.
+    The hostile tokenizers are changed copies of this tokenizer.
     """
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [_added("<mask>", 150, special=True), _added("<end>", 151, special=True)]
@@ -142,7 +142,9 @@ def _changed(changes: dict[str, dict[str, Any]]) -> dict[str, bytes]:
 
 
 def tokenizers() -> dict[str, bytes]:
-    """tokenizer.json files that cannot be loaded, or do not belong to a denoiser of 160 ids."""
+    """Return tokenizer.json files that cannot be loaded, or do not fit a denoiser with 160 token
+    ids.
+    """
     parts = [name for name in harmless() if name not in ("version", "truncation", "padding")]
     patterns = ("(", "[", "*", "(?<", "\\", "(" * 10**5)
     maps = ("AAAA", "////", "!", 7)
@@ -223,7 +225,9 @@ def tokenizers() -> dict[str, bytes]:
 
 
 def tokenizers_in_use() -> dict[str, bytes]:
-    """tokenizer.json files that can be loaded, but fail to encode ``PROMPT``."""
+    """Return tokenizer.json files that can be loaded, but fail or exceed a limit when ``PROMPT`` is
+    encoded.
+    """
     piece = {"SpecialToken": {"id": "x", "type_id": 0}}
     prepend = {"type": "Prepend", "prepend": "w1 " * 10**5}
     return _changed(
@@ -265,7 +269,7 @@ def tokenizers_in_use() -> dict[str, bytes]:
 
 
 def templates() -> dict[str, str]:
-    """Chat templates that fail for any message."""
+    """Return chat templates that fail or exceed a limit for any message."""
     forever = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     doubling = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
     return {
@@ -294,7 +298,7 @@ def templates() -> dict[str, str]:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Changes to the config.json of a LLaDA."""
+    """Return changes to the config.json of a LLaDA. With each change, the config is invalid."""
     keys = (
         "d_model",
         "n_layers",
@@ -318,7 +322,7 @@ def configs() -> dict[str, dict[str, Any]]:
         True,
     )
     single = {f"{key} is {value!r:.20}": {key: value} for key in keys for value in values}
-    # embedding_size is used instead of vocab_size.
+    # A config with embedding_size does not need a valid vocab_size.
     for key in ("rms_norm_eps", "rope_theta", "vocab_size"):
         del single[f"{key} is {1 << 24}"]
     return single | {
@@ -336,7 +340,9 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def indexes() -> dict[str, bytes]:
-    """model.safetensors.index.json files, for a folder that also has model.safetensors."""
+    """Return invalid files model.safetensors.index.json, for a folder that also contains
+    model.safetensors.
+    """
     names = (
         "..",
         "/etc/passwd",
@@ -363,7 +369,7 @@ def indexes() -> dict[str, bytes]:
 
 
 def data_files() -> dict[str, bytes]:
-    """Calibration data as JSONL, for the harmless tokenizer with a chat template."""
+    """Return invalid calibration data in JSONL, for the harmless tokenizer with a chat template."""
     lines: dict[str, Any] = {
         **{
             f"text is {value!r:.20}": {"text": value}
@@ -394,7 +400,7 @@ def data_files() -> dict[str, bytes]:
 
 
 def recipes() -> dict[str, bytes]:
-    """Recipes in TOML."""
+    """Return invalid recipes for quantising, in TOML."""
     raw = {
         "a number of 400 digits": b"smoothing = 1" + b"0" * 400,
         "a number of 5000 digits": b"smoothing = 1" + b"0" * 5000,
@@ -422,7 +428,7 @@ def recipes() -> dict[str, bytes]:
 
 
 def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
-    """Damaged variants of the JSON of ``bench --json``."""
+    """Return damaged variants of the JSON that ``bench --json`` prints."""
 
     def changed(*path: Any, value: Any) -> bytes:
         made: Any = json.loads(json.dumps(measured))
@@ -459,7 +465,7 @@ def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
 
 
 def goldens() -> dict[str, bytes]:
-    """Golden files whose arrays have the right names and wrong contents."""
+    """Return golden files whose arrays have the right names but invalid contents."""
 
     def archive(
         provenance: bytes, compression: int = zipfile.ZIP_STORED, said: int | None = None

@@ -1,9 +1,9 @@
 """A local server with the protocol of the Hugging Face hub, for tests that load checkpoints by
 name.
 
-It serves one folder as the repository ``org/tiny``, and counts the bytes that it sends for each
-file. Tests can make single files faulty. The download of a file in ``cut`` ends halfway. A file in
-``forged`` has a wrong hash in the listing. For a file in ``hidden``, the server answers 404
+The server offers one folder as the repository ``org/tiny``, and counts the bytes that it sends for
+each file. Tests can make single files faulty. The download of a file in ``cut`` ends halfway. A
+file in ``forged`` has a wrong hash in the listing. For a file in ``hidden``, the server answers 404
 although the file is listed.
 """
 
@@ -54,7 +54,7 @@ class HubServer:
         self._server.server_close()
 
     def listing(self) -> dict[str, Any]:
-        """The hub's description of the repository."""
+        """Return the description of the repository that the hub sends."""
         return {
             "id": REPOSITORY,
             "sha": COMMIT,
@@ -75,7 +75,7 @@ class HubServer:
         return entry
 
     def etag(self, name: str) -> str:
-        """The hash that the hub lists for a file."""
+        """Return the hash that the hub reports for a file."""
         data = (self.folder / name).read_bytes()
         if name in self.forged:
             return 64 * "0"

@@ -39,9 +39,9 @@ NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
 def fake_build(out: Path, name: str, force: bool) -> None:
-    """Write files in the same way as a build, but within a millisecond.
+    """Write files like a build, with the same functions, but within a millisecond.
 
-    ``name`` is stored in the bundle.
+    The fake bundle contains ``name``, so that ``fake_name`` can tell two bundles apart.
     """
     with staged(out, force=force, needed_bytes=0) as folder:
         (folder / "denoiser.onnx").write_text(f"graph of {name}")
@@ -58,9 +58,9 @@ def fake_build(out: Path, name: str, force: bool) -> None:
 
 
 def fake_name(out: Path) -> str:
-    """The name of the complete bundle at this path.
+    """Return the name that ``fake_build`` stored in the bundle at this path.
 
-    Raises AssertionError if there is anything else.
+    Raises AssertionError if the path contains anything other than a complete fake bundle.
     """
     manifest = json.loads((out / "manifest.json").read_text())
     found = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
@@ -80,7 +80,7 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
     process = os.fork()
     if process == 0:
         os.close(read)
-        # Jobs in the background start with this signal ignored.
+        # A shell starts background jobs with SIGINT ignored, so the handler is set again.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code, said = 0, ""
         try:
@@ -101,8 +101,10 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
 
 
 def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
-    """Before each operation of this process on files below ``folder``, call ``on_operation`` with
-    its number. Also call it after each move.
+    """Number this process's operations on files below ``folder``, and call ``on_operation`` with
+    the number before each operation.
+
+    After the move of a file, call it once more.
     """
     numbers, mine, busy = itertools.count(1), os.getpid(), []
 
@@ -150,7 +152,7 @@ def end_at(
 ) -> dict[str, Any]:
     """End a build with a signal before its operation ``number``.
 
-    Optionally, a second build to the same path runs just before the signal.
+    If asked, a second build to the same path runs just before the signal is sent.
     """
     seen = out.parent.parent / "second"
     seen.unlink(missing_ok=True)
@@ -182,9 +184,9 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
     """Yield all cases. A case is an operation, a signal, whether an old bundle exists, and whether
     a second build runs.
 
-    ``total`` contains the number of operations of a build, without and with an old bundle. For a
-    fake build, every operation is combined with SIGKILL and with one other signal. For a real
-    build, 50 operations are chosen.
+    ``total`` maps False to the number of operations of a build without an old bundle, and True to
+    the number with one. For a fake build, every operation is combined with SIGKILL and with one
+    other signal. For a real build, the signals arrive at 50 chosen operations.
     """
     if kind == "fake":
         for force in (False, True):
@@ -199,9 +201,9 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """End builds in all ways of ``cases``.
+    """Run every case of ``cases``: start a build and end it with the signal.
 
-    Reports the bundle that is left, and the bundle after the next build.
+    Prints which bundle is at the path afterwards, and which bundle the next build leaves there.
     """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent
@@ -226,10 +228,10 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
 
 
 def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
-    """Return a function that builds a checkpoint.
+    """Return a function that builds a bundle from a checkpoint.
 
-    Different builds have canvases of different lengths. The graphs are traced here, before any
-    fork.
+    The name of a build selects the length of its canvas, so that bundles can be told apart. The
+    graphs are traced before any fork, because tracing is slow.
     """
     import torch
     from traces import trace_once

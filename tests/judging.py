@@ -1,6 +1,7 @@
-"""Judges a candidate and a reference on given samples.
+"""Judges a candidate against its reference on given samples, for tests.
 
-Both generate whole answers with their loops.
+The candidate and the reference are whole denoisers, so both can generate whole answers with their
+loops.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ def judge(
 ) -> Judgement:
     """Judge a candidate on all held-out samples.
 
-    The frontier is computed on the canvases of the reference.
+    The predictions at the positions that a pass may commit (the frontier) are compared on the
+    canvases of the reference's runs.
 
-    Both loops run freely on the first ``free_runs`` samples (None: on all). ``on_done`` is called
-    ``len(samples) + min(free_runs, len(samples))`` times. Raises JudgeError.
+    In addition, each denoiser generates its own answers for the first ``free_runs`` samples. None
+    means all samples. ``on_done`` is called ``len(samples) + min(free_runs, len(samples))`` times.
+    Raises JudgeError.
     """
     if free_runs is not None and free_runs < 1:
         raise JudgeError("judging needs at least one free run")

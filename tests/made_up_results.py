@@ -1,6 +1,6 @@
 """Made-up results of a quantised bundle.
 
-They have every section, in the form that report.py expects.
+The results have every section that report.py can print, in the form that report.py expects.
 """
 
 from __future__ import annotations

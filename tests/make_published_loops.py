@@ -1,6 +1,8 @@
-"""Writes tests/golden/published_loops.json: the passes and canvases of the authors' decoding loops.
+"""Writes tests/golden/published_loops.json, which contains the passes and canvases of four
+published decoding loops.
 
-The authors' code is not part of this repository. Check out these four files, and pass their paths:
+The authors' code of these loops is not part of this repository. Download these four files, and pass
+their paths:
 
     python tests/make_published_loops.py SDAR LLADA2 FAST_DLLM_V2 RND1
 
@@ -12,9 +14,9 @@ The authors' code is not part of this repository. Check out these four files, an
 
 LLADA2 needs transformers 4.57. The script calls the authors' loops without changes. It only
 replaces the network by a small random network. In SDAR's code, it also replaces random tokens by
-the most likely tokens. A decision of a loop is close if two tokens or positions are almost equally
-good. Each request is repeated with new weights until no decision is close. Rounding errors on other
-machines then cannot change a decision.
+the most likely tokens. A decision of a loop counts as close if two tokens or two positions have
+almost equal scores. Each request is repeated with new random weights until no decision is close.
+Rounding errors on other machines then cannot change a decision.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ CLOSE = 1e-4
 
 
 class UnsuitableError(Exception):
-    """Raised if a decision of the loop is close, or if the authors' code fails with these
-    weights.
+    """Raised if these random weights cannot be used: a decision of the loop is close, or the
+    authors' code fails.
     """
 
 
 class KnownTokenError(Exception):
-    """Raised if SDAR's sampler would replace a known token."""
+    """Raised if SDAR's sampler would replace a token that is already decided."""
 
 
 class Network:
@@ -66,12 +68,15 @@ class Network:
         return self.denoiser.parameters()
 
     def run(self, ids: Tensor, first: int, past: list[Any]) -> tuple[Tensor, list[Any]]:
-        """Compute the rows from position ``first`` on. Returns logits, and keys and values."""
+        """Run a pass over the tokens from position ``first`` on.
+
+        Returns their logits, and their keys and values.
+        """
         self.passes.append((first, ids[0].tolist()))
         positions = torch.arange(first, first + ids.shape[1])[None]
         features, present = self.denoiser.hidden(ids, positions, past or None)
         logits = self.denoiser.project(features).float()
-        logits[..., MASK] = -1e4  # this project's loops never predict the mask token
+        logits[..., MASK] = -1e4  # because this project's loops never predict the mask token
         self.check(ids[0], logits[0])
         return logits, present
 
@@ -119,7 +124,7 @@ class Network:
 
 
 class KeysAndValues(list[Any]):
-    """The cache object that Fast-dLLM v2's loop reads when a text ends."""
+    """A cache in the form that Fast-dLLM v2's loop expects when a text ends."""
 
     @property
     def key_cache(self) -> list[Tensor]:
@@ -131,7 +136,10 @@ class KeysAndValues(list[Any]):
 
 
 class BlockCached(Network):
-    """The interface that Fast-dLLM v2 calls. The loop passes the caches back to the model."""
+    """A network with the interface that Fast-dLLM v2's loop calls.
+
+    The loop stores the caches between passes and passes them to the next call.
+    """
 
     def forward(
         self,
@@ -245,7 +253,7 @@ def run_fast_dllm_v2(
             stop_token=END,
             use_block_cache=options["block_cache"],
         )
-    except TypeError as err:  # the loop fails if the text ends before a block is stored
+    except TypeError as err:  # raised if the text ends before a block is stored
         raise UnsuitableError from err
     found: list[int] = out[0].tolist()
     return found
@@ -279,7 +287,7 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
                 found.append(("sdar", length, new, options))
             options = {"block": block, "steps": steps, "threshold": 0.6}
             found.append(("llada2", length, new, options))
-    for length in (3, 6):  # the text ends before the last block
+    for length in (3, 6):  # requests whose text ends before the last block
         options = {"block": 4, "steps": 4, "strategy": "low_confidence_dynamic", "threshold": 0.6}
         found.append(("sdar", length, 16 - length, options | {"ends": True}))
         del options["strategy"]
@@ -306,7 +314,9 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
 
 
 def load(path: Path) -> ModuleType:
-    """Import a file as a module of the package in its folder, because it may import its neighbours."""
+    """Import a file as a module of a package that consists of its folder, because the file may
+    import other files of the folder.
+    """
     sys.path.insert(0, str(path.resolve().parent.parent))
     return importlib.import_module(f"{path.resolve().parent.name}.{path.stem}")
 

@@ -4,10 +4,10 @@ builds engines.
 Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs
 installed. The bindings have no stubs, but pybind11 writes each signature into the docstring.
 
-A class is ``{"methods": {name: [signature, ...]}, "properties": {name: whether the property can be
-set}}``. A signature is a list of ``[argument, type, whether the argument has a default]`` without
-self. If a method is not needed to build engines, its list of signatures is null. An enumeration
-maps its members to their numbers.
+In the file, a class has the form ``{"methods": {name: [signature, ...]}, "properties": {name:
+whether the property can be set}}``. A signature is a list of ``[argument, type, whether the
+argument has a default]`` without self. If a method is not needed to build engines, null is stored
+instead of its list of signatures. An enumeration maps its members to their numbers.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def signatures(name: str, text: str) -> list[list[list[Any]]]:
     found = []
     for line in re.findall(rf"^(?:\d+\. )?({name}\(.*\)) -> ", text, re.MULTILINE):
         if line == f"{name}(*args, **kwargs)":
-            continue  # the heading of an overloaded method
-        # pybind11 writes defaults that are not literals as <...>, and classes without a binding as
-        # in C++.
+            continue  # a heading that pybind11 writes before overloads
+        # In a signature, pybind11 writes a default that is not a literal as <...>, and the name of
+        # a class without a binding with C++'s ``::``. Neither is valid Python.
         code = re.sub(r"\w+::", "", re.sub(r"<[^<>]*>", "...", line))
         arguments = ast.parse(f"def {code}: ...").body[0].args  # type: ignore[attr-defined]
         first_default = len(arguments.args) - len(arguments.defaults)
@@ -93,7 +93,10 @@ def signatures(name: str, text: str) -> list[list[list[Any]]]:
 
 
 def describe(of: type, kept: tuple[str, ...]) -> dict[str, Any]:
-    """The methods and properties of a class in the bindings."""
+    """Return the entry for a class in the bindings.
+
+    Signatures are stored for the methods in ``kept``.
+    """
     methods: dict[str, Any] = {}
     properties = {}
     for name, member in inspect.getmembers(of):

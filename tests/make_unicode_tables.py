@@ -2,9 +2,10 @@ r"""Writes ``runtime/native/src/compile/unicode_tables.cc`` from the tables of R
 
     python tests/make_unicode_tables.py regex/regex-syntax/src/unicode_tables
 
-The folder comes from https://github.com/rust-lang/regex. Its tables contain the data of the Unicode
-Character Database. The version of these tables defines what ``\w`` and ``\p{Greek}`` mean in
-expressions. ``test_unicode_tables.py`` checks that this program would write the same file again.
+The folder comes from https://github.com/rust-lang/regex. The tables in this folder contain data of
+    the Unicode Character Database. They define which characters ``\w`` and ``\p{Greek}`` match in
+    this project's regular expressions. ``test_unicode_tables.py`` checks that this script would
+    write the same file again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "runtime/native/src/compile/unicode_tables.cc"
-# The properties that have values. Each entry contains the property's file, its name, and its prefix
-# in the index.
+# The Unicode properties that have several values, such as scripts. Each entry contains the
+# property's file, its name, and the prefix of its values in the generated index.
 WITH_VALUES = (
     ("general_category", "General_Category", "gc"),
     ("script", "Script", "sc"),
@@ -36,17 +37,17 @@ _SIMPLE = {"n": 10, "r": 13, "t": 9, "0": 0, "\\": 92, "'": 39}
 
 
 def point(written: str) -> int:
-    """The code point of a character literal of Rust, without its quotes."""
+    """Return the code point of a Rust character literal whose quotes were removed."""
     if written.startswith("\\u"):
         return int(written[3:-1], 16)
     return _SIMPLE[written[1]] if written.startswith("\\") else ord(written)
 
 
 def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name of each set in a file, and the set.
+    """Yield each set of characters in a file: its name, and its ascending edges.
 
-    A set is stored as the ascending list of the code points at which one of its ranges starts or
-    ends.
+    A set consists of ranges of code points. Its edges are the first code point of each range and
+    the first code point after each range.
     """
     bodies = {}
     for name, body in _SET.findall(text):
@@ -73,18 +74,22 @@ def number(value: int) -> bytes:
 
 
 def joined(edges: set[int]) -> bytes:
-    """Encode ascending numbers as their count and their differences."""
+    """Encode ascending numbers: first their count, then the difference of each number from the
+    previous one.
+    """
     ordered = sorted(edges)
     gaps = [high - low for low, high in zip([0, *ordered], ordered, strict=False)]
     return number(len(gaps)) + b"".join(map(number, gaps))
 
 
 def written_sets(sets: list[tuple[int, ...]]) -> bytes:
-    """Encode each set as a list of earlier sets, and the edges (starts and ends of ranges) of the
-    difference between the set and the union of the earlier sets.
+    """Encode each set as a list of earlier sets and some edges.
 
-    The difference contains an edge if exactly one of the two has this edge. For example, the
-    category L is the union of Lu, Ll, Lt, Lm and Lo, so it needs no further edges.
+    The edges describe the characters that are in the set or in the union of the earlier sets, but
+    not in both.
+
+    An edge is stored if exactly one of the set and the union has this edge. For example, the
+    category L is the union of Lu, Ll, Lt, Lm and Lo, so it needs no edges.
     """
     out = bytearray()
     for place, edges in enumerate(sets):
@@ -112,7 +117,7 @@ def literal(data: bytes) -> str:
 
 
 def source(folder: Path) -> str:
-    """The text of the C++ file."""
+    """Return the text of the C++ file."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.rs")}
     found = re.search(r"Unicode version: ([0-9.]+)\.", texts["general_category"])
     assert found is not None
@@ -135,10 +140,10 @@ def source(folder: Path) -> str:
     listed += [
         (f"={alias}", edges)
         for name, edges in sets_of(texts["property_bool"])
-        for alias in properties.get(name, [])  # the property InCB cannot occur in an expression
+        for alias in properties.get(name, [])  # Rust's regular expressions do not support InCB
     ]
     listed += [("perl_word", edges) for _, edges in sets_of(texts["perl_word"])]
-    # Small sets come first, because other sets consist of them.
+    # Small sets come first, because larger sets are encoded as unions of smaller sets.
     unique = sorted({edges for _, edges in listed}, key=lambda each: (len(each), each))
     numbers = {edges: place for place, edges in enumerate(unique)}
     names = {key: numbers[edges] for key, edges in listed}

@@ -1,9 +1,10 @@
 """Loads a checkpoint's weights into the mixture-of-experts classes of transformers.
 
-Tests compare these classes with this project's families.
+Tests compare the logits of these classes with the logits of this project's networks.
 
-transformers 5 stacks the experts of a layer, and concatenates the gate and up matrices. Its own
-loading code converts released tensors to this form.
+transformers 5 stacks the experts of a layer, and concatenates the gate and up matrices. When
+transformers loads a released checkpoint, it converts the tensors to this form. This module does the
+same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 def qwen3_moe(config: dict[str, Any], **fields: Any) -> transformers.PretrainedConfig:
     """A configuration of transformers' Qwen3-MoE with the sizes of a released configuration.
-    ``fields`` contains the fields whose names differ from the released names.
+    ``fields`` contains values for the fields that transformers names differently from the released
+    configuration.
     """
     same = (
         "hidden_size",
@@ -49,9 +51,10 @@ def logits_of(
     ids: torch.Tensor,
     is_visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits ``[B, L, V]`` of a transformers class.
+    """Create a network of a transformers class and return its logits ``[B, L, V]``.
 
-    ``tensors`` maps the names in transformers to tensors. ``is_visible`` is a mask ``[L, L]``.
+    ``tensors`` contains the weights, by their names in transformers. In the mask ``is_visible``
+    ``[L, L]``, True at (i, j) means that position i sees position j.
     """
     folder.mkdir()
     config.architectures = [kind.__name__]

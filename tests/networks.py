@@ -19,7 +19,7 @@ def make_network(
     qkv_bias: bool = False,
     **fields: Any,
 ) -> NetworkSpec:
-    """Describe a network with the given layers, or with equal layers.
+    """Return the description of a network with the given layers, or with ``count`` equal layers.
 
     ``fields`` contains further fields of ``NetworkSpec``.
     """

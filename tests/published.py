@@ -1,5 +1,6 @@
-"""The random networks and the prompts with which published loops are compared with this project's
-loops.
+"""Random networks and prompts.
+
+Tests run the authors' published loops and this project's loops on them, and compare the results.
 
 ``make_published_loops.py`` runs the authors' code on these networks, and
 ``test_published_loops.py`` runs this project's code.
@@ -20,7 +21,8 @@ MASK, END, VOCABULARY = 99, 7, 100
 
 
 def random_network(block: int, shift: int, seed: int) -> Denoiser:
-    """A network with block-causal attention, or with full attention if ``block`` is 0.
+    """Return a random network with block-causal attention, or with full attention if ``block`` is
+    0.
 
     The weights come from numpy's legacy generator, which gives the same numbers in every version.
     """
@@ -39,7 +41,7 @@ def random_network(block: int, shift: int, seed: int) -> Denoiser:
     denoiser = Denoiser(network).eval().requires_grad_(False)
     numbers = np.random.RandomState(seed)
     for name, parameter in sorted(denoiser.named_parameters()):
-        parameter.fill_(1.0)  # the scales of norms
+        parameter.fill_(1.0)  # the weights of norms
         if parameter.ndim == 2:
             std = 1.0 if name == "embed.weight" else 2 / math.sqrt(parameter.shape[0])
             values = numbers.standard_normal(tuple(parameter.shape)) * std

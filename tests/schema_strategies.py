@@ -1,4 +1,7 @@
-"""Hypothesis strategies for JSON Schemas. The schemas combine and nest all keywords of a draft."""
+"""Hypothesis strategies for JSON Schemas.
+
+The schemas combine and nest all keywords of a draft (a version of JSON Schema).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ VALUES: tuple[Any, ...] = (
 )
 NAMES = ("a", "b", "c", "ab")
 PATTERNS = ("^a", "b$", "^[ab]$", "a|c", "^.{2}", "^(?!a)", "", "\\d", "^\\w+$")
-# In jsonschema, additionalProperties ignores patternProperties if its only pattern is empty. So
-# empty patterns are written as (?:).
+# If the only pattern in patternProperties is empty, the package jsonschema ignores this pattern
+# when it checks additionalProperties. Empty patterns are therefore written as (?:).
 NAME_PATTERNS = tuple(pattern or "(?:)" for pattern in PATTERNS)
 FORMATS = ("date", "ipv4", "email", "unknown", "uuid", "regex")
 NUMBERS = (0, 1, -1, 2, 1.5, -1.5, 10, -10, 0.5)
@@ -75,7 +78,7 @@ def _keywords(draft: int, inner: st.SearchStrategy[Any]) -> dict[str, st.SearchS
     return made
 
 
-# Keywords that have more effect in combination with others.
+# Groups of keywords that affect each other, so a schema often uses several of a group.
 GROUPS = (
     ("if", "then", "else"),
     ("contains", "minContains", "maxContains"),

@@ -26,7 +26,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def random_document(source: random.Random) -> dict[str, Any]:
-    """A complete schema. It may refer to its own parts."""
+    """Return a random complete schema, which may refer to its own parts."""
     made = random_schema(source)
     if source.random() < 0.8:
         return made
@@ -40,7 +40,7 @@ def random_document(source: random.Random) -> dict[str, Any]:
 
 
 def random_schema(source: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema for which some value is valid."""
+    """Return a random schema for which at least one value is valid."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "pattern", "format"]
     kinds += ["object", "object", "array", "anyOf", "types"] if depth else []
     kind = source.choice(kinds)

@@ -1,4 +1,4 @@
-"""A ``dlm-export serve`` process for tests and benchmarks."""
+"""Starts ``dlm-export serve`` as a process for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Served:
         return self.process.wait(60)
 
     def memory_kib(self, name: str = "VmRSS") -> int:
-        """Return the resident memory of the process. With VmHWM, return the peak. Linux only."""
+        """Return the resident memory of the server in KiB, or its peak for the name "VmHWM".
+
+        Linux only.
+        """
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(rf"{name}:\s*(\d+)", status)[0])
 

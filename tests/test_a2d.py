@@ -1,6 +1,8 @@
 """Tests of A2D conversions of Qwen3.
 
-They have norms of queries and keys per head. A head is wider than hidden size / number of heads.
+An A2D conversion is an autoregressive model that was trained further, so that it became a denoiser.
+Each head of Qwen3 has a norm for its queries and a norm for its keys, and is wider than hidden size
+/ number of heads.
 
 ``test_capture`` compares the same checkpoints with the Qwen3 class of transformers.
 """
@@ -109,9 +111,9 @@ def test_what_is_told_of_it(checkpoint: Path) -> None:
 
 
 def test_attention_is_fused_with_the_norms_of_its_heads(bundle: Path) -> None:
-    """In each layer, attention is one call and has no other nodes.
+    """In each layer, one function call computes attention and the norms of its heads.
 
-    The norms of layers are fused with the sums before them.
+    Each norm before a layer's attention or MLP is fused with the addition before it.
     """
     model = onnx.load(bundle / GRAPH_FILE, load_external_data=False)
     layers = a2d_qwen3_config()["num_hidden_layers"]

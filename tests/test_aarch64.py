@@ -1,8 +1,8 @@
 """Tests of the native library on 64-bit Arm. The library is cross-compiled and runs in an emulator.
 
-The tests run the library's native tests in the emulator. They also compare the demo's results in
-the emulator with the results on this processor. The tests need g++-aarch64-linux-gnu and qemu-user.
-The demo also needs ONNX Runtime's library for aarch64. `make aarch64` downloads it, or
+The tests run the library's C++ tests in the emulator. They also run the demo in the emulator and on
+this processor, and compare the results. The tests need g++-aarch64-linux-gnu and qemu-user. The
+demo also needs ONNX Runtime's library for aarch64. `make aarch64` downloads it, or
 $DLM_AARCH64_ONNXRUNTIME names another copy.
 """
 
@@ -37,22 +37,24 @@ from dlm_runtime.abi import native as _native
 BUILD = REPOSITORY / "build" / "native-aarch64"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
-HERE = Path(_native.library()._name).parent  # folder of the library for this processor
+HERE = Path(_native.library()._name).parent  # the folder of the native library for this processor
 DEMO = REPOSITORY / "examples"
-# Number of held-out commands; the number is small, because an emulated pass in fp32 takes seconds.
+# The number of held-out commands to answer, and the preset. The number is small, because an
+# emulated pass in fp32 takes seconds.
 PROMPTS, PRESET = (
     {"fp32": 20, "int8": 50},
     "fast-dllm",
 )
-# On the two processors, kernels add numbers in different orders. In INT8, an activation between two
-# codes may then get either code, which changes the inputs of all later layers. Logits had
+# On the two processors, kernels add numbers in different orders. In INT8, such a difference can
+# round an activation to the next code, which changes the inputs of all later layers. Logits had
 # magnitudes up to 22. They differed by at most 2.7e-5 in fp32, and by at most 0.43 in INT8 (median
 # 0.011).
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
-# Share of commands with the same answer and the same number of passes.
+# The least share of commands for which both processors give the same answer with the same number of
+# passes.
 AGREEING = {"fp32": 1.0, "int8": 0.95}
-# Linux's text for a Neoverse N1. ONNX Runtime reads /proc/cpuinfo when it is loaded. In qemu, it
-# would read the text of this x86-64 machine, and crash.
+# What Linux writes to /proc/cpuinfo on a Neoverse N1. ONNX Runtime reads /proc/cpuinfo when it is
+# loaded. In qemu, it would read the text of this x86-64 machine, and crash.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -84,7 +86,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def compiled(*targets: str) -> Path:
-    """The build folder, after these targets were built in it."""
+    """Build these targets of the cross build, and return the build folder."""
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'cmake' / 'aarch64-linux-gnu.cmake'}"
     options = [
         "-G",
@@ -177,8 +179,10 @@ def test_the_c_example_answers_on_aarch64(
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one run. ``lines`` contains the number of passes and the text for each prompt.
-    ``logits`` ``[prompts, masks, V]`` contains the logits of the first pass for each prompt.
+    """The results of one run of the demo.
+
+    For each prompt, ``lines`` contains the number of passes and the text. ``logits`` ``[prompts,
+    masks, V]`` contains the logits of the first pass for each prompt.
     """
 
     lines: list[str]

@@ -1,5 +1,7 @@
-"""Tests of the C ABI: programs work that were compiled with another version of the header, and all
-lists of a policy's fields agree.
+"""Tests of the C ABI.
+
+The library works with programs that were compiled with another version of the header, and all lists
+of a policy's fields agree.
 """
 
 from __future__ import annotations

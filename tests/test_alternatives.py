@@ -30,7 +30,7 @@ def logits_of(positions: np.ndarray, masked: int) -> np.ndarray:
 
 
 def log_probs_of(logits: np.ndarray) -> np.ndarray:
-    """ln p in the softmax without the mask token."""
+    """Return ln p of each token in the softmax over all tokens except the mask token."""
     allowed = logits.astype(np.float64)
     allowed[MASK] = -np.inf
     return allowed - np.logaddexp.reduce(allowed)
@@ -38,8 +38,9 @@ def log_probs_of(logits: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def opened(top_k: int, shift: int = 0) -> Iterator[tuple[Bundle, list[bool]]]:
-    """Open a bundle. Also returns a list that says for each pass whether the pass had to return its
-    logits.
+    """Open a bundle, and return it with a list.
+
+    For each pass, the list says whether the pass had to return its logits.
     """
     had_logits: list[bool] = []
 
@@ -169,7 +170,9 @@ def test_requests_with_and_without_alternatives_share_passes() -> None:
 
 
 def test_a_token_that_a_constraint_forces_has_no_alternatives() -> None:
-    """No text of the constraint can reach the last two positions."""
+    """The constraint's longest text ends before the last two positions, so end tokens are forced
+    there.
+    """
     info = DenoiserInfo(160, 39, 512, eos_token_ids=(7,), has_cache=False)
     automaton = compiled("[ab]{6}", made_up_vocabulary(160, (7, 39)), 160)
     with dlm_runtime.from_callback(info, uneven) as bundle:

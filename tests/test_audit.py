@@ -1,5 +1,6 @@
-"""If a layer of a device graph is not quantised, the audit names the layer, and no engine is
-written.
+"""Tests of the audit, which checks the graph from which TensorRT builds an engine.
+
+If a layer is not quantised as planned, the audit names the layer, and no engine is written.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.audit import AuditError
 
 BF16 = TensorProto.BFLOAT16
-# In ``OWN``, both operands are quantised separately. In ``SHARED``, a neighbouring layer uses the
-# same quantised operands.
+# Two layers. No other layer uses the quantised input of ``OWN``. Neighbouring layers use the same
+# quantised input as ``SHARED``.
 OWN, SHARED = "blocks.1.mlp.down", "blocks.2.attention.k"
 
 
@@ -51,7 +52,8 @@ def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarra
 def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
     """The node that dequantises the codes of a layer.
 
-    For NVFP4, the result is transposed afterwards.
+    For NVFP4, a Transpose node follows this node. For other formats, the matrix multiplication
+    follows.
     """
     node = _producer(model, _matmul(model, layer).input[1])
     return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])
@@ -62,7 +64,7 @@ def _shape(model: onnx.ModelProto, name: str) -> tuple[int, ...]:
 
 
 def drop_weight_pair(model: onnx.ModelProto, layer: str) -> None:
-    """Replace a quantised weight by the original weight, in the type of the activations."""
+    """Replace a layer's quantised weight by an unquantised weight in bf16."""
     node = _matmul(model, layer)
     shape = _shape(model, _dequantiser(model, layer).input[0])
     is_transposed = _producer(model, node.input[1]).op_type == "Transpose"
@@ -112,14 +114,19 @@ def halve_groups(model: onnx.ModelProto, layer: str) -> None:
 
 
 def remove_layer(model: onnx.ModelProto, layer: str) -> None:
-    """Replace a layer by its input. This needs a square matrix."""
+    """Remove a layer: its input takes the place of its output.
+
+    The layer's matrix must be square.
+    """
     node = _matmul(model, layer)
     del node.input[1]
     node.op_type, node.name = "Identity", f"{layer}/Identity"
 
 
 def widen(model: onnx.ModelProto, layer: str) -> None:
-    """Compute one matrix multiplication in fp32, inside a graph in fp16."""
+    """Let one matrix multiplication compute in fp32, although the rest of the graph computes in
+    fp16.
+    """
     node = _matmul(model, layer)
     at = list(model.graph.node).index(node)
     values = np.full(_shape(model, node.input[1]), 0.01, np.float32)

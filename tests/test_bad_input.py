@@ -52,7 +52,8 @@ def _fails(*args: object, code: int = 2, says: tuple[str, ...] = ()) -> str:
     lines = result.output.strip().splitlines()
     assert result.exit_code == code, result.output
     assert sum(line.startswith("Error: ") for line in lines) == 1
-    # Usage errors of click print the usage first. No other error may do that.
+    # If an option is used wrongly, click prints the usage before the error. Any other error must be
+    # a single line.
     assert len(lines) == 1 or lines[0].startswith("Usage: "), result.output
     assert len(lines[-1]) < 1500, "a sentence, not the input"
     for fragment in says:
@@ -89,7 +90,9 @@ def sharded(dream_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make builds use the graph of the built bundle. Tracing the graph again would take seconds."""
+    """Make builds copy the graph of a bundle that was built before, because tracing the graph again
+    would take seconds.
+    """
     network = families.read_network(Checkpoint(llada_checkpoint), Overrides())
 
     def built_before(_: object, precision: str, **__: bool) -> trace.Graph:
@@ -326,7 +329,7 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(
 def test_weights_outside_a_bundle_are_not_read(
     llada_bundle: Path, tmp_path: Path, out: Path, location: str
 ) -> None:
-    """A graph may name any file, and a link in the bundle may lead anywhere."""
+    """A hostile graph may name any file for its weights, and a bundle's link may lead anywhere."""
     bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
     shutil.copy(bundle / graph.DATA_FILE, tmp_path / "outside.data")
     (bundle / "link.data").symlink_to(tmp_path / "outside.data")
@@ -644,8 +647,9 @@ def test_a_build_that_will_not_fit_is_refused_before_it_starts(
     _build_fails(llada_checkpoint, out, code=1, says=(f"{out}: needs ", "only 8,388,608 are free"))
 
 
-# The build writes a claim (4 KiB), weights (392 KiB), a graph (15 KiB) and a manifest (3 KiB). With
-# each of these disk sizes, a different one of these files does not fit.
+# The build writes a claim file, which reserves the output path (4 KiB), weights (392 KiB), a graph
+# (15 KiB) and a manifest (3 KiB). For each of these disk sizes, another file is the first that does
+# not fit.
 @pytest.mark.parametrize("size", ["64k", "400k", "412k"])
 def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
     llada_checkpoint: Path,
@@ -872,7 +876,7 @@ def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
     _fails("run", llada_bundle, "--threads", 1, *options, code=2, says=says)
 
 
-# Values that the command line accepts, but that may fail in a later conversion.
+# Values that the command line accepts, but that code behind the command line may fail to convert.
 ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "number beyond doubles": (("--set", "threshold=" + "9" * 400), "threshold"),
     "score is a list": (("--set", "score=[1]"), "score"),

@@ -1,7 +1,7 @@
-"""Tests of ``dlm-export bench``: its output is described correctly, and the work of a pass is
-counted correctly.
+"""Tests of ``dlm-export bench``: its output has the documented form, and the arithmetic operations
+and bytes of a pass are counted correctly.
 
-The tests do not check times.
+The tests do not check how fast anything is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def invoke(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def told(llada_bundle: Path) -> dict[str, Any]:
-    """The output of a complete run of the command, including the rates of the machine."""
+    """The JSON output of a complete run of the command, including the measured speed of the
+    machine.
+    """
     result = invoke(llada_bundle, *SMALL, "--preset", "fast-dllm", "--batch", "1,3", "--json")
     assert result.exit_code == 0, result.output
     loaded: dict[str, Any] = json.loads(result.stdout)
@@ -146,8 +148,8 @@ def test_figures_of_a_run_agree_with_each_other(told: dict[str, Any], llada_bund
         assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"])
     files = [llada_bundle / name for name in ("denoiser.onnx", "denoiser.onnx.data")]
     assert memory["weights_bytes"] == sum(file.stat().st_size for file in files)
-    # Keys and values of 2 layers with 4 heads of size 16, in fp32, for all 16 positions, stored
-    # once.
+    # The factors: keys and values, 2 layers, 4 heads of size 16, 4 bytes per fp32 number, 16
+    # positions.
     assert memory["cache_bytes"] == 2 * 2 * 4 * 16 * 4 * 16
     assert memory["ratio"] == pytest.approx(
         memory["peak_rss_bytes"] / (memory["weights_bytes"] + memory["cache_bytes"])
@@ -356,8 +358,9 @@ def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array(
         [one["ms"] for one in measured]
     ) - 1
-    # The test made the times from known costs. These costs must not fit the times better than the
-    # costs that were found. The constant is the fixed cost of a pass.
+    # The test made the times from known costs, with some noise. The costs that bench found must fit
+    # the times at least as well as the known costs. The number 1e-3 above is the fixed cost of a
+    # pass.
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 
@@ -528,7 +531,8 @@ def test_requests_with_the_same_start_are_measured_with_and_without_reuse(
         "differing": 0,
         "compared": 48,
     }
-    # All requests except the first reuse two pages of 16 tokens.
+    # With reuse, 15 of the 16 requests reuse two pages of 16 tokens. Without reuse, no tokens are
+    # reused.
     assert [side["cached_tokens"] for side in sides.values()] == [15 * 32, 0]
     assert sides["reused"]["cache_bytes"] < sides["computed"]["cache_bytes"]
     for side in sides.values():
@@ -660,8 +664,9 @@ def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
 
 def test_work_of_a_pass_counted_by_hand() -> None:
     # The matrices have 84 weights: q has 16, k and v have 8 each, out has 16, and gate, up and down
-    # have 12 each. The head has 40 weights. There are three norms of 4 weights and two rows of the
-    # embedding, all in fp32. In one layer, the keys and values of a position are 4 numbers.
+    # have 12 each. The output head has 40 weights. There are three norms of 4 weights each, and the
+    # pass reads two rows of the embedding, all in fp32. In each layer, the key and the value of a
+    # position have 4 numbers together.
     network = make_network(**HAND)
     work = work_of(network, {}, tokens=2, cached=3, rows=1)
     assert work == Work(
@@ -669,7 +674,8 @@ def test_work_of_a_pass_counted_by_hand() -> None:
         5 * 4 * 4,
         {"layers.full": 168, "attention.full": 80, "head.full": 40},
     )
-    # 12 codes and 3 scales. Weight-only formats multiply in full precision.
+    # Each row has 12 codes and 3 scales. If a format only quantises weights, multiplications are in
+    # full precision.
     work = work_of(
         network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1
     )

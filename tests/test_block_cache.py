@@ -1,4 +1,6 @@
-"""Tests of block-causal decoding: planned passes, the exact cache, editing, and the reference loop."""
+"""Tests of decoding with block-causal attention: the planned passes, the exact cache, edits of
+finished blocks, and equality with the reference loop.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """A published preset for a network with this block length.
+    """Return a published preset for a network with this block length and shift.
 
-    Its thresholds are so low that random denoisers reach them. None if the network does not support
-    the preset.
+    The thresholds are lowered, so that random denoisers reach them. Returns None if the network
+    does not support the preset.
     """
     size = (
         {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)}
@@ -220,7 +222,7 @@ def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize("block", [2, 4, 6])
 def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
-    """The canvases with and without this cache are equal.
+    """Decoding with the block cache must give the same canvas as decoding without a cache.
 
     With the cache, NFE also counts the passes that only store blocks.
     """
@@ -236,8 +238,8 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
         with under_native_loop(denoiser) as bundle:
             out = bundle.generate(tokens=tokens, max_new_tokens=3 * block + 1, **policy.as_dict())
         assert out.tokens == plain.tokens
-        # A denoiser that predicts the next position needs a pass over the end of the finished part,
-        # with and without the cache.
+        # If row i predicts position i + 1, the first position of a block is predicted by the row
+        # before the block. A pass over this row is needed with and without the cache.
         is_shared = shift and prompt_length % block == 0
         only_store = (0 if is_shared else out.passes["prefill"]) + (
             0 if shift else out.passes["store"]
@@ -268,8 +270,8 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
                 **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
             )
         assert opened.tokens == stored.tokens
-        # If the first part of a block is given, the block does not start with a pass over this
-        # part. A separate pass then stores the part.
+        # If the prompt ends inside a block and covers its first sub-block, the first pass over the
+        # block cannot also store the prompt's part of the block. One more pass stores this part.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -287,9 +289,9 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits write the most likely token.
+    """Edits always write the most likely token, even if tokens are sampled.
 
-    With guidance, the canvas without the prompt has a separate cache.
+    With classifier-free guidance, a second canvas, whose prompt is masked, has a separate cache.
     """
     policy = preset(name, 4, shift, **changes)
     if policy is None:
@@ -350,8 +352,10 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     block: int, shift: int, name: str, cache: str, prompts: list[int], most: int
 ) -> None:
-    """The canvases have the same length, but their prompts end at different positions within
-    blocks. The torch denoiser attends to every cached row, so a wrong row changes its results.
+    """The requests of the batch have canvases of the same length, but their prompts end at
+    different positions within blocks.
+
+    The torch denoiser attends to every cached row, so a wrong row would change the results.
     """
     policy = preset(name, block, shift)
     if policy is None:
@@ -393,10 +397,13 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
 
 
 class Scripted:
-    """A denoiser that computes the prediction at a position from the position and the canvas."""
+    """A fake denoiser whose prediction is a given function of the position and the canvas.
+
+    The denoiser records its passes.
+    """
 
     def __init__(self, predict: Any, *, block: int, shift: int = 0) -> None:
-        # For each pass: the positions computed, and the rows scored.
+        # For each pass: the positions that it computed, and the rows that it scored.
         self.passes: list[tuple[list[int], list[int]]] = []
         self.ids: dict[int, int] = {}
 
@@ -415,8 +422,8 @@ class Scripted:
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
     """The denoiser first predicts the token 10 everywhere.
 
-    When all positions of the block are decided, the denoiser is sure of the token 20. Given tokens
-    do not change.
+    When all positions of the block are decided, the denoiser is sure of the token 20. Edits must
+    not change tokens of the caller.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -429,8 +436,8 @@ def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> Non
     assert out.tokens == [1, 2, 3, 4, 6, 20, 10, 20, 10, 20, 10, 20], (
         "0.9 is not above the threshold"
     )
-    # Three and four positions are committed one by one. In each block, the first edit pass then
-    # changes two tokens, and the second edit pass changes nothing.
+    # The two blocks have three and four masked positions, which are committed one by one. In each
+    # block, the first edit pass then changes tokens, and the second edit pass changes nothing.
     assert out.passes == {"prefill": 1, "denoise": 3 + 2 + 4 + 2, "store": 1}
     plain = scripted.bundle.generate(
         tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy | {"remask": "none"}
@@ -471,9 +478,9 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
 
 
 def test_a_sub_block_runs_with_its_block_until_its_first_position_is_decided() -> None:
-    """This is the loop of Fast-dLLM v2 with its block cache.
+    """This test follows the loop of Fast-dLLM v2 with its block cache.
 
-    The row before a sub-block predicts the first position of the sub-block.
+    With shift 1, the row before a sub-block predicts the first position of the sub-block.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:

@@ -1,9 +1,9 @@
-"""Tests of the bundle's format. manifest.schema.json and the native reader must agree, and damaged
-bundles must be rejected.
+"""Tests of the bundle's format. manifest.schema.json and the native library's reader of manifests
+must agree, and damaged bundles must be rejected.
 
-The native reader checks the members ``loop`` and ``files``. When Python code reads the other
-members, the schema checks them. The native library runs in the process of the tests, so a crash of
-the library ends the test run.
+The native reader checks the manifest's members ``loop`` and ``files``. Before Python code reads
+other members, it checks them with the schema. The native library runs in the process of the tests,
+so a crash of the library ends the test run.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = schema()
 VALIDATOR = validator()
-# Members that the native reader reads; of all other members, it only checks the names.
+# The native reader reads these members. Of all other members, the native reader only checks the
+# names.
 NATIVE = (
     "schema_version",
     "loop",
     "files",
 )
-READ = (*NATIVE, "text")  # "text" is read if it is present
+READ = (*NATIVE, "text")  # a manifest may lack "text"
 NATIVE_VALIDATOR = VALIDATOR.evolve(
     schema=SCHEMA
     | {
@@ -103,7 +104,7 @@ def _change(bundle: Path, *path: str, value: Any) -> None:
 
 
 def _relist(bundle: Path, name: str) -> None:
-    """Update the size and hash of a file in the manifest."""
+    """Write the current size and hash of a file into the manifest."""
     content = (bundle / name).read_bytes()
     _change(
         bundle,
@@ -114,7 +115,9 @@ def _relist(bundle: Path, name: str) -> None:
 
 
 def _seal(entry: dict[str, Any]) -> None:
-    """Compute the hash (seal) of an engine's entry, as a writer does in its last step."""
+    """Seal an engine's entry, as a build does in its last step: add the hash of the entry to the
+    entry.
+    """
     bare = {key: value for key, value in entry.items() if key != "seal"}
     entry["seal"] = hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
@@ -157,7 +160,7 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
 def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
     """Add made-up effort levels to a manifest.
 
-    Returns the levels in the form of the member ``loop``.
+    Returns the levels in the form that the manifest's member ``loop`` stores.
     """
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
     fitted = {
@@ -175,7 +178,10 @@ def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
 def _write_with_engine(
     bundle: Path, change: Callable[[dict[str, Any]], object] = lambda entry: None
 ) -> None:
-    """Add an engine to the bundle on disk. Its entry is changed before it is sealed."""
+    """Add an engine to the bundle on disk.
+
+    ``change`` is called with the engine's entry before the entry is sealed.
+    """
     manifest = _read(bundle)
     entry = _add_engine(manifest)
     change(entry)
@@ -201,7 +207,7 @@ def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bo
 def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
     """Return whether Python's check accepts a manifest.
 
-    Any error other than a BundleError of one line is a defect and is raised.
+    Any error other than a BundleError with a one-line message is a defect and is raised.
     """
     try:
         check_manifest(manifest, bundle)
@@ -502,7 +508,7 @@ VALUES = st.recursive(
 
 
 def _retyped(value: Any) -> Any:
-    """Return the same content with another JSON type."""
+    """Return a similar value of another JSON type."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, (dict, list)):
@@ -515,8 +521,8 @@ def _retyped(value: Any) -> Any:
 
 
 def _damage(data: st.DataObject, manifest: dict[str, Any]) -> Any:
-    # The parent is chosen first. Otherwise most examples would change the presets, which have the
-    # most values.
+    # The object that contains the change is chosen first. If all values were equally likely, most
+    # examples would change the presets, which contain the most values.
     top = data.draw(st.sampled_from([(), *((key,) for key in manifest)]), label="part")
     path = data.draw(
         st.sampled_from([p for p in _paths(manifest) if p[: len(top)] == top]), label="path"
@@ -570,7 +576,7 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     }
     _write(shared_bundle, damaged)
     if not _opens(shared_bundle, engine="onnxruntime"):
-        return  # the native reader does not know this member, or the member is another text file
+        return  # the reader rejects a new member, or a wrong name of a text file
     with dlm_runtime.open(shared_bundle, engine="none", check_hashes=False) as opened:
         is_described = _is_described(opened.manifest, shared_bundle)
     assert is_described == VALIDATOR.is_valid(damaged)
@@ -732,7 +738,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
             if path[-1] != "seal" and "engines" in path:
-                # Otherwise, the reader would reject the seal before it finds the other damage.
+                # Without a new seal, the reader would report the wrong seal and not the other
+                # damage.
                 _seal(manifest["loop"]["engines"]["rtx5090"])
             _write(shared_bundle, manifest)
             is_taken = _opens(shared_bundle, engine="none")
@@ -783,7 +790,7 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_again(
     bundle: Path, version: int
 ) -> None:
-    # The fields are also different, but the error must name the version.
+    # The manifest of the other version also has other fields, but the error must name the version.
     _write(
         bundle,
         {
@@ -938,8 +945,8 @@ def test_a_bundle_with_effort_levels_opens_and_says_them(bundle: Path) -> None:
 
 
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path) -> None:
-    """The inputs and outputs of the graph get a new order, and each gets the old name of another
-    input or output.
+    """The graph's inputs and outputs are put into another order, and each is renamed to the old
+    name of another input or output.
     """
     import onnx
 
@@ -1240,7 +1247,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
     _write_with_engine(bundle)
     with pytest.raises(
         DlmError, match=r"TensorRT|CUDA"
-    ):  # the library was built without this engine, or the machine does not have the device
+    ):  # expected if the library lacks this engine, or the machine lacks the device
         dlm_runtime.open(bundle)
 
 
@@ -1276,7 +1283,8 @@ def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any
 def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(
     bundle: Path, name: str
 ) -> None:
-    # The file exists and has the right size and hash. Only its name is wrong.
+    # The manifest lists a file that exists and has the listed size and hash. Only the file's name
+    # is not allowed.
     content = b"outside"
     (bundle.parent / "x").write_bytes(content)
     (bundle / "a").mkdir()
@@ -1323,9 +1331,9 @@ def test_what_is_no_plain_file_is_refused_and_not_read(
 def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     bundle: Path, tmp_path: Path, name: str, at: int
 ) -> None:
-    """Links are rejected even if they lead to the right bytes.
+    """Links inside a bundle are rejected even if they lead to a file with the right bytes.
 
-    The link may replace the file itself, or a folder of its path.
+    In the test, the link replaces a file of the bundle, or a folder that contains the file.
     """
     if not (bundle / name).exists():
         (bundle / name).parent.mkdir(parents=True)
@@ -1454,8 +1462,8 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime reports some of this damage as internal failures. So the test accepts any
-    # DlmError.
+    # ONNX Runtime reports some of this damage as an internal failure. The test therefore accepts
+    # any subclass of DlmError.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 

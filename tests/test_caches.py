@@ -1,5 +1,5 @@
-"""Tests of caches in fp16 and INT8: the encoding, the kernels, whole loops compared with torch, and
-errors.
+"""Tests of caches that store keys and values in fp16 or INT8: the encoding of rows, the kernels,
+whole generations compared with torch, and errors.
 
 runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
 """
@@ -48,8 +48,8 @@ CALLS = {
     "int8": "Int8CachedAttention",
 }
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
-# The kernels compute the weights of a softmax with errors up to 2e-7, and add some hundred terms in
-# another order.
+# The allowed difference between kernels and functions. The exponentials of the kernels' softmax
+# have errors up to 2e-7, and the kernels add some hundred numbers in another order.
 TOLERANCE = 2e-5
 UNJUDGED = QuantiseOptions(effort=Effort("none"))
 
@@ -57,7 +57,10 @@ UNJUDGED = QuantiseOptions(effort=Effort("none"))
 def _model(
     op_type: str, kinds: list[int], outputs: list[int], **attributes: float
 ) -> onnx.ModelProto:
-    """A graph with one call. Inputs and outputs are described by their element types."""
+    """Return a graph that consists of one function call.
+
+    ``kinds`` and ``outputs`` contain the element types of the call's inputs and outputs.
+    """
     names, made = [f"i{i}" for i in range(len(kinds))], [f"o{i}" for i in range(len(outputs))]
     call = helper.make_node(op_type, names, made, domain=DOMAIN, **attributes)
     ports = [
@@ -87,9 +90,9 @@ def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -
 
 
 def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
-    """Convert rows ``[.., D]`` to the form in which the cache stores them, in plain numpy.
+    """Convert rows ``[.., D]`` with numpy to the form in which the cache must store them.
 
-    For INT8, each row gets the smallest scale that is large enough.
+    For INT8, each row gets the smallest scale for which no code exceeds 127.
     """
     if cache_dtype != "int8":
         return rows.astype(NUMPY[cache_dtype])
@@ -102,8 +105,8 @@ def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
             out[at][-1] = 127
             continue
         wanted = np.float32(max(np.abs(row).max(), 1e-30)) / np.float32(127)
-        # Mantissas start at 128. A scale with a smaller mantissa can also be written with a
-        # mantissa from 128 on and a lower exponent.
+        # A scale is a mantissa times a power of two. Only mantissas from 128 on are used, because a
+        # scale with a smaller mantissa can be written with a larger mantissa and a lower exponent.
         enough = np.where((scales >= wanted) & (m >= 0), scales, np.inf)
         best = np.unravel_index(enough.argmin(), enough.shape)
         codes = np.round(row / np.float32(scales[best]))
@@ -138,7 +141,7 @@ ROWS = st.lists(
 def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
     """The rows contain arbitrary floats, and floats around every power of two.
 
-    At powers of two, the exponent of a scale changes.
+    Near a power of two, the exponent of a row's scale changes.
     """
     near = np.random.default_rng(spread).uniform(-1, 1, (8, 6)).astype(np.float32)
     near[:, 0] = np.float32(127 * 255) * (
@@ -146,7 +149,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     )
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
-    # For larger numbers, 127 times the next larger scale is not a finite float.
+    # For rows with larger numbers, 127 times the scale would not be a finite float, so they count
+    # as infinite.
     x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
     stored = attention._store_int8(body, body.inputs[0])
@@ -164,7 +168,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     amax = np.abs(x).max(-1, keepdims=True)
     is_finite = np.isfinite(amax[:, 0])
     assert np.isnan(back[~is_finite]).all()
-    # The largest error is half a step. A step is at most (1 + 1/128) / 127 of the largest number.
+    # The largest rounding error is half a step. Since scales are rounded up, a step is at most (1 +
+    # 1/128) / 127 of the row's largest number.
     step = np.maximum(amax, np.float32(1e-30))[is_finite] / 127 * (1 + 1 / 128)
     assert (np.abs(back - x)[is_finite] <= 0.5001 * step).all()
 
@@ -191,10 +196,10 @@ def _pass(
     D: int,
     rotary_size: int = 0,
 ) -> list[np.ndarray]:
-    """Make the inputs of a call.
+    """Make the inputs of a call of an attention function.
 
-    The rotations are exact, so kernel and function must store the same keys. Positions are in any
-    order.
+    The rotary embedding only rotates by angles that need no rounding, so kernel and function must
+    store the same keys. The positions are in random order.
     """
     q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
     past = [
@@ -214,16 +219,17 @@ def _pass(
 
 
 def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
-    """Make the segments of several requests that share a row of tokens.
+    """Make the segments of several requests whose tokens are in one row.
 
-    Each request sees some of the cached rows. These cached rows may be in several places.
+    A segment names a range of tokens and a range of cached rows that these tokens see. A request
+    may have several ranges of cached rows.
     """
     firsts = np.array(
         [0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64
     )
     found: list[list[int]] = []
     for first, count in zip(firsts, np.diff([*firsts, tokens]), strict=True):
-        # The places of one request do not overlap.
+        # The ranges of cached rows of one request do not overlap.
         cuts = sorted(rng.integers(0, cached + 1, 2 * int(rng.integers(1, 4))))
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             found.append([start, end - start, first, count])
@@ -321,9 +327,8 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     model = _call(cache_dtype, G * group, G, 0, visible_block, epsilon=1e-3)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
-    # The kernel and the function compute norms with sums in different orders. So a stored key may
-    # be rounded to the next code, and the distance of two codes is about a 100th of the row's
-    # range.
+    # The kernel and the function compute norms with sums in different orders. A stored key may
+    # therefore be rounded to the next code, which is about a hundredth of the row's range away.
     keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
@@ -441,7 +446,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
 def checkpoints(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return checkpoints with different numbers of query heads and of key and value heads."""
+    """Return checkpoints whose numbers of query heads and of key and value heads differ."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):
@@ -456,7 +461,10 @@ def checkpoints(
 def built(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Path]:
-    """Return bundles for each checkpoint and each type of cache. Each build checks parity."""
+    """Return a bundle for each checkpoint and each number type of the cache.
+
+    Each build compares the bundle with torch.
+    """
     folder, found = tmp_path_factory.mktemp("caches"), {}
     for number, (name, checkpoint) in enumerate(checkpoints.items()):
         for cache in ("fp16", "int8"):
@@ -475,9 +483,10 @@ CACHED = [name for name, fields in LOOPS.items() if "cache" in name or "dream-bl
 def test_both_loops_write_the_same_over_a_rounded_cache(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """A number between two codes may get a different code in each of the two loops.
+    """A number almost halfway between two codes may get different codes in the native loop and in
+    torch.
 
-    So the test allows one canvas in twenty to differ.
+    The test therefore allows one canvas in twenty to differ.
     """
     denoiser, equal = load(checkpoints[name]), 0
     cache_dtype = graph.CACHE_DTYPES[cache]
@@ -500,7 +509,8 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
             if policy.cache != "none":
                 kv_heads = denoiser.network.layers[0].attention.kv_heads
                 row = {"fp16": 2 * 16, "int8": 16 + 2}[cache]
-                # With guidance, there is a second canvas without the prompt.
+                # With classifier-free guidance, there is a second canvas, whose prompt is masked,
+                # with its own cache.
                 canvases = 2 if policy.cfg_scale else 1
                 assert ours.cache_bytes == canvases * 2 * 2 * kv_heads * row * len(ours.tokens)
     assert equal >= 0.95 * len(CACHED)
@@ -511,9 +521,9 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
 def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """Rounding the cache changes the logits.
+    """Rounding cached keys and values changes the logits.
 
-    If torch rounds the cache too, the logits of torch change in the same way.
+    If torch rounds its cache too, torch's logits must change in the same way.
     """
     denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
@@ -560,8 +570,8 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
             for past in (rounded, exact)
         )
     lost = np.abs(plain - found).max()
-    # If one code differs, one number changes by a step. Rounding changes all numbers by up to half
-    # a step.
+    # A single differing code changes one number by a step. Rounding changes every number by up to
+    # half a step, so its effect on the logits is much larger.
     assert np.abs(expected - found).max() < 0.2 * lost
     assert lost > 0
 
@@ -586,7 +596,7 @@ def test_a_quantised_bundle_takes_a_rounded_cache(llada_checkpoint: Path, tmp_pa
 def test_inspect_and_plan_tell_what_a_token_takes(
     built: dict[tuple[str, str], Path], llada_checkpoint: Path
 ) -> None:
-    rows = 2 * 2 * 4  # keys and values, 2 layers, 4 heads of size 16
+    rows = 2 * 2 * 4  # rows per token: keys and values, 2 layers, 4 heads
     sizes = {"fp32": rows * 16 * 4, "fp16": rows * 16 * 2, "int8": rows * 18}
 
     def told(*arguments: str) -> str:
@@ -689,9 +699,10 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 
 
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
-    """Passes that read rounded rows are compared with passes that read exact rows.
+    """The build compares passes that read rounded cache rows with passes that read exact rows.
 
-    The loss of int8 is larger than the loss of fp16, and both losses are small.
+    The loss from an INT8 cache must be larger than the loss from an fp16 cache, and both must be
+    small.
     """
     for cache in ("prefix", "dual"):
         fp16, int8 = (demo_losses[name][cache]["masked"]["kl_mean"] for name in ("fp16", "int8"))

@@ -25,7 +25,7 @@ from dlm_calibration.samples import Sample, builtin_samples, read_samples, sampl
 from dlm_calibration.states import MASK_RATIOS, TRAJECTORY_POINTS, State, make_states, mask_share
 from dlm_runtime.text.tokenizer import Tokenizer
 
-EOS, MASK, USER, ASSISTANT = range(4)  # ids of the demo
+EOS, MASK, USER, ASSISTANT = range(4)  # token ids of the demo
 LIMITS: dict[str, int] = {"eos_token_id": EOS, "max_canvas_length": 512}
 HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
 METHODS = ("max", "percentile", "mse", "entropy")
@@ -40,8 +40,8 @@ TURNS = (
 def tokenizer() -> Tokenizer:
     """The demo's tokenizer, with a chat template for several turns.
 
-    The tokenizer adds user and assistant tokens to a prompt, and the template adds them in every
-    turn.
+    The tokenizer puts a user token before a prompt and an assistant token after it. The chat
+    template does the same in every turn.
     """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -401,7 +401,7 @@ def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
     )
     assert points.keys() == {40 - round(point * 39) for point in TRAJECTORY_POINTS}
     assert max(points.values()) - min(points.values()) <= 2
-    # Of 800 states, some are equal, for example if all positions are masked.
+    # Some of the 800 states are equal to others, for example if all positions are masked.
     assert len({state.sha256 for state in states}) > 700
 
 
@@ -466,7 +466,7 @@ def test_completions_are_padded_to_whole_blocks_within_the_canvas() -> None:
     assert len(clean(sample, block_length=15)) == 35
     assert len(clean(sample, block_length=0)) == 35
     assert len(clean(sample, block_length=64, max_canvas_length=40)) == 40
-    assert len(clean(Sample(sample.tokens, 0), block_length=64)) == 35  # plain text
+    assert len(clean(Sample(sample.tokens, 0), block_length=64)) == 35  # a sample of plain text
 
 
 def test_runs_are_asked_for_once_and_taken_one_sample_at_a_time() -> None:
@@ -488,7 +488,7 @@ def test_runs_are_asked_for_once_and_taken_one_sample_at_a_time() -> None:
     }
     states = make_states(make_samples(10), **options, per_sample=1, trajectories=run)
     sources = [state.source for state in islice(states, 5)]
-    assert asked == [4]  # 4 of 10 states come from runs
+    assert asked == [4]  # 4 of the 10 states are taken from runs of the denoiser
     assert len(taken) == sources.count("trajectory") == 2
 
 
@@ -542,7 +542,7 @@ def observe(x: np.ndarray, is_masked: Any = False, bucket: int = 0, **options: A
 def heavy_tailed(count: int = 2000, channels: int = 48, seed: int = 0) -> np.ndarray:
     """Make normally distributed values.
 
-    One channel has larger values than the others, as in denoisers.
+    One channel has larger values than the others, as in real denoisers.
     """
     x = np.random.default_rng(seed).standard_normal((count, channels)).astype(np.float32)
     x[:, 3] *= 40
@@ -642,8 +642,10 @@ def test_the_entropy_range_loses_nothing_of_a_few_magnitudes_far_apart() -> None
 
 
 def divergences(x: np.ndarray) -> dict[float, float]:
-    """Return, for each clipping range, the divergence between the magnitudes and their INT8 values.
-    The computation follows Migacz (GTC 2017), with single values instead of a histogram.
+    """For each clipping range, return how far the distribution of the magnitudes diverges from the
+    distribution of their INT8 values.
+
+    The computation follows Migacz (GTC 2017), but uses the single values instead of a histogram.
     """
     counts, edges = np.histogram(np.abs(x[x != 0]), 2048, range=(0, float(np.abs(x).max())))
     out = {}
@@ -715,7 +717,7 @@ def test_masked_and_committed_positions_and_buckets_are_kept_apart() -> None:
     assert summary["by_bucket"] == [8, *[None] * 8, 16]
     assert summary["masked_by_bucket"] == [8, *[None] * 8, 16]
     assert summary["committed_by_bucket"] == [2, *[None] * 8, 0.5]
-    assert summary["drift"] == 2  # clean states have no mask ratio
+    assert summary["drift"] == 2  # clean states have no mask ratio, so they do not count
     assert observer.statistics(bucket=9, is_masked=False)["count"] == 2
     assert observer.channel_amax.tolist() == [100, 100]
     assert observer.masked_channel_amax.tolist() == [16, 16]
@@ -769,7 +771,7 @@ def test_rows_are_drawn_evenly_from_all_that_passed() -> None:
     assert len(kept) == 50
     assert all(
         30 <= count <= 95 for count in kept.values()
-    )  # 60 are expected; the standard deviation is 7
+    )  # the expected number is 60, with a standard deviation of 7
     x = heavy_tailed(100)
     assert (observe(x, keep_rows=8, seed=3).rows == observe(x, keep_rows=8, seed=3).rows).all()
     assert (observe(x, keep_rows=8, seed=3).rows != observe(x, keep_rows=8, seed=4).rows).any()

@@ -1,8 +1,9 @@
-"""Compares this project's denoiser with transformers' classes and with code that a checkpoint
-contains.
+"""Compares this project's torch denoiser with classes of transformers, and with code that a
+checkpoint contains.
 
-When a build checks parity, the bundle and the torch denoiser come from the same reader of
-config.json. In these tests, the other side uses none of this project's code.
+When a build compares a bundle with the torch denoiser, both rely on the same reader of config.json,
+so an error of this reader stays hidden. In these tests, the other side uses none of this project's
+code.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ KNOWN = {
     architecture for family in families.FAMILIES.values() for architecture in family.architectures
 }
 
-# Layouts with grouped heads, biases, a tied head or a theta that is not the default. If a family
-# misreads one of these settings, a test fails.
+# Small networks with grouped heads, biases, a tied head, or a theta (base of rotary embeddings)
+# that is not the default. If this project misreads one of these settings, a test fails.
 LAYOUTS = {
     "llada": llada_config(n_kv_heads=2, include_qkv_bias=True, auto_map=AUTO_MAP),
     "dream": dream_config(),
@@ -96,7 +97,10 @@ def run(*arguments: object) -> Result:
 
 
 def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: text) -> Path:
-    """Put the released code into the checkpoint's folder, with a change to its modelling file."""
+    """Put the released code into the checkpoint's folder.
+
+    ``change`` may edit the source of the model class.
+    """
     for file in RELEASED_CODE.glob("*.py"):
         text = file.read_text()
         (checkpoint / file.name).write_text(
@@ -109,8 +113,10 @@ def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: tex
 def captured(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
-    """Return, for each layout, its checkpoint, its golden file, and the output of ``capture
-    --json``. Each of these is made once.
+    """A function that makes, for a name in ``LAYOUTS``, the checkpoint, the golden file with
+    captured logits, and the output of ``capture --json``.
+
+    For each name, the three results are made only once.
     """
     made: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
 
@@ -146,13 +152,16 @@ def build(checkpoint: Path, output: Path) -> Path:
 
 
 def check_logits(checkpoint: Path, found: Golden) -> None:
-    """Compare the logits of our torch denoiser with captured logits. This needs no bundle."""
+    """Compare the logits of this project's torch denoiser with captured logits.
+
+    No bundle is needed.
+    """
     denoiser = load(checkpoint)
     for canvas, theirs in zip(found.canvases, found.logits, strict=True):
         with torch.no_grad():
             ours = denoiser(torch.from_numpy(canvas.tokens)[None])[0].numpy()[canvas.rows]
-        # The two sides add some hundred fp32 terms in different orders. ``verify`` has the same
-        # tolerance for this reason.
+        # Both sides add some hundred fp32 numbers, but in different orders. ``verify`` allows the
+        # same difference.
         relative = float(np.abs(ours - theirs).max() / (theirs.max() - theirs.min()))
         assert relative <= 2e-4
 
@@ -175,8 +184,8 @@ def test_a_bundle_equals_the_code_from_outside(
 def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released_code(
     captured: Captured, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This error happened once: theta was stored under a key that was not read, so the default of
-    10,000 was used.
+    """Imitates an error that happened once: config.json stored theta under a key that this project
+    did not read, so the default of 10,000 was used.
     """
     checkpoint, file, _ = captured(name)
     real = folder.read_json
@@ -227,8 +236,9 @@ def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
 
 
 def test_capturing_needs_no_onnx(tmp_path: Path) -> None:
-    """Capturing runs in the environment of the released code, where few of our packages may be
-    installed.
+    """``capture`` runs in the Python environment of the released code.
+
+    That environment may lack most packages that this project needs.
     """
     checkpoint = write_checkpoint(tmp_path / "dream", dream_config())
     script = "import sys; sys.modules.update(dict.fromkeys(('onnx', 'onnx_ir', 'onnxscript', 'matplotlib')))\n"
@@ -256,8 +266,8 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_class_of_transformers_runs_as_it_is(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers contains no class of this project's families, so the test registers its own
-    class there.
+    """transformers contains no class for the denoisers that this project supports, so the test
+    registers a class of its own in transformers.
     """
     from released_code.modeling_llada import LLaDAModelLM
 
@@ -320,7 +330,9 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
-    """If a class needs a mask but gets none, every position sees all positions."""
+    """If a class needs an attention mask for its blocks but gets none, every position sees all
+    positions.
+    """
     config = sdar_config(auto_map={"AutoModel": "modeling_sdar.SDARForCausalLM"})
     checkpoint = write_checkpoint(tmp_path / "sdar", config)
     (checkpoint / "modeling_sdar.py").write_text(
@@ -353,7 +365,8 @@ def test_code_that_proves_nothing_is_refused_in_a_sentence(tmp_path: Path, name:
 
 
 def saved_config(name: str, path: Path, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Save the config.json of a layout with the transformers class that has the same layers.
+    """Let transformers write the config.json for a name in ``LAYOUTS``, with the class that has the
+    same layers.
 
     The architecture and the ids are changed to the released values.
     """

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from dlm_export.cli import main
 
 LIGHTS = "turn on the kitchen lights"
-# One token per pass, and more tokens than the demo was trained with.
+# Options for a slow answer: one token per pass, and more tokens than in the demo's training texts.
 SLOW = (
     "--preset",
     "llada",
@@ -58,7 +58,7 @@ class Terminal:
         self.told, self.taken = "", 0
 
     def until(self, wanted: str) -> str:
-        """Read the output until it contains this text."""
+        """Wait until the process has printed this text."""
         deadline = time.monotonic() + 60
         while (at := self.told.find(wanted, self.taken)) < 0:
             assert time.monotonic() < deadline, f"{wanted!r} is not in {self.told[self.taken :]!r}"
@@ -102,8 +102,8 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type("half a line")
     slow.until("half a line")
-    # If a signal arrives just before CPython waits for a key, CPython handles the signal only after
-    # the key.
+    # Wait until the command waits for input. If a signal arrived just before, CPython would handle
+    # the signal only after the next key.
     time.sleep(0.5)
     slow.type("\x03")  # while the command waits for input, Ctrl-C starts a new line
     slow.until("> ")
@@ -154,7 +154,7 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
 def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
     """The denoiser was trained on single commands.
 
-    If it gets two commands, its answers are wrong.
+    A chat with an earlier command would make its answers wrong, so each message is sent alone.
     """
     done = _said(
         demo_bundle,
@@ -200,7 +200,7 @@ def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) ->
     process.stdin.flush()
     answer: list[str] = []
     deadline = time.monotonic() + 60
-    # Ctrl-C must arrive while the command generates the answer, and not before
+    # wait for the start of the answer, because Ctrl-C must arrive while the answer is generated
     while not answer and time.monotonic() < deadline:
         if _seconds(process.pid) > 2.0:
             process.send_signal(signal.SIGINT)

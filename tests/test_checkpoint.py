@@ -1,8 +1,8 @@
-"""Checkpoints in the released layouts are read correctly: the weights, the special ids and the
-tokenizer.
+"""Tests of reading checkpoints in the released file layouts: the weights, the ids of special tokens
+and the tokenizer.
 
 The forward passes in this file follow the equations of the published model code, with the released
-names of tensors. They share no code with ``dlm_export.denoiser``.
+names of tensors. The forward passes share no code with ``dlm_export.denoiser``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _network(path: Path, overrides: Overrides | None = None) -> Any:
 
 
 def _tensors(path: Path) -> TENSORS:
-    """All released tensors in fp32, from all files of the checkpoint."""
+    """Read all tensors of a checkpoint in fp32, from all its files."""
     merged: TENSORS = {}
     for file in sorted(path.glob("*.safetensors")):
         merged |= {name: tensor.float() for name, tensor in load_file(file).items()}
@@ -79,8 +79,8 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, theta: float
 ) -> torch.Tensor:
-    """Full attention with rotate-half RoPE. q is ``[B, L, H * D]``, k and v are ``[B, L, Hkv *
-    D]``.
+    """Compute full attention with rotary embeddings that pair element i of a head with element i +
+    D / 2. q is ``[B, L, H * D]``, k and v are ``[B, L, Hkv * D]``.
     """
     B, L, width = q.shape
     D = width // heads
@@ -95,7 +95,7 @@ def _attention(
 
 
 def llada_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]`` of a LLaDA checkpoint."""
+    """Compute the logits ``[B, L, V]`` of a LLaDA checkpoint."""
     eps, prefix = config["rms_norm_eps"], "model.transformer."
     x = w[f"{prefix}wte.weight"][ids]
     for i in range(config["n_layers"]):
@@ -120,7 +120,7 @@ def llada_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torc
 
 
 def dream_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torch.Tensor:
-    """The logits ``[B, L, V]`` of a Dream checkpoint. Row i predicts position i + 1."""
+    """Compute the logits ``[B, L, V]`` of a Dream checkpoint. Row i predicts position i + 1."""
     eps = config["rms_norm_eps"]
     x = w["model.embed_tokens.weight"][ids]
     for i in range(config["num_hidden_layers"]):
@@ -179,8 +179,8 @@ def test_logits_equal_an_independent_forward_of_the_released_tensors(
     ids[:, 20:] = config["mask_token_id"]
     expected = forward(config, _tensors(path), ids)
     difference = (_load(path)(ids) - expected).abs().max() / (expected.max() - expected.min())
-    # The sums in fp32 have different orders. A wrong pairing of features or a wrong scale would
-    # give differences of 0.1.
+    # The two sides add fp32 numbers in different orders. If features were paired wrongly for
+    # rotation, or a scale was wrong, the differences would be about 0.1.
     assert float(difference) < 1e-5
 
 
@@ -445,7 +445,7 @@ SPECIALS = [
 def byte_level_bpe() -> tokenizers.Tokenizer:
     """A small tokenizer like the tokenizer of Qwen2.
 
-    The tests compare its forms in Rust and in Python.
+    The exporter must make an equal tokenizer from the vocab.json and merges.txt of this tokenizer.
     """
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
@@ -564,8 +564,8 @@ def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> No
 def test_vocabularies_are_accepted_as_they_were_released_with_their_padding(
     tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, family: str, ids: int, vocab_size: int
 ) -> None:
-    # The vocabulary is small, and its share of padding is the share of the release, rounded up. If
-    # this share is accepted, the release is accepted too.
+    # The unused share of this small vocabulary is the share of the released checkpoint, rounded up.
+    # If this share is accepted, the released checkpoint is accepted too.
     assert vocab_size - ids <= tokenizer.PADDING_SHARE * vocab_size
     size = _vocab_size(byte_level_bpe)
     padded = size + -(-size * (vocab_size - ids) // ids)
@@ -689,8 +689,9 @@ def test_a_config_that_leaves_numbers_open_is_refused(
     ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
 )
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
-    """If these keys are missing, LLaDA's configuration class uses defaults that describe a
-    different network.
+    """For these keys, LLaDA's configuration class has defaults that describe another network.
+
+    A config.json without one of these keys must therefore be rejected.
     """
     path = write_checkpoint(tmp_path, llada_config())
     path.joinpath("config.json").write_text(json.dumps(llada_config(**{key: None})))
@@ -720,7 +721,10 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
 def test_positions_that_are_not_scaled_are_read_in_every_spelling(
     tmp_path: Path, config: Callable[..., dict[str, Any]], scaling: Any
 ) -> None:
-    """For example, the released RND1 contains ``"rope_scaling": false``."""
+    """Several values mean that positions are not scaled.
+
+    For example, the released RND1 contains ``"rope_scaling": false``.
+    """
     path = write_checkpoint(tmp_path, config(rope_scaling=scaling))
     assert _network(path).layers[0].attention.rope.scaling is None
 
@@ -739,8 +743,8 @@ def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A Dream with q, k and v in one tensor and the gate of the MLP in two tensors, as an example
-    of another layout.
+    """A made-up layout of a Dream checkpoint: one tensor contains q, k and v, and two tensors
+    contain the gate matrix of the MLP.
     """
 
     path: Path
@@ -803,8 +807,10 @@ def test_a_fused_tensor_of_the_wrong_height_is_named(
 
 
 def test_stacked_tensors_become_one_parameter_and_back() -> None:
-    """Experts can be stored as a list of matrices ``[out, in]``, or as one tensor that contains all
-    of them.
+    """A checkpoint stores the experts of a layer as separate matrices ``[out, in]``, or as one
+    tensor that contains all of them.
+
+    Both must be read.
     """
     apart = Origin(
         tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True

@@ -61,7 +61,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
     assert (
         json.loads((tmp_path / "bundle" / "accuracy.json").read_text())["parity"]["passed"] is True
     )
-    # The second verification reads this length from the bundle.
+    # The second verification uses the canvas length that the first one stored in the bundle.
     verified = invoke(
         "verify",
         tmp_path / "bundle",
@@ -79,7 +79,9 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
 def test_verify_exits_3_and_names_the_miss(
     llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path
 ) -> None:
-    """One weight was changed, and the manifest was updated, as after a wrong conversion."""
+    """A wrong conversion is imitated: one weight is changed, and its file's new hash is written to
+    the manifest.
+    """
     import hashlib
 
     broken = tmp_path / "bundle"

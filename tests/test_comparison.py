@@ -1,4 +1,6 @@
-"""Tests of the page that compares bundles of one checkpoint: accepted bundles, content and data."""
+"""Tests of the HTML page that compares bundles of one checkpoint: which bundles it accepts, its
+content and its data.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ Judged = Callable[..., Path]
 def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
     """Make a bundle with made-up results.
 
-    Its manifest claims this precision. Single results may be changed.
+    The manifest says that the bundle has the precision ``name``. ``changes`` replace single
+    results.
     """
 
     def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:

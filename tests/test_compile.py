@@ -65,7 +65,7 @@ int main(int count, char **arguments) {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A C program that generates from a bundle with a constraint file."""
+    """The path of a compiled C program that generates text with a bundle and a constraint file."""
     folder = tmp_path_factory.mktemp("compile")
     (folder / "constrained.c").write_text(PROGRAM.replace("PROMPT", PROMPT))
     return compile_c(folder / "constrained", folder / "constrained.c", embedding.prefix() / "lib")
@@ -73,7 +73,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that contains the input files. The cache folder is empty."""
+    """A folder with the input files of the command. The user's cache folder is empty."""
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "lights.gbnf").write_text('root ::= ("on" | "off") (" " root)?')

@@ -1,4 +1,8 @@
-"""Tests of constrained decoding: the native loop equals the reference, and every text is allowed."""
+"""Tests of constrained decoding.
+
+The native loop generates the same tokens as the reference loop, and the constraint allows every
+generated text.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +137,9 @@ def policy_of(loop: dict[str, Any]) -> Policy:
 
 
 def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a loop as options, because the test bundles have no presets."""
+    """Return the fields of a policy as options of a request, because the test bundles have no
+    presets.
+    """
     return vars(policy_of(loop)) | {"steps": loop.get("steps", 0)}
 
 
@@ -158,9 +164,9 @@ def automata() -> dict[str, Automaton]:
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """Return the bytes before the first end token.
+    """Return the bytes of the tokens before the first end token.
 
-    After the first end token, only end tokens are allowed.
+    Fails if a token after the first end token is not an end token.
     """
     end = next((i for i, token in enumerate(tokens) if token in ENDS), len(tokens))
     assert set(tokens[end:]) <= set(ENDS)
@@ -340,13 +346,13 @@ SPELLED = [
     for letters in itertools.product("abc", repeat=length)
 ]
 LARGE_MASK, LARGE_END, LEAST, MOST, PLACES = 13, 6100, 9, 44, 8
-RULED_OUT = 3000  # number of additional tokens that do not occur in any text
+RULED_OUT = 3000  # number of extra tokens in the vocabulary that the constraint never allows
 
 
 @pytest.fixture(scope="module")
 def large() -> tuple[list[str], Constraint]:
-    """Return the text of each token ("" for a token without text), and an automaton for the texts
-    of ``LEAST`` to ``MOST`` letters from a to c.
+    """Return the text of each token ("" for a token without text), and a constraint that allows all
+    texts of ``LEAST`` to ``MOST`` letters from a to c.
     """
     words = [*SPELLED, *(f"d{word}" for word in SPELLED[:RULED_OUT])]
     order = iter(np.random.default_rng(11).permutation(len(words)))
@@ -367,12 +373,12 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     """
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
-    ended = MOST + 1  # the state after an end token; the earlier states count letters
+    ended = MOST + 1  # the number of the state after an end token; state n follows n letters
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
     steps = list[
         dict[int, tuple[float, int, int]]
-        # from the last position to the first; for each state: the sum of weights, the token and the
-        # next state
+        # for each position, last one first, and each state: the best sum of weights, its token and
+        # the next state
     ]()
     for row in weights[::-1]:
         best = [
@@ -411,7 +417,7 @@ def test_the_most_likely_text_over_a_large_vocabulary(
 ) -> None:
     spelled, constraint = large
     source = np.random.default_rng(seed)
-    # Many weights are equal.
+    # Rounding makes many weights equal, so that ties are tested.
     logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(np.float32)
     logits[source.random(logits.shape) < 0.001] += 9
     for row in logits:
@@ -434,7 +440,7 @@ def test_the_most_likely_text_over_a_large_vocabulary(
         stop="none",
     )
     wide = logits.astype(np.float64)
-    # The weights are whole numbers, so sums are exact.
+    # The logits are whole numbers, so sums of weights are exact.
     weights = np.where(np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True))
     assert out.tokens[1:] == heaviest(spelled, weights)
 
@@ -490,9 +496,9 @@ TEMPERATURES = (5e-324, 1e-300, 1e-100, 1e-28, 1e-20, 1e-16, 1e-8, 1e-3, 0.7, 1e
 
 
 def says(logits: np.ndarray) -> Bundle:
-    """Return a bundle whose denoiser predicts row i of the logits ``[L, V]`` at position i.
+    """Return a bundle whose denoiser always predicts the logits ``[L, V]``: row i for position i.
 
-    Its probabilities are finite, even for extreme logits.
+    The denoiser's probabilities are finite, even for extreme logits.
     """
     masked = logits.copy()
     masked[:, MASK] = -np.inf
@@ -564,7 +570,7 @@ def test_rows_that_are_not_numbers_end_the_request(logit: float) -> None:
     for token in (WORDS.tokens.index(b"x"), WORDS.tokens.index(b"~")):
         logits = np.zeros((4, VOCAB), np.float32)
         logits[2, token] = logit
-        logits[:, MASK] = np.nan  # this logit must never be used
+        logits[:, MASK] = np.nan  # the loop must never use this logit
         bundle = says(logits)
         for fields in ({}, {"temperature": 0.5}, {"score_of": "marginal"}):
             with pytest.raises(
@@ -618,10 +624,10 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 
 
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """Return the weight of a text as two numbers.
+    """Return how good a text is, as two numbers that are compared in this order.
 
-    The first number is minus the number of ruled-out tokens in the text. The second number is a sum
-    over all other tokens of the text: the token's logit minus the best logit of the row.
+    The first number is minus the number of tokens with the logit -inf. The second number is the
+    sum, over all other tokens, of the token's logit minus the largest logit of its row.
     """
     best = np.delete(logits, MASK, axis=1).max(axis=1)
     finite = [
@@ -633,7 +639,7 @@ def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
 
 
 def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema that has only few texts."""
+    """Return a random schema for which only few texts are valid."""
     kind = source.randrange(6 if depth < 2 else 4)
     if kind == 0:
         return {
@@ -689,7 +695,7 @@ def check_texts_of_schemas(count: int) -> None:
             assert best in texts
             (few, most), (fewest, highest) = weight_of_text(logits, best), max(weights)
             assert few == fewest
-            gap = float(highest - most)  # the sums are small, so float64 is exact enough
+            gap = float(highest - most)  # the sums have few digits, so float64 is exact enough
             assert gap <= length * 2.0**-52 * 2**10
             temperature = source.choice(TEMPERATURES)
             drawn = in_one_pass(bundle, length, automaton, temperature=temperature, seed=checked)
@@ -754,8 +760,8 @@ UNTAUGHT: tuple[dict[str, Any], ...] = (
 
 
 def check_schemas(count: int) -> None:
-    """Check random schemas on random networks of three kinds: full attention, shifted, and
-    block-causal.
+    """Check requests with random schemas on random networks of three kinds: full attention, full
+    attention with shift 1, and block-causal attention.
     """
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,

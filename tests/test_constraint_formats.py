@@ -48,7 +48,7 @@ def test_formats_are_those_of_validators(name: str) -> None:
         assert made.matches(json.dumps(text, ensure_ascii=False)), text
     for text in invalid:
         assert not made.matches(json.dumps(text, ensure_ascii=False)), text
-    # The checker only checks the formats whose packages are installed.
+    # jsonschema checks a format only if the package for this format is installed.
     checker = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     for text in drawn_texts(made, random.Random(7), 60):
         assert checker.is_valid(json.loads(text)), text

@@ -125,7 +125,9 @@ def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> N
 
 
 def test_automata_are_minimal() -> None:
-    """To remember the last 6 letters, an automaton needs at least 2^6 states."""
+    """The expression depends on the last 6 letters (a or b), so every automaton for it needs at
+    least 2^6 states.
+    """
     assert len(byte_automaton("(?:a|b)*a(?:a|b){5}").table) == 64
     assert len(byte_automaton("x{300}").table) == 301
 
@@ -272,8 +274,8 @@ SCHEMAS: dict[str, Any] = {
     "reference": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
     "nothing but true": True,
 }
-# For these kinds of schemas, constraints do not allow all valid texts. Examples are numbers with an
-# exponent, properties in another order, and formats that no checker checks.
+# For these kinds of schemas, constraints allow only some of the valid texts. For example, they do
+# not allow exponents, or properties in another order.
 FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 
 
@@ -379,8 +381,9 @@ PARTS = {
     "expression", ["(?:ab|ba)*", "[ab12]{1,3}", "(?:é)*a?€", "aab|ab", "(?:12|-0)+true"]
 )
 def test_token_strings_are_accepted_as_their_texts_are(expression: str) -> None:
-    """Check all strings of tokens that can occur in a text with Python's matcher."""
-    # Without a tokenizer, every way to split a text into tokens is allowed.
+    """Compare the automaton with Python's ``re`` on token sequences."""
+    # This vocabulary has no tokenizer, so a constraint allows every way to split a text into
+    # tokens.
     vocabulary = Vocabulary(WORDS.tokens)
     automaton = compiled(expression, vocabulary, VOCAB, (END,))
     pieces = [token for token, spelled in enumerate(vocabulary.tokens) if spelled in PARTS]
@@ -471,7 +474,7 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
 
 
 def noise(vocab_size: int, mask: int, ends: tuple[int, ...], seed: int) -> Bundle:
-    """A bundle whose passes return random results."""
+    """Return a bundle whose passes return random predictions."""
     source = np.random.default_rng(seed)
 
     def run(p: CallbackPass) -> None:

@@ -1,4 +1,8 @@
-"""Tests of decisions: probabilities equal an enumeration of all answers, and errors are named."""
+"""Tests of decisions.
+
+The probabilities must equal those from an enumeration of all answers, and errors must name what is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -91,14 +95,14 @@ def run_with(
 
 
 class Answers:
-    """All answers to some questions, to enumerate them."""
+    """All possible answers to some questions, for computing probabilities by enumeration."""
 
     def __init__(self, parts: Parts, is_open: bool, vocabulary: Vocabulary) -> None:
         self.is_open, self.vocabulary = is_open, vocabulary
         choices = [[part] if isinstance(part, str) else part for part in parts]
         self.questions = [at for at, part in enumerate(parts) if not isinstance(part, str)]
         self.sizes = [len(choices[at]) for at in self.questions]
-        # Maps each answer to the chosen option of each question.
+        # Maps the text of each answer to the indices of the chosen options, one per question.
         self.picked: dict[bytes, list[int]] = {}
         for picked in itertools.product(*(range(len(each)) for each in choices)):
             text = "".join(each[at] for each, at in zip(choices, picked, strict=True)).encode()
@@ -108,8 +112,8 @@ class Answers:
     def next_tokens(self, part: bytes, is_whole: bool) -> Iterator[tuple[int, bytes, bool]]:
         """Yield the tokens that may follow the start ``part`` of an answer.
 
-        Each token is returned with the longer start that it makes. After the end of an answer,
-        ``part`` stays the whole answer.
+        Each item contains a token, the longer start that this token makes, and whether the answer
+        has ended. After the end of an answer, the start stays the whole answer.
         """
         if is_whole:
             yield from ((token, part, True) for token in (range(MASK) if self.is_open else ENDS))
@@ -133,7 +137,9 @@ class Answers:
                 yield token, after, False
 
     def options(self, before: bytes, question: int) -> set[int]:
-        """Return the options of a question that occur in the answers that start with ``before``."""
+        """Return the options of a question that are still possible after the start ``before`` of an
+        answer.
+        """
         return {picked[question] for text, picked in self.picked.items() if text.startswith(before)}
 
     def weights(self, before: bytes, logits: np.ndarray, is_last: bool) -> dict[bytes, float]:
@@ -219,7 +225,7 @@ def test_probabilities_equal_brute_force(
     logits = random_logits(room, spread, seed)
     weights = answers.weights(b"", logits, is_last=True)
     found = run_with(constraint, logits).option_probs
-    if found is None:  # no pass ran, because only one answer fits into the room
+    if found is None:  # no pass ran, because only one answer is short enough
         assert len(weights) == 1
         return
     total = sum(weights.values())
@@ -245,14 +251,14 @@ def test_probabilities_equal_brute_force(
 def test_block_causal_probabilities_equal_brute_force(
     questions: list[list[str]], between: str, block: int, seed: int, kind: type[Vocabulary]
 ) -> None:
-    """Each block takes one pass.
+    """With block-causal attention, each block of the answer takes one pass.
 
-    The pass divides the probability of the committed tokens among the options that agree with these
-    tokens.
+    A later pass computes how probable the remaining options are, given the tokens that earlier
+    passes committed.
     """
     parts = parts_of(questions, between, ends_in_slot=False)
     answers = Answers(parts, False, kind(TOKENS))
-    room = max(map(len, answers.picked)) + 1  # every answer fits, even as single bytes
+    room = max(map(len, answers.picked)) + 1  # room for every answer, even with one token per byte
     logits = random_logits(room, 2.0, seed)
     made = run_with(compile_parts(parts, False, kind), logits, block)
     wanted = [[1 / size] * size for size in answers.sizes]
@@ -288,7 +294,7 @@ def test_block_causal_probabilities_equal_brute_force(
 
 def test_one_token_options_have_the_softmax_of_their_logits() -> None:
     logits = np.zeros((3, VOCAB), np.float32)
-    logits[0, [0, 1, 5]] = [2.0, 1.0, 9.0]  # the third token does not start an option
+    logits[0, [0, 1, 5]] = [2.0, 1.0, 9.0]  # token 5 has the highest logit, but starts no option
     found = run_with(compile_parts([["a", "b"], ","]), logits).option_probs
     wanted = np.exp([2.0, 1.0]) / np.exp([2.0, 1.0]).sum()
     assert found == pytest.approx(list(wanted))

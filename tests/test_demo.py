@@ -27,7 +27,7 @@ sys.path.insert(0, str(EXAMPLES / "demo"))
 HELD_OUT = [
     json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()
 ]
-MATCH_FLOOR = 0.95  # examples/README.md has the figure for all 600 commands
+MATCH_FLOOR = 0.95  # examples/README.md states the share for 600 commands
 COMMAND = "remind me to call the garage at seven tomorrow"
 LONG_COMMAND = (
     "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"

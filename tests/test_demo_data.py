@@ -1,7 +1,7 @@
 """Tests of the demo's data, without torch.
 
-The data depends only on a seed. Training data and held-out data are disjoint. Calls can be parsed,
-and their values can be copied from the commands.
+The data depends only on a seed. Training data and held-out data are disjoint. The calls in the data
+can be parsed, and their values occur in the commands.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_held_out_templates_are_never_trained_on(
 def test_words_that_only_commands_have_begin_values_too(training: list[data.Example]) -> None:
     words = {word for example in training for value in example.values for word in value.split()}
     begun = [spoken for spoken in _spoken_words() if any(word.startswith(spoken) for word in words)]
-    assert "play" in begun  # as in the word "playground", which training does not contain
+    assert "play" in begun  # so does "playground", a word that training does not contain
     assert len(begun) > 0.95 * len(_spoken_words())
 
 

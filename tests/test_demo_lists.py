@@ -28,7 +28,7 @@ HELD_OUT = [
     for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()
 ]
 ROOM = 192  # in tokens; the longest list takes 129
-MATCH_FLOOR = 0.75  # examples/README.md has the figure for all 300 commands
+MATCH_FLOOR = 0.75  # examples/README.md states the share for 300 commands
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Fixed(random.Random):
-    """A random generator whose results the test sets."""
+    """A random generator that returns the numbers that the test sets."""
 
     def __init__(self, draws: list[float], choices: list[object]) -> None:
         super().__init__(0)
@@ -130,8 +130,8 @@ def test_results_are_of_earlier_calls_that_have_one(training: list[several.Reque
                 if call["arguments"].get("time", "").startswith(f"${index}"):
                     assert "time" in json.loads(request.completion)[int(index) - 1]["arguments"]
                     continue
-                # A place near a destination may refer to a destination that is itself the result of
-                # a search. This is the only indirect reference.
+                # A place near a destination can refer to a destination that refers to the result of
+                # a search. No other argument refers to another call indirectly.
                 assert giver in several.RESULTS, request
                 assert call["name"] != "navigate" or giver == "find_place"
     assert references > 300

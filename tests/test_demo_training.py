@@ -1,5 +1,5 @@
-"""Tests of the demos' training: the second demo trains on the states of decoding, and a run can be
-resumed.
+"""Tests of the demos' training: the second demo is trained on canvases as they occur while
+decoding, and an interrupted training run can be resumed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def first(tokenizer: Tokenizer) -> NetworkSpec:
-    """The shape of the first demo, but narrower and with two layers."""
+    """A network like the first demo's, but narrower and with two layers."""
     network = train.describe(tokenizer)
     layer = replace(network.layers[0], attention=AttentionSpec(2, 2, 8, Rope(1e4)), mlp=MlpSpec(24))
     return replace(network, hidden_size=16, layers=(layer,) * 2)
@@ -75,8 +75,8 @@ def test_a_noised_block_of_a_training_row_is_what_decoding_computes(
         canvas[:, begin:].masked_fill_(hidden, first.mask_token_id)
         decoded = denoiser.hidden(canvas, torch.arange(canvas.shape[1])[None])[0][:, begin:]
         there = trained[:, begin - batch.first : begin - batch.first + BLOCK_LENGTH]
-        # Sums over different numbers of keys are rounded differently. The features have magnitudes
-        # of about 1.
+        # The two sides add over different numbers of keys, so they round differently. The compared
+        # features have magnitudes of about 1.
         torch.testing.assert_close(there, decoded, rtol=1e-5, atol=1e-5)
 
 

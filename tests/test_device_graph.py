@@ -1,10 +1,9 @@
-"""device.onnx computes the same results as denoiser.onnx.
+"""Tests that device.onnx computes the same results as denoiser.onnx.
 
-Engines for GPUs are built from device.onnx, but ``dlm-export judge`` runs denoiser.onnx. So both
-graphs must compute the same results. The denoisers are tiny and random. ONNX Runtime runs both
-graphs if it has all of their operators. Otherwise, onnx.reference runs them: graphs in bf16, and
-graphs with TensorRT's operator TRT_FP4DynamicQuantize. NVFP4 is implemented here from its
-definition, without this project's code.
+TensorRT builds engines from device.onnx, but builds measure the quality of denoiser.onnx. The
+denoisers are tiny and random. ONNX Runtime runs both graphs if it has all of their operators.
+Graphs with TensorRT's own operator or with bf16 run in ONNX's reference implementation. NVFP4 is
+implemented here from its definition, without this project's code.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from safetensors.numpy import load_file
 from dlm_calibration.formats import pack_nibbles, quantise_weight
 
 BF16 = ml_dtypes.bfloat16
-# Half the distance between 1 and the next larger number.
+# The largest relative rounding error of each type: half the distance between 1 and the next larger
+# number.
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
@@ -45,7 +45,7 @@ def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nvfp4_values(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """``x`` rounded to NVFP4, as fp32."""
+    """Return ``x`` rounded to NVFP4, as fp32."""
     codes, group_scales = nvfp4(x, scale)
     each = np.repeat(group_scales.astype(np.float32) * np.float32(scale), 16, axis=-1)
     values: np.ndarray = codes.astype(np.float32) * each
@@ -108,7 +108,7 @@ def _session(path: Path) -> onnxruntime.InferenceSession:
 def _reference(
     model: onnx.ModelProto, names: list[str], feed: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """The values of any tensors of a graph, computed by onnx.reference."""
+    """Compute any tensors of a graph with ONNX's reference implementation."""
     wanted = onnx.ModelProto()
     wanted.CopyFrom(model)
     del wanted.graph.output[:]
@@ -139,8 +139,9 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
 ) -> None:
     bundle = _bundle(checkpoint, precision, "fp16", target)
     feed = _feed(onnx.load(bundle / "device.onnx", load_external_data=False))
-    # The same kernels get the same values. For INT8, codes with the zero point 128 on a CPU and
-    # codes with the zero point 0 in TensorRT mean the same values.
+    # In both graphs, the same kernels get the same values, so the results must be equal. For INT8,
+    # denoiser.onnx has the zero point 128 and device.onnx has 0, but the codes mean the same
+    # values.
     judged, device = (
         _session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx")
     )

@@ -1,8 +1,10 @@
-"""Tests of the documentation: commands run, programs compile, links have a target, and names exist.
+"""Tests of the documentation: its commands run, its programs compile, its links have a target, and
+the names in its text exist.
 
 The tests run the commands of README, "Add a model family" and three tutorials, with tiny denoisers
-and in one process. Commands that take minutes or download something are listed in ``LEFT_OUT`` and
-checked in another way. All Python samples are run, and all C samples are compiled.
+and in one process. Commands that take minutes or download something are listed in ``LEFT_OUT``. The
+tests only check that the files in these commands exist. All Python samples are run, and all C
+samples are compiled.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ EMBED = SITE / "tutorials" / "embed-in-c.md"
 DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
-# Limits of README: a line must fit into a terminal, and a new reader must be able to read the whole
-# file.
+# The most columns and lines of README, so that a line fits into a terminal, and a new reader can
+# read the whole file.
 COLUMNS, LINES = 100, 150
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
@@ -62,8 +64,8 @@ SAMPLES = [
     and "\n```python\n" in page.read_text()
 ]
 
-# The folders that replace the placeholders of pages in these tests. The programs in README open
-# build/demo.
+# Maps a placeholder on a page to the folder that replaces it in these tests. The programs in README
+# open build/demo.
 PLACEHOLDERS = {"CHECKPOINT": "checkpoint", "BUNDLE": "build/demo"}
 
 # Commands that are not run: the start of the command, and the reason. The test checks that the
@@ -78,9 +80,10 @@ LEFT_OUT = {
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
 }
 
-# A program that runs commands (JSON: a folder and words for each) one by one in one process, so
-# that torch is imported only once. For each command, it prints [exit code, output]. dlm_export is
-# imported from the folder in the first argument, even if a different dlm_export is installed.
+# A program that runs commands one by one in one process, so that torch is imported only once. Its
+# input is JSON: for each command, a folder and the words of the command. For each command, it
+# prints [exit code, output]. dlm_export is imported from the folder in the first argument, even if
+# a different dlm_export is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder
@@ -117,7 +120,7 @@ for folder, words in json.loads(sys.argv[2]):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, with its language and its text.
+    """A fenced code block of a page, with its language and its text.
 
     If the line before the block names a file as ```PATH`:``, ``path`` is this name.
     """
@@ -144,7 +147,7 @@ def _prose(page: Path) -> str:
 
 
 def _commands(page: Path) -> list[list[str]]:
-    """The words of each command in the shell blocks of a page, in order."""
+    """Return the words of each command in the shell code blocks of a page, in order."""
     found = []
     for block in _blocks(page):
         if block.language != "sh":
@@ -165,8 +168,8 @@ def _is_left_out(words: list[str]) -> bool:
 
 
 def _table(page: Path, first: str) -> list[list[str]]:
-    """The cells of the table whose header begins with ``first``, without the header and the line
-    below it.
+    """Return the cells of the table whose header line begins with ``first``, without the header
+    line and the line below it.
     """
     rows = page.read_text().split(f"\n| {first} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -181,7 +184,7 @@ def _quoted(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Followed:
-    """A command of a page after it has run."""
+    """A command of a page and its result."""
 
     page: Path
     command: str
@@ -204,7 +207,7 @@ class Tour:
 
 
 def _tiny_checkpoint(folder: Path) -> None:
-    """A random LLaDA with one layer and the demo's tokenizer and chat template."""
+    """Write a random LLaDA checkpoint with one layer and the demo's tokenizer and chat template."""
     demo = ROOT / "examples" / "demo-denoiser"
     said = json.loads((demo / "config.json").read_text())
     kept = {
@@ -226,7 +229,7 @@ def _tiny_checkpoint(folder: Path) -> None:
 
 
 def _examples(folder: Path) -> None:
-    """Tiny denoisers in place of the demos, with a few of the demos' samples."""
+    """Write tiny denoisers in place of the demos' checkpoints, with a few of the demos' samples."""
     for name in ("demo-denoiser", "demo-several"):
         _tiny_checkpoint(folder / name)
     data = ROOT / "examples" / "demo-denoiser" / "calibration.jsonl"
@@ -242,7 +245,8 @@ def _examples(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    # The page about the family is first, because the package is imported only once.
+    # The page "Add a model family" comes first, because it adds a module to the package, which is
+    # imported only once.
     pages = (NEW_FAMILY, README, *TUTORIALS)
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in pages}
     _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
@@ -321,8 +325,8 @@ def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
 
 
 def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: Tour) -> None:
-    """The family of the page has tensors that do not match this project's parameters one to one,
-    and a layer that earlier families do not have.
+    """The example family on the page has tensors that contain several of this project's parameters,
+    and a layer that no other family has.
     """
     source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
     assert "Piece(" in source
@@ -469,7 +473,7 @@ def test_every_command_line_is_one_that_its_program_takes(
     of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        # The reader must have this file, so it need not exist here.
+        # The page's reader must have this file. It need not exist in the repository.
         monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):
@@ -500,7 +504,7 @@ def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
     others = {
         "--quick",
         *re.findall(r'"(--[\w-]+)"', service.read_text()),
-    }  # options of benchmarks/generation.py and of the service
+    }  # options of benchmarks/generation.py and of the example service
     for span in _quoted(_prose(page)):
         words = span.split()
         if words[0] == "dlm-export" and len(words) > 1 and words[1] != "COMMAND":
@@ -543,7 +547,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         found = (page.parent / name).resolve() if name else page
         assert found.exists(), link
         assert found.is_relative_to(ROOT), link
-        if found.suffix == ".webp":  # the theme shows such an image in one colour scheme
+        if found.suffix == ".webp":  # only shown in one colour scheme
             assert anchor in ("only-light", "only-dark"), link
             continue
         assert not anchor or anchor in _slugs(found), link
@@ -652,7 +656,7 @@ def test_developing_lists_the_rooms() -> None:
 
 
 def test_the_files_that_developing_names_exist() -> None:
-    """A page that sends a developer to a deleted file is worse than no page."""
+    """The page for developers must not name a file that was deleted."""
     roots = [
         ROOT,
         ROOT / "exporter" / "dlm_export",
@@ -681,7 +685,7 @@ def test_the_chart_of_readme_shows_the_results() -> None:
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
-    """The unit names programs and folders that only the reader has.
+    """The systemd unit on the page names programs and folders that only the reader has.
 
     The test replaces them by programs and folders that every machine has.
     """
@@ -709,4 +713,4 @@ def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None
         timeout=60,
         check=False,
     )
-    assert "broken.service" in broken.stderr  # this proves that the tool reports errors
+    assert "broken.service" in broken.stderr  # systemd-analyze does report errors in a broken unit

@@ -1,6 +1,6 @@
 """Tests of ``dlm-export doctor`` on made-up machines.
 
-Unusual files, programs or libraries must not make it fail.
+Unusual files, programs or libraries must not make the command fail.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_a_pc_whose_gpu_has_no_driver_is_told_so_and_its_base_still_works() -> N
     assert works(machine)
     asked = of(machine, "rtx5090")
     assert asked["target rtx5090", "runs here"].state == MISSING
-    # Engines can be built here ahead of time.
+    # Without the GPU, the machine can still build engines for it.
     assert asked["target rtx5090", "is built here"].state == OK
 
 
@@ -246,7 +246,7 @@ def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -
     assert "python3-libnvinfer" in bare["GPU", "engines"].remedy
     older = replace(
         THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),))
-    )  # the name that CUDA 12 uses
+    )  # CUDA 12 calls the library so
     assert ("board", "GPU") not in of(older)
 
 
@@ -298,9 +298,11 @@ def _judged(
     engines: dict[str, object],
     targets: list[str],
 ) -> dict[tuple[str, str], Finding]:
-    """Return the findings about a bundle for GPUs with these engines.
+    """Return the findings of doctor about a bundle.
 
-    The bundle is made from a bundle for the CPU.
+    The manifest says that the bundle has these engines.
+
+    In reality, ``bundle`` was built for the CPU. Only the manifest that doctor reads is changed.
     """
     manifest = json.loads((bundle / "manifest.json").read_text())
     manifest["loop"]["graph"]["device_file"] = "device.onnx"
@@ -412,7 +414,9 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
 
 
 class Elsewhere(System):
-    """A machine made of files in a folder, with programs in its bin folder and no packages of
+    """A made-up machine.
+
+    Its files are in a folder, its programs are in the subfolder bin, and it has no packages of
     NVIDIA.
     """
 
@@ -573,7 +577,7 @@ def test_memory_gpus_on_the_bus_headers_and_a_containers_limit_are_read(tmp_path
     assert machine.usable_bytes == 3 << 20
     assert machine.tensorrt_headers == f"/usr/include/{there.architecture}-linux-gnu"
     there.write("/sys/fs/cgroup/memory.max", b"max\n")
-    # The class of a network card.
+    # This PCI class says that the device is a network card.
     there.write("/sys/bus/pci/devices/0000:01:00.0/class", b"0x020000\n")
     machine = look(there, tmp_path)
     assert machine.memory_limit_bytes is None

@@ -1,5 +1,5 @@
-"""Tests of effort levels: the choice of loops, the data for fitting levels, and bundles with
-levels.
+"""Tests of effort levels: which policies are chosen for the levels, the data for fitting, and
+bundles with levels.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
         assert levels["low"].nfe <= high.nfe / 2
     else:
         assert levels["low"].quality >= (1 - LOSSES["low"]) * high.quality
-    if high.quality == 0:  # in this case, all levels are the preset
+    if high.quality == 0:  # then, all levels equal the preset
         return
-    for point in curve:  # the curve has no point with at least this quality and fewer passes
+    for point in curve:  # no point may be as good as a level with fewer passes
         for level in ("medium", "low"):
             assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
 
@@ -95,7 +95,7 @@ def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> Non
 
 
 class Rushed(Scripted):
-    """A denoiser that is only right with enough passes: at thresholds above ``needed``, or with one
+    """A fake denoiser whose answers are right only at thresholds above ``needed``, or with one
     token per pass.
     """
 
@@ -144,9 +144,9 @@ BLOCKWISE = Policy(commit="threshold", threshold=0.6, block_length=4, cache="blo
 
 
 class Stored(Rushed):
-    """A denoiser with three blocks.
+    """A fake denoiser whose answers have three blocks.
 
-    If separate passes store the blocks, it takes one more pass per block.
+    If the policy stores each block in a separate pass, an answer takes three more passes.
     """
 
     def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:

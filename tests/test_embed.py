@@ -1,9 +1,9 @@
-"""Builds every example of embedding the runtime as its page says, and runs it.
+"""Builds every example program that embeds the runtime, with the commands of its page, and runs it.
 
 C and C++ programs run under sanitizers. The examples in Rust and Go and the service are built as
 well. g++ is always present, because the project needs it. Tests that need cargo, go, libmicrohttpd
-or jansson are skipped if a program or library is missing. The reason for skipping names the missing
-one.
+or jansson are skipped if a program or library is missing. The message of a skipped test names the
+missing program or library.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CHAT = {"messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": NEW
 
 
 def found(name: str) -> str:
-    """The path of a program that not every machine has. The test is skipped if it is missing."""
+    """Return the path of a program. If the machine does not have the program, skip the test."""
     path = shutil.which(name, path=TOOLS)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -79,7 +79,8 @@ def compile_cxx(output: Path, source: Path, library: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(demo_bundle: Path) -> dict[str, str]:
-    """Python's answers to the prompts.
+    """The answers that Python generates for the prompts, to compare them with the programs'
+    answers.
 
     The keys are ``PROMPT`` for a prompt, and ``chat: PROMPT`` for a chat with this message.
     """
@@ -260,7 +261,9 @@ def cargo(
 def check_schedule(
     program: Path, demo_bundle: Path, answers: dict[str, str], automaton: str
 ) -> None:
-    """Check the example of a scheduler, with a preset and with a constraint."""
+    """Check the example program that uses a scheduler, once with a preset and once with a
+    constraint.
+    """
     assert succeed(program, demo_bundle, "-", "-", *PROMPTS).splitlines() == [
         answers[prompt] for prompt in PROMPTS
     ]
@@ -297,7 +300,7 @@ def test_the_rust_wrapper_keeps_what_it_promises(cargo: Callable[..., str]) -> N
 def test_every_public_item_of_the_rust_wrapper_is_documented(cargo: Callable[..., str]) -> None:
     assert (
         'missing_docs = "deny"' in (EXAMPLE / "rust" / "Cargo.toml").read_text()
-    )  # all builds in these tests use this setting
+    )  # cargo reads this setting in each build below
     cargo("doc", "--locked", "--lib")
 
 
@@ -309,9 +312,10 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """The library is linked statically without any setting.
+    """By default, the wrapper links the native library statically.
 
-    With the feature ``shared``, the crate uses the build script that the wrapper documents.
+    With the feature ``shared``, the wrapper links the shared library. The crate then needs the
+    build script that the wrapper's documentation shows.
     """
     is_shared = kind == "shared"
     features = ', features = ["shared"]' if is_shared else ""
@@ -362,7 +366,7 @@ def test_go_examples_answer_as_python_does(
     answers: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """The examples find the library by the rpath in the pkg-config file."""
+    """The programs find the native library through the rpath in the pkg-config file."""
     go("build", "-o", tmp_path, "./generate", "./schedule")
     done = run(tmp_path / "generate", *request_of_example.arguments)
     assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
@@ -413,7 +417,7 @@ def serve(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 
 @dataclass
 class Service:
-    """A running server. After the server has stopped, ``said`` contains its output."""
+    """A running example server. After the server has stopped, ``said`` contains its output."""
 
     process: subprocess.Popen[str]
     port: int
@@ -459,7 +463,7 @@ class Service:
 def started(serve: Path, demo_bundle: Path) -> Callable[..., Any]:
     """``with started(*options) as service`` runs the service on a free port.
 
-    Memory leaks are reported when it stops.
+    When the service stops, a sanitizer reports memory leaks.
     """
 
     @contextmanager

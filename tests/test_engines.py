@@ -1,7 +1,7 @@
-"""Tests of engines that TensorRT-RTX builds on this machine without a GPU: content, manifest and
-errors.
+"""Tests of engines that TensorRT-RTX builds on a machine without a GPU: the engines' content, their
+entries in the manifest, and errors.
 
-No test runs an engine, because that needs the GPU for which it was built.
+No test runs an engine, because an engine only runs on the kind of GPU for which it was built.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SM = {"rtx4090": 89, "rtx5090": 120, "gb10": 121}
 
 @pytest.fixture
 def fp16(tmp_path: Path) -> Path:
-    """A copy of the fp16 bundle with an engine for rtx5090."""
+    """A copy of the fp16 bundle that contains an engine for rtx5090. Tests may change the copy."""
     return copy_of(demo_engines("fp16"), tmp_path / "fp16")
 
 
@@ -74,7 +74,8 @@ def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(
         asked = dict.fromkeys(layers, {"fp16": "float16", "bf16": "bfloat16"}[precision])
     else:
         asked = recipe.formats(layers)
-        # The checkpoint is stored in bf16. So activations and layers in full precision are bf16.
+        # The checkpoint is stored in bf16, so activations and unquantised layers are computed in
+        # bf16.
         asked = {layer: "bfloat16" if name == "high" else name for layer, name in asked.items()}
     assert sorted(manifest["loop"]["engines"]) == sorted(manifest["audits"]) == sorted(names)
     for audit in manifest["audits"].values():
@@ -145,8 +146,8 @@ def test_the_native_reader_takes_a_bundle_with_engines(
 def test_an_engine_takes_its_weights_and_little_more(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    # The denoiser has one wide layer, so that weights take most of the space. In engines of the
-    # demo, kernels take most of the space.
+    # The denoiser has one wide layer, so that its weights take most of the space in the engine. In
+    # an engine of the small demo, compiled kernels would take most of the space.
     config = llada_config(d_model=1024, n_heads=16, n_kv_heads=16, mlp_hidden_size=4096, n_layers=1)
     source = write_checkpoint(tmp_path_factory.mktemp("wide"), config)
     sizes = {}
@@ -164,7 +165,10 @@ def test_an_engine_takes_its_weights_and_little_more(
 
 
 class Seen:
-    """The objects of the last build, which tests read with TensorRT's own getters."""
+    """The TensorRT objects of the last build.
+
+    Tests read their settings with TensorRT's own getters.
+    """
 
     config: Any
     profiles: list[Any]
@@ -174,7 +178,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The real TensorRT-RTX.
 
-    Its configuration is stored after a build, so that tests can read it.
+    The builder configuration of each build is stored, so that tests can read it.
     """
     kept = Seen()
 
@@ -284,7 +288,9 @@ def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
 
 
 class Interrupting:
-    """A progress display that sends a signal to this process after the builder's first step."""
+    """A fake progress display that sends a signal to this process when the builder reports its
+    first step.
+    """
 
     def __init__(self, number: signal.Signals) -> None:
         self.number, self.total, self.steps = number, 0, 0
@@ -299,7 +305,9 @@ class Interrupting:
 
 
 class Ended(BaseException):
-    """Raised by the signal handler of the program that runs the build."""
+    """An exception that a signal handler raises, as the handler of a program that calls the build
+    may do.
+    """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -441,7 +449,7 @@ def test_an_input_that_the_builder_would_ignore_stops_the_build(unbuilt: Path) -
     def edit(model: onnx.ModelProto) -> None:
         past = next(value for value in model.graph.input if value.name == "past_key.0")
         model.graph.input.add().CopyFrom(past)
-        model.graph.input[-1].name = "past_key.6"  # this layer does not exist
+        model.graph.input[-1].name = "past_key.6"  # the network has no layer 6
 
     edit_device_graph(unbuilt, edit)
     before = contents(unbuilt)

@@ -1,4 +1,7 @@
-"""Tests of mixtures of experts as operators: definition and kernels compute the documented sum."""
+"""Tests of the operators for mixtures of experts.
+
+The ONNX functions that define them and the native kernels must compute the documented sum.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
 
 
 def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """The inputs and attributes of a call of the operator."""
+    """Return the inputs and attributes of a call of the operator ``name``."""
     found, attributes = {each: given[each] for each in ("x", "chosen", "weights")}, {}
     if name == "Experts":
         return given, {}
@@ -86,9 +89,9 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
 
 
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
-    """The quantised matrices of each expert, by stack (such as gate).
+    """Return the quantised matrices of all experts. The keys are "gate", "up" and "down".
 
-    In NVFP4, the matrices of a stack have the same global scale.
+    In NVFP4, all experts' matrices with the same key have the same global scale.
     """
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
     ranges = {
@@ -101,7 +104,9 @@ def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
 
 
 def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """Like ``laid_out``, for formats that are simulated on a CPU."""
+    """Return the inputs and attributes of a call, like ``laid_out``, for formats that are simulated
+    on a CPU.
+    """
     found = {each: given[each] for each in ("x", "chosen", "weights")}
     for stack, weights in rounded(given, name).items():
         if name == "FP8Experts":
@@ -179,7 +184,7 @@ def test_kernels_compute_the_definition(
         except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as err:
             pytest.skip(str(err)[:80])
         # The two sides add floats in different orders. If a value is on a boundary between two
-        # codes, one of many products could change by 1/127.
+        # codes, the sides may choose different codes, which changes one of many products by 1/127.
         assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
 
 

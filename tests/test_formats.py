@@ -1,5 +1,5 @@
-"""Quantised values, codes and packed bytes are the same as in ONNX's reference, and as in modelopt
-if it is installed.
+"""This project's quantised values, codes and packed bytes equal those of ONNX's reference
+implementation, and those of modelopt if it is installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CODE_TYPES = {
 def _weight(rows: int = 96, columns: int = 40, seed: int = 0) -> np.ndarray:
     """A weight with heavy tails, as in trained networks.
 
-    One column and some groups are zero, and there is one minus zero.
+    One column and some groups contain only zeros, and one value is -0.0.
     """
     w = np.random.default_rng(seed).standard_t(3, (rows, columns)).astype(np.float32) * np.float32(
         0.05
@@ -142,7 +142,8 @@ def test_values_half_way_between_two_codes_fall_as_in_onnx(format: str) -> None:
     )
 
 
-# Values are within the range, or beyond it and saturate.
+# With amax 4.0, all values are within the range. With amax 0.5, some values are outside and
+# saturate.
 @pytest.mark.parametrize("amax", [4.0, 0.5])
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_static_activations_are_those_of_onnx(format: str, amax: float) -> None:
@@ -179,7 +180,7 @@ def test_activations_by_rows_are_those_of_onnx(largest: float) -> None:
 def test_nvfp4_activations_are_those_of_standard_onnx_operators() -> None:
     x = np.random.default_rng(3).standard_t(3, (5, 64)).astype(np.float32)
     x[2, 16:32] = 0
-    amax = 4.0  # some groups have larger values
+    amax = 4.0  # some values below are larger than amax
     # Groups whose scale is halfway between two codes of E4M3.
     x[3, ::16] = np.float32([17, 19, 21, 23]) * np.float32(6 * activation_scale("nvfp4", amax))
     x[3] = np.where(np.arange(64) % 16 == 0, x[3], x[3].clip(-0.01, 0.01))
@@ -284,8 +285,8 @@ def test_nvfp4_bytes_are_those_of_modelopt(dtype: str) -> None:
         assert np.array_equal(ours.dequantise(), values.numpy().T)
 
 
-# Magnitudes from fp32's subnormal numbers to almost fp32's largest number. If scales can underflow
-# or overflow, these values make a test fail.
+# Values from fp32's subnormal numbers to almost fp32's largest number. If the code let a scale
+# underflow or overflow, a test with these values would fail.
 _finite = st.floats(-(2.0**120), 2.0**120, width=32)
 _matrices = st.tuples(
     st.integers(1, 3),
@@ -320,14 +321,14 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     assert (np.asarray(q.scales, dtype=np.float32) > 0).all()
     assert q.shape == w.shape == values.shape
     assert (values[w == 0] == 0).all()
-    # The largest distance from a value to the nearest code, in units of the scale. It occurs
-    # between the two largest codes. For E4M3, these codes are 416 and 448. For E2M1, they are 4 and
-    # 6.
+    # The largest possible distance from a value to the nearest code, in units of the scale. This
+    # distance occurs between the two largest codes. For E4M3, these codes are 416 and 448. For
+    # E2M1, they are 4 and 6.
     half_step = {"int8": 0.5, "int4": 0.5, "fp8": 16, "nvfp4": 1}[format]
     if format == "nvfp4":
         assert q.global_scale is not None
         steps = np.repeat(q.scales.astype(np.float64).T * float(q.global_scale), 16, axis=0)
-        # The error of the largest code, 6, if E4M3 rounds down a subnormal scale.
+        # If E4M3 rounds a subnormal scale down, the value with the largest code, 6, has this error.
         shortfall = 6 * 2.0**-10 * float(q.global_scale)
         # All values below the smallest global scale become zero.
         tiny = max(shortfall, 2688 * 2.0**-117)
@@ -385,8 +386,8 @@ def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) 
     w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)
     group_size = 16 if format == "int4" else None
     once = quantise_weight(w, format, group_size=group_size)
-    # Quantise again with the same scales. In nvfp4, the scale of a group would change if its
-    # largest value was rounded down.
+    # For nvfp4, the scales of the first quantisation are used again. New scales could differ: if
+    # the largest value of a group was rounded down, the group would get a smaller scale.
     if format == "nvfp4":
         assert once.global_scale is not None
         steps = np.repeat(once.scales.T.astype(np.float32) * once.global_scale, 16, axis=0)
@@ -497,7 +498,8 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     fake = quantise_activation(x, "int8", None)
     assert np.isfinite(fake).all()
     assert fake[1] == 0
-    # The second value is smaller than every scale.
+    # If ``largest`` is 1e-39, the smallest possible scale is larger than the values, so they become
+    # 0.
     assert np.abs(fake - x).max() <= (0.01 * largest if largest > 1 else largest)
 
 

@@ -1,6 +1,7 @@
-"""Tests of ``fuse``.
+"""Tests of ``fuse``, which replaces several operators of a graph by one call of this project's
+operators.
 
-A fused graph computes the same numbers with fewer operators. Graphs that ``fuse`` does not know
+A fused graph must compute the same numbers. Parts of a graph that ``fuse`` does not recognise must
 stay unchanged.
 """
 
@@ -40,7 +41,7 @@ Build = Callable[[str, str, bool], Path]
 
 @pytest.fixture(scope="module")
 def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
-    """Build a family in a precision, with or without fusing.
+    """A function that builds the bundle of a family in a precision, with or without fusing.
 
     Each bundle is built once, and tests must not change it.
     """
@@ -66,7 +67,9 @@ def _network(checkpoint: Path) -> NetworkSpec:
 
 
 def _calls(model: onnx.ModelProto) -> Counter[str]:
-    """Count the nodes of the domain ``dlm_export``, and the nodes that they replace."""
+    """Count, by operator type, the nodes of the domain ``dlm_export`` and the nodes that fusing
+    replaces.
+    """
     replaced = {"Attention", "RotaryEmbedding", "Softmax", "TopK", "Sigmoid"}
     return Counter(
         node.op_type
@@ -80,7 +83,10 @@ def _load(bundle: Path) -> onnx.ModelProto:
 
 
 def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[str, np.ndarray]:
-    """The inputs of a pass over two canvases. The rows of the cache are in random order."""
+    """Return the inputs of a pass over two canvases.
+
+    The positions of the cached rows are in random order.
+    """
     rng = np.random.default_rng(4)
     feeds = {
         "input_ids": rng.integers(0, 150, (2, T)),
@@ -88,7 +94,7 @@ def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[s
         "score_rows": rng.integers(0, T, (2, R)),
     }
     for port in model.graph.input[3:]:
-        if port.name == graph.SEGMENTS:  # this input may be left out
+        if port.name == graph.SEGMENTS:  # this input is optional
             continue
         heads, size = (port.type.tensor_type.shape.dim[i].dim_value for i in (1, 3))
         feeds[port.name] = rng.standard_normal((2, heads, S, size)).astype(np.float32)
@@ -123,8 +129,9 @@ def _check_same(
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn"])
 def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
     before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
-    # The functions are inlined, so the two graphs only differ in the order in which the engine adds
-    # numbers. The fp32 logits are around 10.
+    # ONNX Runtime replaces each call by the operators of its function. The two graphs therefore
+    # only differ in the order in which numbers are added. The tolerance is for fp32 logits around
+    # 10.
     _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
     _check_same(_in_reference(before), _in_reference(after), 0)
 
@@ -142,9 +149,9 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
         "CachedAttention": layers,
         "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
         "Candidates": 1,
-        "Int8Linear3": layers,  # q, k, v
+        "Int8Linear3": layers,  # q, k and v together
         "Int8GatedLinear": layers,
-        "Int8Linear": 2 * layers + 1,  # the layers after attention, the down layers, and the head
+        "Int8Linear": 2 * layers + 1,  # each layer's attention output and MLP output, and the head
     }
     assert _calls(_load(built(family, "int4-rtn", True))) == {
         "CachedAttention": layers,
@@ -153,7 +160,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
         "Int4Linear3": layers,
         "Int4GatedLinear": layers,
         "Int4Linear": 2 * layers,
-        "Int8Linear": 1,  # this is the head
+        "Int8Linear": 1,  # the output head
     }
     assert _calls(_load(built(family, "int8", False))) == {
         "Attention": layers,
@@ -187,7 +194,7 @@ def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
     assert after["CachedAttention"] == 0
     assert after["Attention"] == before["Attention"] == 2
     assert after["RotaryEmbedding"] == before["RotaryEmbedding"] == 4
-    assert after["Candidates"] == 1  # on the logits, which are fp32
+    assert after["Candidates"] == 1  # it reads the logits, which are fp32
 
 
 def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(
@@ -206,18 +213,18 @@ def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(
 
 
 def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
-    """The graph of a bundle before ``fuse``, with its weights."""
+    """Return the graph of a bundle as it is before ``fuse``, with its weights."""
     return trace.Graph(ir.from_proto(_load(bundle)), _network(checkpoint), torch.float32)
 
 
 def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
-    """Fuse a changed graph.
+    """Fuse a graph that the test has changed, and check the result.
 
-    Before and after fusing, it must compute the same results. Returns the functions that the fused
-    graph calls.
+    The fused graph must compute the same results as the changed graph. Returns how often the fused
+    graph calls each function.
 
     ``plain`` lists the modules whose operators must not be fused. A key is the path of a module,
-    with _ instead of each dot. The value is the start of the reason.
+    with _ instead of each dot. The value is the start of the reason that ``fuse`` must report.
     """
     before = ir.to_proto(traced.model)
     fused = fuse.fuse(traced)
@@ -259,7 +266,7 @@ def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(
     silu = next(node for node, _ in _nodes(traced, "Sigmoid")[0].outputs[0].uses())
     product = next(node for node, _ in silu.outputs[0].uses())
     up = next(i for i, value in enumerate(product.inputs) if value is not silu.outputs[0])
-    # The product is now squared, and no node uses the output of `up`.
+    # SiLU's output is now multiplied by itself, and no node uses the output of `up`.
     product.replace_input_with(up, silu.outputs[0])
     assert _check_fused(traced, blocks_0_mlp="gate and up are not used")["Int8GatedLinear"] == 1
 
@@ -323,7 +330,7 @@ def test_norms_of_queries_and_keys_go_into_attention(built: Build) -> None:
     calls = _calls(model)
     layers = a2d_qwen3_config()["num_hidden_layers"]
     assert (calls["NormedCachedAttention"], calls["AddNorm"]) == (layers, 2 * layers)
-    # Only the first norm of the network.
+    # Only the first norm of the network is not fused.
     assert [node.op_type for node in model.graph.node].count("RMSNormalization") == 1
 
 
@@ -355,7 +362,7 @@ def test_heads_that_are_normed_in_another_way_keep_their_operators(
 def test_a_sum_that_is_normed_over_another_axis_stays(built: Build, llada_checkpoint: Path) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     for norm in _nodes(traced, "RMSNormalization")[1:3]:
-        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last axis, counted from the start
+        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last axis, usually written as -1
     assert _check_fused(traced)["AddNorm"] == 2
 
 

@@ -21,7 +21,7 @@ TARGETS = ("json", "bundle", "text", "automaton", "compile", "calls")
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of inputs for each fuzz target, and a dictionary."""
+    """A folder with the seed inputs of each fuzz target, and a dictionary for libFuzzer."""
     folder = tmp_path_factory.mktemp("seeds")
     succeed(sys.executable, FUZZ / "seeds.py", folder)
     return folder
@@ -46,7 +46,7 @@ def test_inputs_that_made_a_target_fail_do_not_any_more(
 
 @pytest.mark.slow
 def test_new_inputs_find_nothing() -> None:
-    """libFuzzer runs for a few seconds per target. With ``make fuzz``, it runs longer."""
+    """libFuzzer runs for a few seconds per target. ``make fuzz`` runs libFuzzer for longer."""
     if not any(
         shutil.which(name, path=TOOLS)
         for name in ("clang++", *(f"clang++-{n}" for n in range(14, 31)))
@@ -60,8 +60,8 @@ def test_new_inputs_find_nothing() -> None:
 
 
 def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:
-    # The C++ library is preloaded too. AddressSanitizer searches for __cxa_throw when it starts,
-    # and Python does not contain this symbol.
+    # The C++ library is preloaded too. AddressSanitizer looks for the symbol __cxa_throw when it
+    # starts, and the Python program does not load the C++ library that defines it.
     preload = [
         succeed(tool("g++"), f"-print-file-name={name}").strip()
         for name in ("libasan.so", "libstdc++.so.6")

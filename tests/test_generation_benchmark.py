@@ -1,4 +1,7 @@
-"""Tests of benchmarks/generation.py with fake contestants, which answer from a list or end early."""
+"""Tests of benchmarks/generation.py.
+
+Instead of real engines, fake contestants answer from a list, or exit early.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ for number, line in enumerate(sys.stdin):
 def _workers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lasts: dict[str, int]
 ) -> Iterator[list[generation.Worker]]:
-    """Make workers. Some of them end after a number of requests.
+    """Make fake worker processes. Some workers exit after a number of requests.
 
-    The request ``about`` is counted too.
+    The request ``about``, which asks a worker to describe itself, counts too.
     """
     program = folder / "python"
     program.write_text(ANSWERS.format(python=sys.executable, lasts=lasts))

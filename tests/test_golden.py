@@ -1,5 +1,7 @@
-"""Tests of golden files, without torch. Golden files are written completely, read safely, and
-compared with bundles.
+"""Tests of golden files, without torch.
+
+A golden file contains the logits of the released code for some canvases. Golden files are written
+completely, read safely, and compared with bundles.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ def provenance(checkpoint: Path) -> Provenance:
 
 @pytest.fixture(scope="module")
 def kept(llada_checkpoint: Path, llada_bundle: Path) -> Golden:
-    """A golden file in place of a captured one. Its logits come from the bundle, so the tests only
-    cover the files and the comparison.
+    """A golden file whose logits come from the bundle and not from the released code.
+
+    The tests therefore only cover the reading, writing and comparing of golden files.
     """
     with dlm_runtime.open(llada_bundle, threads=1) as bundle:
         network = network_of(bundle.manifest)
@@ -141,7 +144,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(file: Path, data: st.DataObject
         said = str(err)
     if found is None:
         assert str(damaged) in said
-    else:  # the byte has no effect, for example in a date
+    else:  # the changed byte has no effect, as in a date
         np.testing.assert_array_equal(
             np.concatenate(found.logits), np.concatenate(golden.load(file).logits)
         )
@@ -163,7 +166,7 @@ def _npy(array: np.ndarray, header: str | None = None) -> bytes:
 def _edit(
     change: Callable[[dict[str, Any]], object],
 ) -> Callable[[dict[str, np.ndarray]], dict[str, bytes]]:
-    """Change the provenance in a golden file."""
+    """Change the entries of a golden file that say from what it was made."""
 
     def edit(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
         values = json.loads(arrays["provenance"].tobytes())
@@ -362,8 +365,9 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
 def test_half_precision_has_its_own_tolerance(
     llada_bundle: Path, llada_checkpoint: Path, file: Path, tmp_path: Path
 ) -> None:
-    """The golden file is made from a bundle. The bundle records the config.json from which it was
-    built.
+    """The golden file's logits come from an fp32 bundle.
+
+    A copy of the bundle in fp16 is compared with a larger tolerance.
     """
     half = tmp_path / "half"
     options = ("--precision", "fp16", "--no-verify", "-o", str(half))
@@ -382,8 +386,9 @@ def test_half_precision_has_its_own_tolerance(
 
 
 def test_a_quantised_bundle_is_refused(llada_bundle: Path, file: Path, tmp_path: Path) -> None:
-    """A quantised bundle differs from the released code by its quantisation loss. This loss is
-    measured by judging, not with golden files.
+    """A quantised bundle differs from the released code by its quantisation loss.
+
+    The judge of a build measures this loss, so a comparison with a golden file is refused.
     """
     bundle = tmp_path / "bundle"
     shutil.copytree(llada_bundle, bundle)
@@ -438,7 +443,7 @@ def test_verify_asks_for_one_reference(
 
 
 def capture(checkpoint: Path, *arguments: object, code: int = 2) -> str:
-    """Run a capture that must fail, and return its output."""
+    """Run ``dlm-export capture``, which must fail, and return its output."""
     output = checkpoint.parent / "out.npz"
     result = CliRunner().invoke(
         main, ["capture", str(checkpoint), "-o", str(output), *map(str, arguments)]

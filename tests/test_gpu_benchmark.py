@@ -51,8 +51,8 @@ def test_the_rehearsal_measures_both_loops_of_both_contestants_and_they_agree(
         assert row["equal"] == 1.0 if who == "torch-eager" else row["equal"] >= 0.8, row
     assert rows["native", "dual"]["engine"].startswith("onnxruntime ")
     assert len(done.stdout.splitlines()) == 1 + len(rows)
-    # A second run reuses the files of the first run. A contestant that cannot run reports the
-    # reason.
+    # A second run must reuse the files of the first run. For a contestant that cannot run, the
+    # result contains the reason.
     before = (tmp_path / "bundle-fp16" / "manifest.json").stat().st_mtime_ns
     (tmp_path / "bundle-fp16" / "denoiser.onnx").write_bytes(b"")
     failed = _run("--precision", "fp16", "--work", tmp_path, "--contestants", "native")

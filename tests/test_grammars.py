@@ -1,6 +1,7 @@
 """Tests of grammars in GBNF as constraints.
 
-They allow exactly their texts, and other parsers can read random texts.
+A constraint allows exactly the texts of its grammar. Random texts that it allows are checked with
+other parsers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits, Content
 
 LONGEST = 5
-DEEP = LONGEST + 1  # there is no left recursion, so each level of recursion adds a letter
+DEEP = LONGEST + 1  # rules are not left-recursive, so each level of recursion adds a letter
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -116,9 +117,9 @@ def joined(first: set[str], second: set[str]) -> set[str]:
 
 
 def texts_of(part: Any, known: dict[str, set[str]]) -> set[str]:
-    """Return the texts of a part with up to ``LONGEST`` letters.
+    """Return all texts of up to ``LONGEST`` letters that a part of a grammar matches.
 
-    ``known`` contains the texts of the rules.
+    ``known`` maps the name of each rule to the texts that the rule matches.
     """
     kind, value = part[:2]
     if kind == "text":

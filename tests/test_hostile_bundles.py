@@ -1,7 +1,8 @@
-"""The native library, Python and the commands reject hostile bundles (``hostile/bundles.py``).
+"""Tests that the native library, Python and the commands reject the hostile bundles of
+``hostile/bundles.py``.
 
-The error is one sentence that names the file. The rejection takes bounded time and memory and
-writes no files. The native library is also tested under sanitizers.
+The error must be one sentence that names the file. Rejecting a bundle must take limited time and
+memory, and write no files. The native library is also tested under sanitizers.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ FEWEST = 60
 NATIVE = ("INVALID_ARGUMENT", "NOT_FOUND", "BAD_BUNDLE", "UNSUPPORTED", "ENGINE_FAILED")
 SHORT = ["--max-new-tokens", "2", "--threads", "1"]
 FEW = ["--count", "1", *SHORT]
-MEMORY_MIB = 768  # resident memory, with AddressSanitizer
+MEMORY_MIB = 768  # limit on resident memory, with AddressSanitizer
 
 
 @pytest.fixture(scope="module")
 def hostile(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folder of each case, by name. "good" is the bundle from which all cases are made.
-    The parent folder contains a file that no command may open.
+    """Return the folder of each hostile bundle, by name.
+
+    "good" is the valid bundle from which all others are made. The parent folder contains a file
+    that no command may open.
     """
     parent = tmp_path_factory.mktemp("hostile") / "bundles"
     found = {}
@@ -124,7 +127,7 @@ def test_commands_refuse_each_in_one_line_and_write_nothing(
         bundle = str(hostile[case.name])
         if (
             case not in bundles.GRAPHS
-        ):  # inspect shows what the manifest says about a graph, without running the graph
+        ):  # inspect does not run the graph, so it accepts such a bundle
             commands[f"inspect: {case.name}"] = ["inspect", bundle]
         # Passes do not need the text files.
         if case not in bundles.TEXTS and case.engine is not None:

@@ -1,8 +1,8 @@
 """For each hostile file, a command prints one line without a traceback and exits with the right
 code.
 
-A separate program runs the commands one after another. Its memory is limited to 512 MiB more than
-at its start. This file is also that program.
+A separate program runs the commands one after another. The program's memory is limited to 512 MiB
+more than the program uses before the first of these commands. This file is also that program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hostile_files as hostile
 import pytest
 
 MEMORY_BYTES = 512 << 20
-HANG_SECONDS = 60  # time limit for commands that hang; it is long enough for a busy machine
+HANG_SECONDS = 60  # a command that takes longer hangs; the limit is long enough for a busy machine
 SAMPLED_EVERY = 23
 SHORT = ("--max-new-tokens", 4, "--threads", 1)
 
@@ -38,8 +38,10 @@ def _address_space() -> int:
 
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """Run commands and return how each ended. The ``harmless`` commands run first and must succeed.
-    After these commands, all modules are loaded, including torch.
+    """Run commands one after another, and yield how each of ``commands`` ended.
+
+    The ``harmless`` commands run first and must succeed. They load all modules, including torch,
+    before memory is limited.
     """
     from click.testing import CliRunner
 
@@ -80,7 +82,10 @@ def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[
 
 
 class Cases:
-    """Commands by name. Each has a separate file or folder below ``folder``."""
+    """Commands by name.
+
+    The hostile input of each command is a file or folder of its own in ``folder``.
+    """
 
     def __init__(self, folder: Path, bundle: Path, checkpoint: Path) -> None:
         self.folder, self.bundle, self.checkpoint = folder, bundle, checkpoint
@@ -240,7 +245,7 @@ class Ended:
         """True if the command ended with an exit code and one sentence."""
         lines = self.said.splitlines()
         if self.said.startswith("Usage: "):
-            lines = lines[3:]  # for an option's wrong value, click first prints the usage
+            lines = lines[3:]  # for a wrong value, click first prints the usage
         is_sentence = (
             len(lines) == 1
             and lines[0].startswith("Error: ")
@@ -271,9 +276,9 @@ def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) ->
 
 
 def _check(cases: Cases, names: list[str]) -> None:
-    """Run these cases. Each command must fail with one sentence.
+    """Run the commands of these cases. Each command must fail and print one sentence.
 
-    It must print nothing else, and leave no files.
+    A command must print nothing else, and leave no files.
     """
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
     harmless = [

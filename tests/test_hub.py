@@ -1,4 +1,6 @@
-"""Tests of checkpoints by name: the files that are downloaded from a hub, and errors."""
+"""Tests of checkpoints that are named like "org/name": which files are downloaded from a hub, and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NAME = f"hf:{REPOSITORY}"
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint like a released one.
 
-    It also contains code and pickled weights, which must not be downloaded.
+    The checkpoint also contains Python code and pickled weights, which must not be downloaded.
     """
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)
     (folder / "modeling_llada.py").write_text("raise SystemExit('executed')")
@@ -41,7 +43,7 @@ def hub(repository: Path, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def run(server: HubServer, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``dlm-export`` with the server as its hub and an empty home."""
+    """Run ``dlm-export`` with the test's server as its hub, and with an empty home folder."""
     settings = {
         "HF_ENDPOINT": server.endpoint,
         "HF_HOME": str(tmp_path / "home"),

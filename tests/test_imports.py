@@ -1,4 +1,6 @@
-"""Tests of an installation without extras. Its imports are fast, and it can run a bundle."""
+"""Tests of an installation of this project without extras: imports are fast, and bundles can be
+run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ else:
     import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
-# The packages and root modules in layers. A package or module only imports from its own line or
-# from the lines above its line.
+# This project's packages and root modules, called rooms. Each line is a set of rooms. A room may
+# import only from rooms in its own line and in the lines above it.
 ROOMS = (
     {
         "devices",
@@ -92,8 +94,8 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
 
 
 def test_a_base_install_needs_no_heavy_package() -> None:
-    """The test checks the dependencies of the package without extras, and all dependencies of these
-    packages.
+    """The test checks the packages that the project requires without extras, the packages that
+    these require, and so on.
     """
     from packaging.requirements import Requirement
 
@@ -116,8 +118,8 @@ def test_a_base_install_needs_no_heavy_package() -> None:
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    # ONNX Runtime never sends telemetry on a build server. So the test unsets the variables that
-    # identify a build server.
+    # ONNX Runtime never sends telemetry on a build server. The test must run without this
+    # protection, so it unsets the variables that identify a build server.
     clean = [
         "env",
         *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")),
@@ -233,8 +235,10 @@ def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bu
 
 
 def _rooms_imported(path: Path, package: str = "dlm_export") -> Iterator[tuple[int, str]]:
-    """Yield the line and the room of every import from this project's packages, including imports
-    in functions. Imports that are only for types are left out.
+    """For each import of this project's packages in a file, yield the line number and the imported
+    room.
+
+    Imports inside functions are included. Imports that are only for types are left out.
     """
     tree = ast.parse(path.read_text())
     for_types = {

@@ -1,5 +1,7 @@
-"""Tests of infilling. The given text does not change. The text of a hole ends before its padding.
-The most likely length is chosen.
+"""Tests of infilling.
+
+The text around the holes stays the same, the text of a hole ends before its padding, and the most
+likely length is chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ EOS, MASK = 298, 299
 class Letters:
     """A tokenizer with one token per byte.
 
-    It adds a token before each text, except before texts that continue another text.
+    The tokenizer adds a token before a prompt, but not before a text that continues another text.
     """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
@@ -45,9 +47,9 @@ class Letters:
 
 
 def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any) -> Bundle:
-    """A bundle that predicts with a function.
+    """Return a bundle whose denoiser is the function ``predict``.
 
-    The function returns a token and its probability for a canvas and a position.
+    ``predict`` gets a canvas and a position, and returns a token and its probability.
     """
 
     def run(p: CallbackPass) -> None:
@@ -64,7 +66,7 @@ def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any
 
 
 def counted(_: list[int], position: int) -> tuple[int, float]:
-    """The letter for a position, from a to z."""
+    """A denoiser's function that predicts a letter from a to z, depending on the position."""
     return ord("a") + position % 26, 0.5
 
 
@@ -90,7 +92,8 @@ def test_what_is_given_stays_and_every_hole_is_filled(
 def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
     with lettered(lambda canvas, at: (EOS if at in (5, 6) else ord("a") + at, 0.5)) as bundle:
         done = bundle.infill("x<mask>y<mask>z", lengths=[6, 2], block_length=4)
-    # Tokens four and five are padding, so the text of the hole ends before them.
+    # The fourth and the fifth token of the hole are end tokens, so the text of the hole ends before
+    # them.
     assert (done.text, done.holes) == (
         "xcdeyjkz",
         ["cde", "jk"],
@@ -98,7 +101,7 @@ def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
 
 
 def test_the_length_whose_tokens_are_surest_is_taken() -> None:
-    """The denoiser is surest if three positions are masked at the start."""
+    """The test's denoiser gives the highest probabilities if the hole has three positions."""
 
     def predict(canvas: list[int], position: int) -> tuple[int, float]:
         return ord("o"), 0.9 if len(canvas) == 1 + 2 + 3 else 0.4
@@ -143,8 +146,8 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 
 
 class Turns(Letters):
-    """A tokenizer that adds one token before a prompt and one token after it, as for the turns of a
-    chat.
+    """A tokenizer that adds one token before a prompt and one token after it, like the marks of a
+    chat's turn.
     """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:

@@ -550,9 +550,9 @@ DOCUMENTS = st.builds(
 
 
 def is_valid(found: Any, value: Any) -> bool:
-    """Return whether jsonschema accepts the value.
+    """Return whether the package jsonschema accepts the value.
 
-    For some recursive schemas, jsonschema does not end, so these schemas are not tested.
+    For some recursive schemas, jsonschema never returns. The test discards these schemas.
     """
     try:
         return bool(validator(found).is_valid(value))
@@ -565,14 +565,15 @@ def is_valid(found: Any, value: Any) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(found=DOCUMENTS)
 def test_listed_values_are_valid_as_jsonschema_says(found: Any) -> None:
-    # A constraint lists equal values only once, so each value is tested separately.
+    # In an enum, a constraint merges equal values such as 1 and 1.0, so each value is tested
+    # separately.
     allowed = [value for value in VALUES if is_allowed(found, value)]
     # repr() distinguishes 1, 1.0 and true.
     assert list(map(repr, allowed)) == [repr(value) for value in VALUES if is_valid(found, value)]
 
 
 def is_allowed(found: Any, value: Any) -> bool:
-    """Return whether the constraint allows this value, if the value is listed in an enum."""
+    """Return whether the constraint of the schema ``found`` allows this value."""
     try:
         texts = texts_of({"allOf": [{"const": value}, found], "$defs": found["$defs"]})
     except RequestError as err:

@@ -1,5 +1,5 @@
-"""Tests of judging a candidate against its reference: equal canvases, the loop's decisions,
-budgets, thresholds.
+"""Tests of judging, that is comparing a quantised candidate with its reference: predictions on the
+same canvases, the loop's decisions, budgets and thresholds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POLICY = Policy(commit="threshold", threshold=0.9, block_length=8)
 
 
 def decode(tokens: list[int]) -> str | None:
-    """The text of made-up tokens."""
+    """Return a text for made-up tokens."""
     return " ".join(map(str, tokens))
 
 
@@ -94,7 +94,9 @@ class Scripted:
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that computes the logits of a network that is sure of the true tokens."""
+    """Return a function that computes logits in which the true token of each position is almost
+    certain.
+    """
 
     def logits(canvas: np.ndarray) -> np.ndarray:
         out = np.zeros((len(canvas), VOCAB), np.float32)
@@ -130,7 +132,7 @@ def test_both_see_the_same_canvases_and_prompts_are_never_masked() -> None:
     for theirs, ours in zip(masked, candidate.seen, strict=False):
         np.testing.assert_array_equal(theirs, ours)
     for canvas in reference.seen:
-        if len(canvas) == 3 + 8:  # the canvas with the completion, which is padded to one block
+        if len(canvas) == 3 + 8:  # 3 prompt tokens and a completion in a block of 8
             assert canvas[:3].tolist() == [1, 2, 3]
 
 
@@ -177,7 +179,7 @@ def test_what_lies_behind_the_end_token_is_masked_and_not_scored() -> None:
 def test_the_likelihood_bound_of_even_guesses_is_exact() -> None:
     sample = text_sample(24)
     found = judged(Scripted(), Scripted(), [sample])
-    bits = 24 * math.log2(VOCAB - 1)  # the mask token is never predicted
+    bits = 24 * math.log2(VOCAB - 1)  # all tokens except the mask token are equally likely
     assert found.overall["reference_bits_per_byte"] == pytest.approx(
         bits / len(decode(sample.tokens.tolist()) or "")
     )
@@ -235,8 +237,8 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
 def _walk(
     predictor: TorchPredictor, policy: Policy, new: int = 24
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-    """Yield for each pass: the next canvas that was predicted, the next canvas of the loop itself,
-    and the state.
+    """Yield for each pass: the canvas after the pass as ``predict_commitment`` predicts it, the
+    loop's own canvas after the pass, and the state before the pass.
     """
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = frontier.frontier_states(canvases[:-1], policy, predictor)
@@ -300,8 +302,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # The canvas starts with random tokens. Some given mask tokens must stay: a few inside a block,
-    # and one whole block.
+    # The canvas starts with 9 random tokens. Later, some mask tokens are marked as decided, so they
+    # must stay: a few inside a block, and one whole block.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
     start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False
@@ -325,8 +327,10 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
 @pytest.mark.parametrize("commit", ["threshold", "entropy_bound", "timestep"])
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
 def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
-    """Scores differ by at most 2e-6, because softmax and sums in fp32 are computed in another
-    order. Both sides commit the same positions.
+    """The scores computed without torch differ by at most 2e-6 from those with torch, because fp32
+    numbers are added in another order.
+
+    Both sides must commit the same positions.
     """
     rng = np.random.default_rng(0)
     policy = Policy(score=score, commit=commit, seed=7, block_length=0)
@@ -411,7 +415,7 @@ def test_a_bundle_in_fp32_costs_nothing(
 
 @pytest.fixture(scope="module")
 def damaged(predictors: dict[str, TorchPredictor]) -> TorchPredictor:
-    """The tiny LLaDA with noise on its weights."""
+    """A tiny LLaDA whose weights have added noise, as a bad candidate."""
     denoiser = copy.deepcopy(predictors["llada"].denoiser)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -646,12 +650,12 @@ def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
 
 @pytest.fixture(scope="module")
 def judgement() -> Judgement:
-    """A made-up judgement: 2% more loss, 95% top-1 agreement, 10% more passes, and 80% right
-    answers.
+    """A made-up judgement of a candidate: 2% more loss than the reference, the same most likely
+    token at 95% of positions, 10% more passes, and 80% right answers.
     """
-    # In one bucket, the relative increase is largest, but its loss is very small. In another
-    # bucket, the absolute increase is largest, but it may be chance. A third bucket is the worst
-    # bucket.
+    # Three buckets of states. In the first, the loss increases most in relation to its size, but
+    # the loss is very small. In the second, the absolute increase is largest, but it may be chance.
+    # The report must name the third as the worst.
     little = {
         "ce_increase": 4.0,
         "ce_increase_interval": [2.0, 7.0],
@@ -773,10 +777,9 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
 def writer(
     good_from: float, hesitation: int = 0
 ) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """A side that writes the right answer if the threshold is high enough.
+    """A fake denoiser that writes the right answer if the threshold is high enough.
 
-    It takes one more pass for every tenth of the threshold. In addition, it always takes
-    ``hesitation`` more passes.
+    An answer takes one pass for every 0.1 of the threshold, and ``hesitation`` passes more.
     """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
@@ -819,7 +822,7 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
     assert (found.refitted.threshold, found.refitted.nfe) == (
         0.62,
         9,
-    )  # 0.5 gives wrong answers, and 0.65 saves no more passes
+    )  # with 0.5, answers are wrong; 0.65 needs as many passes as 0.62
     assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
@@ -870,9 +873,10 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
-    """The answers are equal at all thresholds, with few passes at 0.3 and many passes at 0.9.
+    """The reference gives the same answers at all thresholds, and needs few passes at 0.3 and many
+    passes at 0.9.
 
-    If all answers are wrong, this result does not support a lower threshold.
+    If all these answers are wrong, the equal quality is no reason to choose the lower threshold.
     """
     found = fit(
         Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
@@ -882,9 +886,10 @@ def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
 
 
 def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """With the preset's threshold, one of four answers is wrong.
+    """With the threshold of the preset, one of four answers is wrong.
 
-    Another threshold makes this answer right. Both results may be chance.
+    With another threshold, all four are right. Four samples are too few, so this difference may be
+    chance.
     """
     samples = [answered() for _ in range(4)]
     lost = samples[2].tokens[: samples[2].prompt_length].tolist()
@@ -922,7 +927,7 @@ def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_tex
     found = refit_threshold(
         reference, reference, _samples(reference, 2), policy, 8, no_text, (0.01, 0.5)
     )
-    # There is no tokenizer, so answers cannot be compared as text.
+    # Without a tokenizer, answers cannot be compared as text, so agreement of tokens is measured.
     assert found.quality == "agreement"
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original == found.reference

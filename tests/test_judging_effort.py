@@ -1,5 +1,5 @@
-"""Tests of the amount of work in judging: the number of canvases, early stops, and replayed
-thresholds.
+"""Tests of the effort of judging, that is of comparing a candidate with its reference: the number
+of canvases, early stops, and thresholds that are tried on stored passes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ NEW = 24
 
 
 class Sides:
-    """Three sides of a comparison.
+    """Three denoisers that are compared with each other.
 
-    ``free`` and ``seer`` are the same reference. ``free`` is loaded as a whole and runs its own
-    loop. ``seer`` is loaded layer by layer and only predicts given canvases. The candidate is the
-    reference with a little noise on its weights.
+    ``free`` and ``seer`` are the same reference denoiser. ``free`` is loaded as a whole and can run
+    its own loop. ``seer`` is loaded layer by layer and can only predict canvases that it is given.
+    ``candidate`` is the reference with a little noise on its weights.
     """
 
     def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
@@ -113,9 +113,12 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """If a run is reported as equal, the reference's free run has exactly the same canvases.
+    """``seer`` follows a run of the candidate.
 
-    If a run is reported as different, the reference's free run has other canvases.
+    If it reports that the run equals the reference's run, the loop of ``free`` gives exactly the
+    same canvases.
+
+    If it reports that the run differs, the loop of ``free`` gives other canvases.
     """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
@@ -149,7 +152,10 @@ def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) ->
 
 
 def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> None:
-    """Canvases of the same length share a batch. This only changes the order of sums."""
+    """Canvases of the same length are computed in one batch.
+
+    Batching only changes the order in which numbers are added.
+    """
     rng = np.random.default_rng(1)
     canvases = [rng.integers(0, sides.free.vocab_size, length) for length in (9, 14, 9, 20)]
     views = [(canvas, np.array([0, 3, len(canvas) - 1])) for canvas in canvases]
@@ -220,7 +226,7 @@ def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
 
 
 class Clock:
-    """A clock that advances by a quarter of a second per sample."""
+    """A fake clock that advances by a quarter of a second per judged sample."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -236,8 +242,9 @@ def _in_rounds(
     candidate: Any = None,
     samples: int = 40,
 ) -> tuple[dict[str, Any], list[int]]:
-    """Judge in rounds. Returns the record of the effort, and the number of samples judged after
-    each round.
+    """Judge in rounds.
+
+    Returns the record of the effort, and a list with the number of judged samples after each round.
     """
     pool = [text_sample(12)] * min(samples, effort.most)
     evidence = Evidence(
@@ -284,8 +291,9 @@ def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyP
         monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong
     )
     assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
-    # Both sides make the same predictions, so the interval is a single point, which equals the
-    # limit.
+    # The candidate predicts the same as the reference, so the confidence interval of the top-1
+    # agreement is the single point 1.0, which equals the limit. The budget is therefore never
+    # decided.
     undecided = Budgets(max_ce_increase=0.01, min_top1=1.0)
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
     assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")

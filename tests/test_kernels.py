@@ -1,7 +1,7 @@
-"""Tests of the operators of the domain ``dlm_export``.
+"""Tests of this project's operators, which have the domain ``dlm_export`` in a graph.
 
-The functions in a graph and the native kernels must agree, and graphs with wrong functions must be
-rejected.
+A graph defines each of these operators by an ONNX function, and native kernels replace the
+functions. Both must give the same results, and graphs with wrong functions must be rejected.
 
 The native library runs in the process of the tests, so a crash of the library ends the test run.
 runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
@@ -39,8 +39,8 @@ from dlm_runtime import DlmError, EngineError, RequestError
 from dlm_runtime.abi import native as _native
 
 SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
-# Dream has grouped queries and biases. The NVFP4 bundle quantises only weights, because no kernel
-# rounds activations for NVFP4.
+# Dream is used for its grouped queries and biases. The NVFP4 bundle quantises only weights, because
+# no kernel can round activations to NVFP4.
 BUNDLES = (
     "llada-fp32",
     "dream-fp32",
@@ -50,17 +50,17 @@ BUNDLES = (
     "dream-int4",
     "dream-nvfp4",
 )
-BY_ROWS = ("int8", "int4")  # the precisions that quantise each row of activations separately
+BY_ROWS = ("int8", "int4")  # the precisions with a separate scale for each row of activations
 GRAPH = "denoiser.onnx"
-# The most tokens of a pass. onnx.reference gathers rows with numpy.choose, which accepts at most 64
-# arrays.
+# The most tokens in a pass of these tests. ONNX's reference implementation gathers rows with
+# numpy.choose, which accepts at most 64 arrays.
 LONGEST = 60
-# Kernels add in another order, and their exponentials have errors up to 2e-7. For logits around 10,
-# the largest observed difference was 5e-6.
+# Kernels add numbers in another order than functions, and the kernels' exponentials have errors up
+# to 2e-7. For logits around 10, the largest observed difference was 5e-6.
 TOLERANCE = 1e-4
-# In INT8 and INT4, an activation between two codes may therefore get either code, which changes the
-# inputs of all later layers. The largest observed difference was 0.1, and half of the rows differed
-# by less than 0.01. Products that saturate would cause a difference of 3.
+# In INT8 and INT4, such a small difference can round an activation to the next code, which changes
+# the inputs of all later layers. The largest observed difference of a logit was 0.1, and half of
+# the rows differed by less than 0.01. Products that saturate would cause a difference of 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
@@ -68,7 +68,7 @@ INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 def row_bundles(
     llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The bundles of ``BUNDLES`` whose precision is in ``BY_ROWS``."""
+    """The bundles of ``BUNDLES`` that quantise each row of activations separately (``BY_ROWS``)."""
     built = {}
     for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
         for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
@@ -108,9 +108,10 @@ def bundles(
 
 
 def choices(bundle: Path) -> list[str]:
-    """Return the values that DLM_KERNELS may have on this processor.
+    """Return the values of the variable DLM_KERNELS that are allowed on this processor.
 
-    The error message for an invalid value lists them.
+    The error message for an invalid value lists all allowed values. This function parses the
+    message.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_KERNELS", "abacus")
@@ -123,7 +124,7 @@ def choices(bundle: Path) -> list[str]:
 def kernels(
     request: pytest.FixtureRequest, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """The kernel sets that this processor supports. The bundles of the test run on each of them."""
+    """Run the test once with each kernel set that this processor supports."""
     if request.param not in choices(llada_bundle):
         pytest.skip(f"this processor has no {request.param}")
     monkeypatch.setenv("DLM_KERNELS", request.param)
@@ -136,7 +137,7 @@ def _evaluator(bundle: Path) -> ReferenceEvaluator:
 
 
 def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.ndarray]:
-    """The inputs of one full pass of the graph."""
+    """Return the inputs of the graph for one full pass."""
     layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
     feeds = {
         "input_ids": np.array([tokens]),
@@ -150,9 +151,10 @@ def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.n
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
-    """Compute logits ``[R, V]`` with the definitions of the operators.
+    """Compute logits ``[R, V]`` with the ONNX functions that define the operators, without kernels.
 
-    ONNX Runtime's own INT8 products are not used, because they saturate on processors without VNNI.
+    ONNX Runtime would compute the INT8 products in these functions with saturation on processors
+    without VNNI, so its products are not used.
     """
     return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
 
@@ -239,7 +241,7 @@ def test_number_of_threads_does_not_change_a_bit(
     for threads in (1, 2, 3):
         with dlm_runtime.open(bundles[name], threads=threads) as opened:
             found.append(opened.logits(tokens))
-    if not name.endswith(BY_ROWS):  # ONNX Runtime splits its own products among threads
+    if not name.endswith(BY_ROWS):  # ONNX Runtime's own products depend on the threads
         assert np.abs(found[0] - found[1]).max() < TOLERANCE
     else:
         assert (found[0] == found[1]).all()
@@ -327,13 +329,16 @@ def _node(model: onnx.ModelProto, op_type: str) -> onnx.NodeProto:
 
 
 def _attribute(op_type: str, name: str, value: object) -> Edit:
-    """Change an attribute of a node. The value None removes the attribute."""
+    """Return an edit of a graph that changes an attribute of a node.
+
+    The value None removes the attribute.
+    """
 
     def edit(model: onnx.ModelProto) -> None:
         node = _node(model, op_type)
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
-        # The type of an empty list is unknown.
+        # ONNX cannot infer the type of an empty list, so the type is set.
         kind = onnx.AttributeProto.INTS if isinstance(value, list) else None
         node.attribute.extend(
             kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)]
@@ -343,7 +348,7 @@ def _attribute(op_type: str, name: str, value: object) -> Edit:
 
 
 def _replaced(op_type: str, index: int, array: np.ndarray) -> Edit:
-    """Replace an input of a node by a constant."""
+    """Return an edit of a graph that replaces an input of a node by a constant."""
 
     def edit(model: onnx.ModelProto) -> None:
         model.graph.initializer.append(numpy_helper.from_array(array, f"lie {index}"))
@@ -353,7 +358,7 @@ def _replaced(op_type: str, index: int, array: np.ndarray) -> Edit:
 
 
 def _reshaped(op_type: str, index: int, *dims: int) -> Edit:
-    """Change the shape of an initialiser, but not its bytes."""
+    """Return an edit of a graph that changes an initialiser's shape, but not its bytes."""
 
     def edit(model: onnx.ModelProto) -> None:
         name = _node(model, op_type).input[index]
@@ -382,9 +387,10 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
 
 
 def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
-    """Replace attention by the function of this name, with this attribute and these weights.
+    """Return an edit that replaces the attention of a graph by a call of another function, with
+    this attribute and these weights.
 
-    None means no attribute.
+    If ``value`` is None, the call has no attribute.
     """
 
     def edit(model: onnx.ModelProto) -> None:
@@ -403,19 +409,19 @@ def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -
 
 
 def _by_blocks(length: object) -> Edit:
-    """Replace attention by the block-causal function, with this ``visible_block``."""
+    """Return an edit that replaces attention by block-causal attention with this block length."""
     return _attend_by("BlockCachedAttention", "visible_block", length)
 
 
 def _by_window(window: object) -> Edit:
-    """Replace attention by the function for attention in a window."""
+    """Return an edit that replaces attention by attention in a window."""
     return _attend_by(WINDOWED, "window", window)
 
 
 def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
-    """Replace attention by the function with norms of queries and keys.
+    """Return an edit that replaces attention by attention with norms of queries and keys.
 
-    The weights of the norms are ones.
+    The weights of the norms are 1 and have these shapes.
     """
     weights = [np.ones(shape, np.float32) for shape in shapes]
     return _attend_by(NORMED, "epsilon", epsilon, *weights)
@@ -578,7 +584,10 @@ LIES: dict[str, tuple[str, Edit]] = {
 
 @pytest.fixture
 def lying(bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that makes a bundle with a wrong graph. The manifest is right."""
+    """Return a function that makes a bundle with a wrong graph.
+
+    The manifest lists the wrong graph's hash.
+    """
 
     def make(name: str) -> Path:
         operator = LIES[name][0]
@@ -669,7 +678,8 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
     codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
     panels = functions.panels(codes)
     assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
-    # The panels are unpacked in the same way as in the body of Int8Linear.
+    # Panels are the order in which codes are stored for the kernels. The test unpacks them like the
+    # ONNX function Int8Linear.
     whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
     assert (whole[:, :columns] == codes).all()
     assert (whole[:, columns:] == 0).all()
@@ -678,7 +688,7 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
 def _by_definition(
     name: str, columns: int, given: dict[str, np.ndarray], **attributes: int
 ) -> np.ndarray:
-    """The result of the function of a linear layer, computed by the body of the function."""
+    """Compute a quantised linear layer with the ONNX function that defines it."""
     call = helper.make_node(
         name, list(given), ["y"], domain=DOMAIN, columns=[columns], **attributes
     )
@@ -727,7 +737,7 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(8 * pairs, columns)).astype(np.float32)
     weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16, is_signed=True)
-    # The test also uses codes that rounding never gives.
+    # Random codes include -8, which quantising never gives.
     weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)
     panels, scales = (
         functions.int4_panels(weight.codes),
@@ -744,9 +754,10 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
 def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
     bundles: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program can load the operators in ONNX Runtime's usual way.
+    """A program can load this project's operators into its own ONNX Runtime session.
 
-    The results equal the results of this project's runtime bit by bit, with and without kernels.
+    The session's results must equal the results of this project's runtime bit by bit, with and
+    without kernels.
     """
     tokens = list(range(12))
     for chosen in (kernels, "none"):

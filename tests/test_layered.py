@@ -65,8 +65,8 @@ def test_the_logits_are_those_of_the_whole_denoiser(
             expected = whole(torch.from_numpy(canvas).unsqueeze(0))[
                 0, torch.from_numpy(chosen)
             ].float()
-        # If a matrix product also contains rows of other canvases, its sums have another order.
-        # With bf16, the layered denoiser multiplies the head in fp32.
+        # The layered denoiser multiplies rows of several canvases together, so that sums are
+        # computed in another order. In bf16, it also computes the output head in fp32.
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2
         assert (project(features) - expected).abs().max() <= tolerance * (
             expected.max() - expected.min()
@@ -97,7 +97,7 @@ def test_a_full_disk_is_told_before_anything_is_computed(
 
 def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkpoint: Path) -> None:
     source = open_source(llada_checkpoint)
-    # The weights are fp32, so all weights must be converted.
+    # The checkpoint stores fp32 weights, so all of them must be converted to bf16.
     parts = families.layered(source.parameters, source.network, torch.bfloat16)
 
     def values(i: int) -> list[torch.Tensor]:
@@ -135,10 +135,11 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
 def test_a_product_in_bf16_is_rounded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The product is computed in pieces, with and without kernels for bf16.
+    """A matrix product with bf16 weights is computed in several parts, with and without torch's
+    kernels for bf16.
 
-    The result is the nearest bf16 number, unless the rounding error of the fp32 sum leads to the
-    next bf16 number.
+    Each result is the bf16 number nearest to the exact sum, or its neighbour if the rounding error
+    of the fp32 sum decides.
     """
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)
@@ -149,7 +150,7 @@ def test_a_product_in_bf16_is_rounded_once(
         found = linear.product(x, weight)
         assert found.dtype == dtype
         # A bf16 number has 8 significant bits. In an fp32 sum of 96 products, about 20 bits are
-        # right.
+        # correct.
         torch.testing.assert_close(
             found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-4
         )

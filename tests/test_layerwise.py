@@ -1,4 +1,7 @@
-"""The layer parity check accepts correct quantised graphs, and finds a single wrong value."""
+"""Tests of the check that compares each layer of a quantised graph with torch.
+
+The check must accept correct graphs, and find a single wrong value.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,9 @@ SMALL = QuantiseOptions(
 
 @dataclass(frozen=True)
 class Made:
-    """A bundle that was not compared with torch yet, and the quantised weights from which it was
-    made.
+    """A bundle, and the quantised weights from which it was made.
+
+    The bundle's graph was not compared with torch yet.
     """
 
     folder: Path
@@ -108,9 +112,9 @@ def test_layers_hold_from_equal_inputs_where_a_whole_pass_drifts(
         assert hidden == {f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}, (
             "of the fused gated product"
         )
-    # The logits differ from torch's logits even for a correct bundle, and far more than the results
-    # of a single layer differ. An earlier version of the check only required that this difference
-    # is below 0.05.
+    # Even for a correct bundle, the logits differ from torch's logits. This difference is far
+    # larger than the difference of a single layer's results. An earlier version of the check only
+    # compared logits, with a limit of 0.05, so it missed small errors.
     drift = max(row.relative for row in parity.graph)
     assert drift > 100 * PART_TOLERANCES["fp32"].relative or target == "cpu"
     assert max(row.worst for row in parity.layers) < PART_TOLERANCES[made.base].relative
@@ -122,9 +126,9 @@ def fp8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mad
 
 
 def _negate(folder: Path, initialiser: str) -> tuple[int, bytes]:
-    """Flip the signs of the first elements of an initialiser.
+    """Flip the signs of the first stored elements of an initialiser.
 
-    Returns their offset and their old bytes.
+    Returns the offset of these elements in the file, and their old bytes.
     """
     tensor = ir.load(folder / GRAPH_FILE).graph.initializers[initialiser].const_value
     assert isinstance(tensor, ir.ExternalTensor)

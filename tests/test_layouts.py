@@ -23,7 +23,7 @@ SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|true|false|null')
 
 
 def reference(value: Any, layout: str) -> str:
-    """The text of a value in this layout, as the documentation describes it."""
+    """Return the JSON text of a value in this layout, written as the documentation describes."""
     if layout == "lines" and isinstance(value, list) and value:
         return "[\n" + ",\n".join(reference(item, "compact") for item in value) + "\n]"
     given: dict[str, Any] = {"spaced": {}, "indented": {"indent": 2}}.get(
@@ -33,8 +33,9 @@ def reference(value: Any, layout: str) -> str:
 
 
 def skeleton(text: str) -> str:
-    """Return the text without its strings, numbers and literals, because these can be written in
-    several ways.
+    """Return only the brackets, separators and white space of a JSON text.
+
+    The same string or number can be written in several ways, so they are left out of comparisons.
     """
     return SCALAR.sub("0", text)
 

@@ -1,6 +1,6 @@
-"""Tests of LLaDA-MoE: config, tensors and logits.
+"""Tests of the family LLaDA-MoE: reading its config.json and tensors, and its logits.
 
-Logits are compared with transformers' Qwen3-MoE layer.
+The logits are compared with a network of transformers' Qwen3-MoE layers.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def test_logits_are_those_of_transformers_own_layer(
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Compute logits ``[B, L, V]`` as in the published layer, with a bias and a shared expert.
+    """Compute logits ``[B, L, V]`` as the published code does, including the router's bias and a
+    shared expert.
 
-    All experts are computed, one after another.
+    Every expert is computed for every token, one expert after another.
     """
     eps, heads, kv_heads = (
         config["rms_norm_eps"],
@@ -163,7 +164,10 @@ def test_another_network_is_refused_by_its_key(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a dense layer, and a layer with experts, a bias and a shared expert."""
+    """A checkpoint with two layers.
+
+    The first layer is dense. The second has experts, a bias of the router and a shared expert.
+    """
     config = llada_moe_config(
         moe_layer_freq=[0, 1],
         moe_router_enable_expert_bias=True,
@@ -204,7 +208,7 @@ def test_many_experts_are_refused_for_a_gpu(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
-    """A copy of the checkpoint in which tensors are added or removed."""
+    """Copy the checkpoint, and add, replace or remove (None) tensors in the copy."""
     tensors = read_tensors(path) | changes
     save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -214,7 +218,9 @@ def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
 
 
 def merged(path: Path, layers: list[int]) -> Path:
-    """A copy of the checkpoint in which the experts of some layers are in one tensor each."""
+    """Copy the checkpoint, and merge the experts of each of these layers into one tensor per
+    matrix.
+    """
     tensors, changes = read_tensors(path), {}
     for i in layers:
         for name in ("gate_proj", "up_proj", "down_proj"):

@@ -1,4 +1,6 @@
-"""Properties of the native loop and its commit rules. The denoisers are simple arithmetic."""
+"""Tests of the native loop and its commit rules, with fake denoisers that compute predictions by
+simple arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ def test_a_batch_gives_each_request_what_it_gets_alone(
 
 
 def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
-    """The positions that the native loop commits in its first step, if the confidences are
+    """Return the positions that the native loop commits in its first pass if the confidences are
     ``scores``.
     """
 
@@ -162,7 +164,7 @@ def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
     return [i for i, token in enumerate(event.canvas) if token != 7]
 
 
-# The scores have few different values, so that ties, and values equal to the threshold, are
+# The scores have few different values, so that equal scores and scores equal to the threshold are
 # frequent.
 scores = st.lists(
     st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]), st.floats(0, 1, width=32)),
@@ -250,9 +252,10 @@ def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_reserved_position_holds_an_end_token_and_counts_as_given(cache: str) -> None:
-    """The reserved end token is not generated.
+    """With ``reserve="end"``, the last position holds an end token from the start, which is not
+    generated.
 
-    It does not end the text, and it is not counted as a token of the text.
+    This end token counts neither as the end of the text nor as a token of the text.
     """
     fields: dict[str, Any] = {"tokens": [3, 4], "cache": cache, "block_length": 4}
     out = ArithmeticDenoiser(eos=5).bundle.generate(
@@ -422,10 +425,11 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]
 ) -> None:
-    """A key contains its position, and a value contains its token.
+    """In this fake denoiser, the key of a row contains the row's position, and the value contains
+    its token.
 
-    Both contain their layer and head. No row may be missing or occur twice. No row may belong to a
-    mask token that a later pass replaced.
+    Key and value also contain their layer and head. No cached row may be missing or occur twice,
+    and no cached row may come from a mask token that was replaced since.
     """
     mask, seen = 39, []
 
@@ -581,8 +585,10 @@ def test_canvases_are_those_of_the_golden_file() -> None:
 
 
 def test_a_step_callback_can_cancel() -> None:
-    """This test uses the C ABI directly, because in Python, ``stream`` is cancelled by leaving its
-    loop.
+    """This test calls the C ABI directly.
+
+    Python has no step callback that can cancel, because a user leaves the loop over ``stream``
+    instead.
     """
     import ctypes as C
 

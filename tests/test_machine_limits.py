@@ -133,7 +133,7 @@ def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(
         dlm_runtime.open(bundle, engine="none", check_hashes=False) as trusted,
     ):
         with open(bundle / name, "a") as file:
-            # The meaning of the file stays the same, so only the hash shows the change.
+            # A newline does not change the meaning of the file, so only the hash shows the change.
             file.write("\n")
         with pytest.raises(
             BundleError, match=rf"{name}: its SHA-256 differs from the bundle's manifest"
@@ -217,7 +217,10 @@ def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(
 
 
 def test_threads_of_a_new_process_open_bundles_at_once(demo_bundle: Path) -> None:
-    """The first session of a process registers our operators, and only one thread may do that."""
+    """The first session of a process registers this project's operators in ONNX Runtime.
+
+    If several threads open bundles at once, only one of them may register the operators.
+    """
     script = (
         "import sys, threading, dlm_runtime\n"
         "barrier, opened = threading.Barrier(8), []\n"

@@ -1,7 +1,7 @@
-"""Tests of ten common mistakes, in every command in which a user can make them.
+"""Tests of ten common mistakes of users, in every command in which a user can make them.
 
-All commands must exit with the same code, and print one line that names the mistake. The exit codes
-are in docs/guides/troubleshooting.md.
+For the same mistake, all commands must exit with the same code, and print one line that names the
+mistake. docs/guides/troubleshooting.md lists the exit codes.
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ def places(
     os.truncate(damaged / "denoiser.onnx.data", 4096)
     int8 = Path(shutil.copytree(llada_bundle, folder / "int8"))
     manifest = json.loads((int8 / "manifest.json").read_text())
-    # The manifest claims a wrong precision. No command of these tests runs this bundle.
+    # The manifest claims a precision that the bundle does not have. This does no harm, because no
+    # command of these tests runs this bundle.
     manifest["precision"]["name"] = "int8"
     (int8 / "manifest.json").write_text(json.dumps(manifest))
     config = llada_config(
@@ -330,7 +331,7 @@ def test_every_command_is_in_the_table() -> None:
 
 
 def test_every_error_has_one_of_the_exit_codes() -> None:
-    """Every package sets ``exit_code`` by name, and never by number."""
+    """Every error class sets ``exit_code`` to a name of ``ExitCode``, and never to a number."""
     root = Path(__file__).parent.parent
     folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):

@@ -1,11 +1,12 @@
-"""Tests of caches in which layers have different numbers and sizes of heads.
+"""Tests of caches for networks whose layers have different numbers of heads and different head
+sizes.
 
 Decoding with any cache gives the same result as decoding without a cache.
 
 The graph is made by hand. The keys and values of a row depend only on its own token and position,
 so cached rows never become outdated. All numbers are small integers, so sums are exact in any
-order, and the canvases must be equal. The prediction of a row depends on every cached number, and
-on each key's number and head.
+order, and the canvases must be equal. A row's prediction depends on every cached number, and on the
+index and the head under which each key is cached.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ LAYER = """
   weighed.L = Mul(head_sums.L, head_weights.L)
   seen.L = ReduceSum(weighed.L, last)
 """
-# How rows are stored. An int8 row repeats its first two codes where its scale would be. If a row is
-# read with the scale of another row, the result is wrong.
+# For each number type of the cache, the nodes that read cached rows and store new rows. An int8 row
+# repeats its first two codes in place of its scale. If the loop reads a row with the scale of
+# another row, the result is therefore wrong.
 STORED = {
     "float32": """
   read_KIND.L = Identity(old_KIND.L)
@@ -76,7 +78,7 @@ TYPES = {
     "float32": ("float", 4, 0),
     "float16": ("float16", 2, 0),
     "int8": ("int8", 1, 2),
-}  # bytes of an element and of a scale
+}  # bytes of one element, and of the scale of a row
 HEAD = """
   all_seen = Sum(SEEN)
   whole = Cast<to = 7>(all_seen)
@@ -135,8 +137,8 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
     element, _, scale = TYPES[cache_dtype]
     for i, (heads, size) in enumerate(LAYERS):
         rows = "".join(STORED[cache_dtype].replace("KIND", kind) for kind in ("keys", "values"))
-        # The first part of the body contains the rows that a pass computes. The second part
-        # contains the rows that the pass reads.
+        # The first part of the text handles the rows that a pass computes. The second part handles
+        # the cached rows that the pass reads.
         made, attended = LAYER.split("  keys.L =")
         body += f"{made}{rows}  keys.L ={attended}".replace(".L", f"_{i}")
         constants[f"split_{i}"] = np.array([0, 0, heads, size])

@@ -1,4 +1,5 @@
-"""Compares LLaDA2, RND1 and SDAR-MoE with classes of transformers that have the same layers.
+"""Compares this project's LLaDA2, RND1 and SDAR-MoE with classes of transformers that have the same
+layers.
 
 Both sides have the same weights. Glm4Moe has the layer of LLaDA2: q/k norms, rotary embeddings on
 half of a head, and the router of DeepSeek-V3. Qwen3-MoE has the layer of RND1 and SDAR-MoE.
@@ -33,7 +34,9 @@ IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed
 
 
 def by_blocks(block_length: int) -> torch.Tensor:
-    """A mask ``[L, L]`` of the keys that each query sees, for block-causal attention."""
+    """Return the mask ``[L, L]`` of block-causal attention: True where a query (row) sees a key
+    (column).
+    """
     block = torch.arange(LENGTH) // block_length
     return block[None, :] <= block[:, None]
 
@@ -105,8 +108,8 @@ def test_llada2s_logits_are_those_of_glm4_moe(tmp_path: Path) -> None:
     config = llada2_config()
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
     tensors = read_tensors(path)
-    # For groups that are not chosen, Glm4Moe sets the scores to 0. This project makes sure that
-    # these scores are never chosen. If all biased scores are above 0, the result is the same.
+    # Glm4Moe sets the scores of experts in groups that are not chosen to 0. This project never
+    # chooses such experts. If all biased scores are above 0, both give the same result.
     biases = {
         name: tensor.abs() for name, tensor in tensors.items() if name.endswith("expert_bias")
     }

@@ -1,10 +1,10 @@
 """Tests of the native library with C programs.
 
-The library is built with sanitizers, installed, and linked.
+The library is built with sanitizers, and an installed copy of the library is linked.
 
-The tests reach every error path. Builds are in build/native-asan and, for slow tests, in
-build/native-release. So only the first run compiles everything. The tests use the files that the
-Python package installed.
+The tests reach every error path. The builds stay in build/native-asan and, for slow tests, in
+build/native-release, so only the first run compiles everything. Other tests use the library that
+was installed with the Python package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with changed environment variables. The caller checks whether it succeeded."""
+    """Run a program with changed environment variables. The caller must check the exit code."""
     engine = _native.onnxruntime_library()
     known = {} if engine is None else {"DLM_ONNXRUNTIME": engine}
     environment = os.environ | known | {"PATH": TOOLS} | variables
@@ -77,7 +77,7 @@ def succeed(*command: str | Path, **variables: str) -> str:
 
 
 def tool(name: str) -> str:
-    """The path of a program without which these tests cannot run."""
+    """Return the path of a program without which these tests cannot run. Fails if it is missing."""
     found = shutil.which(name, path=TOOLS)
     assert found is not None, (
         f"{name} is not installed. These tests need cmake, ninja (pip install cmake ninja), gcc and nm."
@@ -86,7 +86,7 @@ def tool(name: str) -> str:
 
 
 def _header_folder(distribution: str, name: str) -> Path | None:
-    """The folder of a C header in an installed distribution, or None if the distribution is not
+    """Return the folder of a C header in an installed Python package, or None if the package is not
     installed.
     """
     try:
@@ -97,9 +97,9 @@ def _header_folder(distribution: str, name: str) -> Path | None:
 
 
 def _header_option(option: str, distribution: str, name: str) -> list[str]:
-    """The CMake option with the folder of a header.
+    """Return the CMake option that names the folder of a C header.
 
-    The value is empty if the distribution is not installed.
+    The value is empty if the Python package with the header is not installed.
     """
     folder = _header_folder(distribution, name)
     return [f"-U{option}" if folder is None else f"-D{option}={folder}"]
@@ -112,7 +112,8 @@ HAS_TENSORRT = TENSORRT_HEADERS[0].startswith("-D")
 
 
 def build(folder: Path, *options: str) -> Path:
-    # An earlier run may have found header folders that no longer exist. So these options are unset.
+    # CMake remembers the header folders that an earlier run found, even if they no longer exist.
+    # These options are therefore unset.
     generator = [
         "-G",
         "Ninja",
@@ -123,7 +124,8 @@ def build(folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open(
         "w"
-        # Workers use the same folder. Two builds at the same time would damage each other's files.
+        # The processes of pytest-xdist build in the same folder. Two builds at the same time would
+        # damage each other's files.
     ) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
@@ -134,7 +136,8 @@ def build(folder: Path, *options: str) -> Path:
 def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
     """Compile a C program with strict warnings and link it with a library.
 
-    The program finds this library when it runs.
+    The path of the library is stored in the program, so that the program finds the library when it
+    runs.
     """
     link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}"]
     succeed(
@@ -154,7 +157,7 @@ def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
 
 
 def header() -> str:
-    """The text of dlm_runtime.h without its comments."""
+    """Return the text of dlm_runtime.h without its comments."""
     return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
 
 
@@ -168,7 +171,7 @@ def header_functions() -> dict[str, tuple[str, int]]:
 
 
 def header_fields(struct: str) -> list[str]:
-    """The fields of a struct of the header, in order."""
+    """Return the names of the fields of a struct of the header, in order."""
     body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", header(), flags=re.DOTALL)
     assert body is not None, f"{struct} is not in {HEADER}"
     declarators = ",".join(body[1].split(";")[:-1]).split(",")
@@ -198,7 +201,7 @@ def release() -> Path:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of the example, and Python's answer to the same request."""
+    """The arguments of an example program, and the answer that Python gives to the same request."""
 
     arguments: list[str]
     answer: str
@@ -330,7 +333,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 ) -> None:
     """The test loads a fake ONNX Runtime.
 
-    Its version string is the value of the environment variable.
+    The fake reports as its version whether the variable that disables telemetry was set.
     """
     source = tmp_path / "fake.c"
     source.write_text(
@@ -358,8 +361,8 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 def test_onnxruntime_leaves_nothing_in_the_home_folder(
     sanitized_example: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    # ONNX Runtime never sends telemetry on a build server. So the test unsets the variables that
-    # identify a build server.
+    # ONNX Runtime never sends telemetry on a build server. The test must run without this
+    # protection, so it unsets the variables that identify a build server.
     clean = [
         "env",
         *(
@@ -447,8 +450,8 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
         pytest.skip(
             "onnxruntime_c_api.h is neither in $ONNXRUNTIME_INCLUDE_DIR nor on the system (Debian: libonnxruntime-dev)"
         )
-    # The object file contains only static assertions. If it was compiled, the assertions hold. The
-    # library depends on this object file.
+    # The source of this object file contains only static assertions, so the assertions hold if the
+    # object file exists. The library's build requires the object file.
     assert list(release.glob("CMakeFiles/ort_slots_check.dir/**/*.o"))
 
 
@@ -502,9 +505,10 @@ def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
 def test_static_library_keeps_its_names_from_a_programs_own(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The program defines functions and a class with the same names as in the library.
+    """The test's program defines functions and a class with the same names as in the static
+    library.
 
-    It also uses the same templates of the C++ standard library.
+    The program also uses the same templates of the C++ standard library.
     """
     source = tmp_path / "names.cc"
     source.write_text(
@@ -577,7 +581,7 @@ def test_pkg_config_file_builds_the_example(
 def test_a_parallel_build_with_makefiles_waits_for_the_objects(tmp_path: Path) -> None:
     """Instead of compiling, the build copies an empty object file.
 
-    So the test only checks the order of the build steps.
+    The test therefore only checks the order of the build steps.
     """
     empty, launcher = tmp_path / "empty.o", tmp_path / "launcher"
     succeed(tool("gcc"), "-c", "-x", "c", "-fPIC", "/dev/null", "-o", empty)

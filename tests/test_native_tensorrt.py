@@ -2,11 +2,11 @@
 
 The tests use mocks of CUDA and TensorRT, and sanitizers.
 
-The engine is compiled with NVIDIA's headers. The mocks (runtime/native/tests) have "device" memory
-that the host cannot read. They delay the work on a CUDA stream until the program waits for the
-stream, and check every address. The mock denoiser computes its results from every byte that a pass
-reads. So its canvas only equals the callback engine's canvas if every byte was copied to the right
-place. The tests do not run the real TensorRT.
+The runtime's TensorRT code is compiled with NVIDIA's headers. The mocks (runtime/native/tests) have
+"device" memory that the program itself cannot read. They delay the work on a CUDA stream until the
+program waits for the stream, and check every address. The mock denoiser computes its results from
+every byte that a pass reads. Its canvas therefore equals the canvas from ``from_callback`` only if
+every byte was copied to the right place. The tests do not run the real TensorRT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIXED = ((3, 4), (1, 16), (3, 4), (2, 2))
 CANVAS, BLOCK = 64, 32
 PORTS = ("input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits")
 LAYER_PORTS = ("past_key", "past_value", "present_key", "present_value")
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # nvinfer1::DataType
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # the numbers of nvinfer1::DataType
 
 pytestmark = pytest.mark.skipif(
     not (HAS_TENSORRT and HAS_MOCKS),
@@ -52,7 +52,7 @@ def plan(
     *more: str,
     layers: tuple[tuple[int, int], ...] = LAYERS,
 ) -> str:
-    """The content of an engine file for the mock."""
+    """Return the content of an engine file that the mock of TensorRT reads."""
     lines = ["mock-engine", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     for profile in sizes.values():
@@ -79,8 +79,8 @@ def write_bundle(
     """Write a bundle with only the fields that the native reader needs.
 
     ``engines`` maps targets to changes of a valid entry. The key "plan" is the content of the
-    engine file. ``names`` renames inputs and outputs. ``graphs`` are the two graph files, which the
-    TensorRT engine never opens.
+    engine file. ``names`` renames inputs and outputs. ``graphs`` are the contents of the bundle's
+    two ONNX files, which a TensorRT engine never reads.
     """
     folder.mkdir(exist_ok=True)
     judged, device = (text.encode() for text in graphs)
@@ -154,8 +154,8 @@ def bundle(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Told:
-    """The output of device_driver: statuses with messages, and how often each mock function had
-    been called.
+    """The output of the program device_driver: the status and message of each request, and how
+    often each mock function had been called after each round.
     """
 
     opened: tuple[str, str]
@@ -166,7 +166,7 @@ class Told:
         return bool(self.rounds) and all(answer == ("OK", "same") for answer in self.rounds)
 
     def made(self, call: str, round: int = -1) -> int:
-        """The number of calls in this round."""
+        """Return how often the mock function ``call`` was called in this round."""
         rounds = range(len(self.counts))
         before = self.counts[rounds[round] - 1] if rounds[round] > 0 else {}
         return self.counts[round].get(call, 0) - before.get(call, 0)
@@ -178,9 +178,9 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run the driver. ``variables`` can make its mocks fail.
+        """Run device_driver. The environment ``variables`` can make the mocks fail.
 
-        The driver must exit with 0, leak no memory, and only access its own memory.
+        The program must exit with 0, and the sanitizers must find no leak and no wrong access.
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",
@@ -244,8 +244,8 @@ def test_canvases_are_those_of_the_callback_engine(
     if cache == "none":
         options = {key: value for key, value in options.items() if key != "refresh"}
     if cache == "prefix" and given + new > BLOCK:
-        # With a shorter prompt or more new tokens, the first cached pass might be longer than a
-        # block.
+        # These lengths are chosen because, with a shorter prompt or more new tokens, the first
+        # cached pass could be longer than a block.
         options = options | {
             "given": min(given, 8),
             "new": 24,
@@ -287,8 +287,8 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
     tmp_path: Path, drive: Drive
 ) -> None:
-    # Each input or output gets the usual name of a different input or output. Code that relies on
-    # positions or usual names uses the wrong input or output.
+    # Each input or output of the engine gets the usual name of another one. Code that relies on
+    # their order or their usual names would use the wrong one.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
     lines = [f"rename {name} {name}!" for name in called] + [
@@ -338,14 +338,15 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks. After the last block, no rows are copied.
+    # There are three blocks, which copy keys and values twice, twice and once. After the last
+    # block, no rows are copied back.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
-    )  # keys and values in float16
+    )  # bytes of the keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
-    # A refresh copies the past rows to other memory. Then some of these rows are copied back, with
-    # the new rows of the pass between them.
+    # A refresh pass starts before the block. The cached rows are first copied aside, and then some
+    # are copied back around the new rows of the pass.
     told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
     first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
     assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * len(LAYERS)
@@ -356,7 +357,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
-    # Each request has 3 full passes (T 29, S 0, R 8) and 21 cached passes (T 8, S 21, R 8).
+    # Each request has 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21 cached passes (8
+    # tokens, 21 cached, 8 scored rows), that is two sizes.
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2
@@ -393,8 +395,8 @@ def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(
         )
         == 2 + 32
     )
-    # One size is used between all others, so its CUDA graph is kept. It is captured once, like the
-    # graphs of the 39 other sizes.
+    # Passes of one size alternate with passes of 39 other sizes. The CUDA graph of this size stays
+    # in the limited store, so each of the 40 sizes is captured only once.
     mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
     assert mixed.counts[79]["createExecutionContext"] == 2 + 40
 
@@ -581,7 +583,8 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
 
 
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
-    # This file is not an engine. However, the message must name a different reason.
+    # The engine file is invalid, but an earlier check must fail, so the message must name the other
+    # reason.
     write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
     assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
     assert (

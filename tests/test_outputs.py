@@ -1,6 +1,6 @@
-"""Tests of output paths.
+"""Tests of how commands write their output paths.
 
-No file is lost, even if another process writes there or a build is killed.
+No file is lost, even if another process writes to the output path or a build is killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _no_renameat2(*_: object) -> None:
 
 @pytest.fixture(params=["renameat2", "two renames"])
 def either_move(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move files with renameat2, and without it, as on a file system that does not support its
-    flags.
+    """Run the test twice: with renameat2, and without it, as on a file system that does not support
+    the flags of renameat2.
     """
     if request.param == "two renames":
         monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
@@ -243,7 +243,9 @@ def test_a_bundle_whose_engines_are_being_changed_is_not_replaced(out: Path) -> 
 
 
 def _leave(out: Path, name: str = "old") -> Path:
-    """Leave a claim behind, as a killed build does."""
+    """Leave the files of a killed build behind: a claim file, which reserves the output path, and a
+    folder with the unfinished output.
+    """
 
     def work() -> None:
         with staged(out, force=True, needed_bytes=0) as folder:
@@ -338,12 +340,13 @@ def test_a_kill_between_two_renames_is_mended_by_the_next_build(
 
 
 def _check(found: dict[str, Any]) -> None:
-    """Check the state after one interrupted build, see ``interrupted.run``."""
+    """Check what ``interrupted.run`` found after one interrupted build."""
     sent, second = signal.Signals[found["signal"]], found["second"]
     assert found["code"] == -sent, found
     old = "old" if found["force"] else None
     if second is not None and second[0] == 0:
-        # The other build began before this build had a claim, or after this build was done.
+        # The second build succeeded. It ran before this build had claimed the path, or after this
+        # build was done.
         assert found["stands"] == "second", found
     else:
         assert found["stands"] in (old, "new"), found
@@ -396,10 +399,10 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
 def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
     tmp_path: Path, llada_checkpoint: Path
 ) -> None:
-    """Another process kills the command.
+    """The command runs in another process, and the test kills it.
 
-    In one of three runs, the kill comes at a random time. In the other runs, it comes while the
-    last files are moved to their place.
+    In one of three runs, the kill comes at a random time. In the other two, it comes while the last
+    files are moved to their final paths.
     """
     out = tmp_path / "out" / "bundle"
     claim = out.with_name(".bundle.dlm-export")

@@ -1,5 +1,6 @@
-"""If the parts of a graph run one after another, the results equal the whole graph's results bit by
-bit.
+"""Tests of splitting a graph into parts.
+
+If the parts run one after another, the results must equal the whole graph's results bit by bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Processing an array in pieces gives the same results as processing it at once, and reports
-errors.
+"""Tests of functions that process an array in pieces, with several threads.
+
+The results must equal those for the whole array, and errors must be reported.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def test_results_come_in_order_whoever_is_first(
     later = threading.Event()
 
     def work(number: int) -> int:
-        if cores > 1 and number == 0:  # this piece finishes only after a later piece
+        if cores > 1 and number == 0:  # wait until a later piece is done, so that the order changes
             assert later.wait(60)
         later.set()
         return -number

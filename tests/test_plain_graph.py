@@ -1,5 +1,6 @@
-"""The graph of elementary operators, for TensorRT before 10.14, computes the same as the normal
-graph.
+"""Tests of the graph that consists of elementary operators, for TensorRT before 10.14.
+
+This graph must compute the same as the normal graph.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_both_graphs_compute_the_same(
         names = [value.name for value in whole.graph.output]
         expected, found = ([*session.run(names, feed)] for session in sessions)
         for name, one, other in zip(names, expected, found, strict=True):
-            # In two layers, sums in fp32 have another order.
+            # The two graphs have two layers, in which they add fp32 numbers in another order.
             np.testing.assert_allclose(
                 other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}"
             )

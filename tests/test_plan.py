@@ -1,4 +1,6 @@
-"""Tests of plans. Predictions are computed from the work of a pass and the table of targets."""
+"""Tests of ``dlm-export plan``, which predicts speed and memory from the work of a pass and the
+table of target devices.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def prediction(
 def measurement(**changes: Any) -> dict[str, Any]:
     """The output of ``bench --json`` for a bundle with the sizes of TINY.
 
-    It only has the fields that a plan reads.
+    The output only has the fields that ``plan`` reads.
     """
     rates = {
         "read_bytes_per_s": 1e9,
@@ -137,7 +139,7 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    """A layer with d 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights.
+    """A layer of width 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights.
 
     The head has 3200 weights, and the norms have 96 weights. Each element has 2 bytes.
     """
@@ -146,7 +148,7 @@ def test_an_example_worked_out_by_hand() -> None:
     request = Request(prompt_tokens=8, new_tokens=4, tokens_per_pass=(2,), prices={"h100": 3.6})
     got = prediction(TINY, target, request=request, block=4)
     weights = 2 * (10240 + 3200 + 96)
-    token_bytes = 2 * 32 + 2 * 2 * 32  # the bytes of a row of the embedding, a key and a value
+    token_bytes = 2 * 32 + 2 * 2 * 32  # bytes of an embedding row, a key and a value
     full_bytes = 1e3 * (weights + 12 * token_bytes) / 1e6
     block_bytes = 1e3 * (weights + 4 * token_bytes + 8 * 128) / 1e6
     full_macs = 1e3 * (12 * 10240 + 2 * 32 * 12 * 12 + 4 * 3200) / 2e7
@@ -158,14 +160,17 @@ def test_an_example_worked_out_by_hand() -> None:
     assert got.block_pass.arithmetic_ms == pytest.approx(block_macs)
     (speed,) = got.speeds
     assert speed.nfe == 2
-    # For any number of scored rows, reading the bytes takes longer than the arithmetic.
+    # Reading the bytes takes longer than the arithmetic, however many rows are scored, so only the
+    # bytes matter.
     assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
     assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
 
 
 def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
-    """The result is 8,015,581,184 parameters, as in the released checkpoint."""
+    """The description of LLaDA-8B gives 8,015,581,184 parameters, as many as the released
+    checkpoint has.
+    """
     network = LLADA_8B.network
     attention, mlp = network.layers[0].attention, network.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
@@ -199,7 +204,9 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
 
 @st.composite
 def loops(draw: st.DrawFn) -> Loop:
-    """Strategy for all policies that change the passes, and the networks that support them."""
+    """Strategy for policies of every kind that changes the number or sizes of passes, with networks
+    that support them.
+    """
     visible_block, shift = draw(st.sampled_from((None, None, 1, 3, 4))), draw(st.integers(0, 1))
     block = draw(st.integers(1, 20))
     edit = "none" if shift else draw(st.sampled_from(("none", "edit")))
@@ -244,11 +251,14 @@ def test_the_passes_are_those_that_the_native_loop_makes(
             ], 0.5  # all scores are equal, so only the number of commits matters
 
     bundle = Recording(shift=loop.shift, visible_block=loop.visible_block).bundle
-    # Each row has an entropy of 0.5. The rule commits a row if the sum of the entropies of the rows
-    # before it is within the bound. No probability reaches the threshold of edits.
+    # In the fake denoiser, each row has an entropy of 0.5. The rule commits a row if the entropies
+    # of the rows before it add up to no more than the bound. No probability reaches the threshold
+    # for edits, so edits change nothing.
     changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
     if loop.shift and loop.policy.cache in FULL_CACHES:
-        # A position that must commit counts as an entropy of 0.
+        # With shift 1 and these caches, the first position of a block must be committed in the
+        # block's first pass, and its entropy counts as 0. The rule then commits other numbers of
+        # positions, so one token per pass is tested instead.
         changes, per_pass = {"commit": "static", "stop": "none"}, 1
     policy = loop.policy.with_fields(changes)
     bundle.generate(tokens=[1] * prompt, max_new_tokens=new, **policy.as_dict())
@@ -299,7 +309,7 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
 ) -> None:
     """The scheduler adds up the predicted costs of its passes.
 
-    From this sum, the test finds out the sizes of the passes.
+    The costs are chosen so that the test can compute the sizes of the passes from this sum.
     """
     common = min(common, prompt)
     policy = Policy(
@@ -313,7 +323,7 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     )
     asked = {"max_new_tokens": new, **policy.as_dict()}
     with block_causal.scheduler(max_tokens=max_tokens, cost=COST) as scheduler:
-        # The earlier request has the common tokens, and then different tokens.
+        # This earlier request starts with the ``common`` tokens and goes on with other tokens.
         scheduler.submit(tokens=PROMPT[:common] + [151] * 33, **asked).result(60)
         before = scheduler.stats
         made = scheduler.submit(tokens=PROMPT[:prompt], **asked).result(60)
@@ -544,7 +554,8 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
         (found,), _ = precisions_of(shape, target, [str(recipe)])
         assert found.layers == (("head", "int8-weight"),)
     (found,), _ = precisions_of(tied, CPU, [str(recipe)])
-    # Tokens can be looked up in a table in this format.
+    # The shared table is in int8-dynamic, because single rows of a matrix in this format can be
+    # read.
     assert found.layers == (("head", "int8-dynamic"),)
     (found,), _ = precisions_of(tied, H100, [str(recipe)])
     assert found.layers == ()
@@ -694,8 +705,8 @@ def test_an_interpolated_ratio_stays_within_what_was_measured(
 def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     two = measurement()
-    # The two passes have the ratios 3 and 2 of measured to computed time. Each ratio is predicted
-    # from the other.
+    # The measured times of the two passes are 3 and 2 times the computed times. The error is
+    # estimated by predicting each pass from the other pass's ratio.
     two["passes"] = two["passes"][:2]
     path.write_text(json.dumps(two))
     assert read_measured(path).leave_one_out() == pytest.approx([2 / 3 - 1, 3 / 2 - 1])
@@ -706,9 +717,10 @@ def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path)
 
 
 def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_file: Path) -> None:
-    """The generation has 16 passes over a canvas of 16 tokens.
+    """The measured generation has 16 passes over a canvas of 16 tokens.
 
-    Each block of 8 tokens has one full pass and seven passes over the block only.
+    For each block of 8 tokens, one pass computes the whole canvas and seven passes compute only the
+    block.
     """
     measured = read_measured(measured_file)
     same = replace(TINY, presets={"fast-dllm": {"cache": "dual", "block_length": 8}})
@@ -911,7 +923,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     if kind == "svg":
         for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
             assert word in content
-        assert b"gb10" not in content  # the chart has no point for gb10
+        assert b"gb10" not in content  # nothing is known for gb10, so the chart does not show it
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
     assert invoke(*options).exit_code == 2
@@ -1003,8 +1015,8 @@ def test_the_passes_and_the_cache_are_printed_and_in_json(several_bundle: Path) 
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "200 prompt and 128 new tokens, batch 1, cache block." in lines
     assert "336 tokens in pages of 16, 96 of them shared: fp32 3.9 MiB" in shown
-    # The whole blocks of the prompt contain 192 tokens, and 96 of these tokens are reused. The
-    # first block has 8 new tokens, and the last block has 8 positions.
+    # The prompt has 192 tokens in whole blocks, of which 96 are reused. The prompt's last 8 tokens
+    # and 8 positions of the answer share a block, and the last block has 8 positions.
     at = lines.index("tokens cached tokens passes at 4")
     assert lines[at + 1 : at + 6] == [
         "64 96 1",

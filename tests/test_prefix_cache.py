@@ -1,4 +1,7 @@
-"""Requests of a scheduler reuse the keys and values of equal prompts. Answers do not change."""
+"""Tests of schedulers that reuse keys and values if prompts start with the same tokens.
+
+The answers must not change.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,8 @@ def test_a_conversation_computes_only_what_is_new(bundle: Bundle) -> None:
             made = scheduler.submit(tokens=history, **CHANGES).result(60)
             alone = bundle.generate(tokens=history, **CHANGES)
             assert made.tokens == alone.tokens
-            # The last block of the previous answer was never stored. The other blocks of this
-            # answer were stored.
+            # Everything before the new message can be reused, except the last block of the previous
+            # answer, which was never stored.
             before = len(history) - 19
             assert made.cached_tokens >= before // BLOCK * BLOCK - BLOCK
             history = list(made.tokens)

@@ -1,5 +1,5 @@
-"""Quantised checkpoints that modelopt exported (its unified format) are loaded exactly, and damaged
-ones are rejected.
+"""Quantised checkpoints in the unified format that modelopt exports are loaded exactly, and damaged
+checkpoints are rejected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _say(path: Path, **values: Any) -> None:
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
     """Return the values of a stored matrix ``[out, in]`` in float64.
 
-    They are computed element by element from the definition of the format.
+    The values are computed element by element from the definition of the format.
     """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
@@ -89,8 +89,8 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
         )
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
-        # The definition is computed in float64, but the code computes two products in fp32. So the
-        # results differ by at most 2 units in the last place.
+        # The expected values are computed in float64, but the exporter multiplies twice in fp32.
+        # The results therefore differ by at most 2 units in the last place.
         np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
 
 
@@ -126,9 +126,10 @@ def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
-    """In FP8 and NVFP4, the largest value has the largest code.
+    """In FP8 and NVFP4, the largest value of a matrix or group has the largest code.
 
-    So quantising again finds the same ranges and the same codes.
+    If the values of a stored matrix are quantised again, the ranges and the codes are therefore the
+    same.
     """
     for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
         stored = _weights(
@@ -136,8 +137,8 @@ def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -
         ).stored(f"{LAYER}.weight")
         assert stored is not None
         again = quantise_weight(stored.weight.dequantise(), stored.weight.format)
-        # The codes of minus zero and zero mean the same value. A new scale may differ from the old
-        # scale in the last place.
+        # The codes of -0.0 and 0.0 differ but mean the same value, so values are compared and not
+        # codes. A new scale may differ from the old scale in the last place.
         np.testing.assert_allclose(again.dequantise(), stored.weight.dequantise(), rtol=1e-6)
 
 
@@ -158,7 +159,7 @@ def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algo
     expected = families.load(_weights(plain), _network(plain))(ids)
     spread = expected.max() - expected.min()
     assert float((ours - expected).abs().max() / spread) < 1e-5
-    # The checkpoint is really quantised.
+    # The logits differ from those of the original weights, so the checkpoint is really quantised.
     assert float((ours - original(ids)).abs().max() / spread) > 1e-3
 
 
@@ -536,7 +537,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     }
     stored = weights.stored(f"{LAYER}.weight")
     assert stored is not None
-    if stored.weight.format == "nvfp4":  # the codes are in the order that the kernel needs
+    if stored.weight.format == "nvfp4":  # NVFP4 codes are stored in the order that the kernel needs
         assert (
             tensors[f"{LAYER}.weight.panels"].tobytes()
             == nvfp4_panels(stored.weight.codes).tobytes()
@@ -558,7 +559,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(
         torch.tensor([ids])
     )[0].numpy()
-    # The remaining difference comes from the quantised activations.
+    # The weights of both sides are the same. The difference comes from the quantised activations.
     assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
 
 

@@ -1,6 +1,7 @@
-"""Tests of prompt caches, and of sessions that store keys and values between calls.
+"""Tests of prompt caches (files with keys and values), and of sessions that store keys and values
+between calls.
 
-Answers do not change.
+Reusing stored keys and values must not change any answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests of ONNX Runtime's GPU providers without a GPU. ONNX Runtime and CUDA's driver are mocks.
 
 The tests run under sanitizers. As in the tests of TensorRT, the host cannot read "device" memory,
-and the mock denoiser computes its results from every byte that a pass reads. So its canvas only
-equals the callback engine's canvas if every byte was copied to the right place on the device.
+and the mock denoiser computes its results from every byte that a pass reads. Its canvas therefore
+equals the canvas from ``from_callback`` only if every byte was copied to the right place on the
+device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ needs_mocks = pytest.mark.skipif(
 
 
 def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...] = LAYERS) -> str:
-    """A graph file for the mock, with three nodes that all providers can run."""
+    """Return a graph file that the mock of ONNX Runtime reads, with three nodes that all providers
+    can run.
+    """
     lines = ["mock-graph", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     lines += [f"node mlp_{i} MatMul {' '.join(REGISTERED)}" for i in range(3)]
@@ -52,7 +55,7 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
     """Write a bundle for GPUs without engine files.
 
-    ``device`` is the bundle's graph for GPUs. Its graph for judging is a placeholder.
+    ``device`` is the content of the graph that GPUs run. The bundle's other graph is a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(
@@ -175,7 +178,7 @@ def test_kept_rows_are_moved_on_the_device_and_waited_for_once_a_block(
     assert told.made("cuStreamSynchronize") == 3
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
-    )  # keys and values in float16
+    )  # bytes of the keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
     assert told.made("cuMemAlloc") == 0, "a second request of that length needs no more memory"
     assert drive(bundle, cache="none", **CUDA).counts[0].get("cuMemAlloc", 0) == 0
@@ -436,7 +439,7 @@ def test_both_wheels_at_once_are_refused_by_name(
         in str(caught.value)
     )
     del versions["onnxruntime"]
-    # Now the name of the provider is right, but the folder is wrong.
+    # This call names a known provider, but a folder that is not a bundle.
     with pytest.raises(dlm_runtime.BundleError):
         dlm_runtime.open(tmp_path, provider="cuda")
 

@@ -1,16 +1,16 @@
-"""Compares the presets with the authors' decoding loops: the canvas before every pass, and the
-passes.
+"""Compares this project's presets with the authors' decoding loops: the canvas before every pass,
+and what each pass computes.
 
 ``golden/published_loops.json`` contains the passes of the authors' code on small random networks.
-``make_published_loops.py`` wrote this file. The docstring of this script lists the four sources.
-Three differences are excluded from the comparison:
+``make_published_loops.py`` wrote this file. The script's docstring lists the four files of the
+authors' code. Three differences are excluded from the comparison:
 
-- SDAR's code stores the last block, although no later pass reads this block. The preset does not
-  store this block.
-- SDAR's sampler replaces a known token if fewer masked positions are left than a step commits. The
-  file contains no such request.
-- Fast-dLLM v2's code drops a prompt that is exactly one block long, because it does not store such
-  a prompt. The file contains no such prompt.
+- SDAR's code runs a pass that stores the last block in the cache, although no later pass reads it.
+  The preset has no such pass.
+- SDAR's sampler replaces a token that is already decided if fewer masked positions are left than a
+  step commits. The file contains no request in which this happens.
+- Fast-dLLM v2's code ignores a prompt that is exactly one block long, because it does not store its
+  keys and values. The file contains no such prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def traces_of(family: str) -> list[Any]:
 
 
 def until_end(tokens: list[int], prompt: int) -> list[int]:
-    """The tokens up to the first generated end token."""
+    """Return the tokens up to the first generated end token."""
     ends = [at for at in range(prompt, len(tokens)) if tokens[at] == END]
     return tokens[: ends[0] + 1] if ends else tokens
 
@@ -80,8 +80,9 @@ def run(
 
 
 def deciding(passes: Passes, trace: dict[str, Any]) -> Passes:
-    """Return, for each pass over undecided positions, the end of the pass and the tokens of its
-    block.
+    """Keep only the passes over undecided positions.
+
+    For each pass, return the end of its positions and the tokens of its block.
     """
     block = trace.get("block", 0)
     return [(first + len(ids), ids[-block:]) for first, ids in passes if MASK in ids]
@@ -108,7 +109,10 @@ def test_sdar_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("llada2"))
 def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """The authors' code has no cache. Each pass computes the canvas up to the end of the block."""
+    """The authors' code has no cache.
+
+    Each of its passes computes the whole canvas up to the end of the current block.
+    """
     policy = PRESETS["llada2"].with_fields(
         {"steps_per_block": trace["steps"], "threshold": trace["threshold"]}
     )
@@ -144,8 +148,10 @@ def test_fast_dllm_v2_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("rnd1"))
 def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """With more steps than tokens, some passes of the authors' code commit nothing and repeat the
-    previous pass. The preset skips these passes.
+    """If more steps than tokens are planned, some passes of the authors' code commit nothing, so
+    the next pass computes the same.
+
+    The preset skips such passes.
     """
     policy = PRESETS["rnd1"].with_fields({"steps_per_block": trace["steps"]})
     tokens, new = prompt_of(trace["prompt"], trace["seed"]), trace["new"]
@@ -169,8 +175,10 @@ def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
     ],
 )
 def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any]) -> None:
-    """If one field of a preset is changed, its passes differ from some traces of the authors'
-    code.
+    """If one field of a preset is changed, the passes differ from the authors' code for some
+    requests.
+
+    The comparison can therefore detect a wrong preset.
     """
     differing = 0
     for trace in TRACES:
@@ -188,9 +196,10 @@ def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any])
 
 
 def test_the_schedules_share_positions_as_published() -> None:
-    """With ``masked``, the first passes commit more positions than the later passes.
+    """With the schedule "masked", the first passes commit more positions than the later passes.
 
-    With ``floor``, passes with more and fewer positions alternate.
+    With the schedule "floor", passes that commit more positions and passes that commit fewer
+    positions alternate.
     """
     assert transfer_counts(10, 4) == [3, 3, 2, 2]
     left, shares = 10, []

@@ -1,5 +1,7 @@
-"""For each format, ONNX Runtime with the quantised graph gives the same results as torch with the
-same values.
+"""Tests of quantised graphs.
+
+For each format, ONNX Runtime must compute with the graph what torch computes with the same
+quantised values.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def _states(source: Source, count: int = 6) -> list[State]:
 
 
 def _quantise(source: Source, recipe: Recipe, folder: Path) -> numbers.Quantisation:
-    """Write the quantised graph into ``folder``."""
+    """Quantise a denoiser by a recipe, and write the quantised graph into ``folder``."""
     traced = _traced(source)
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
@@ -77,7 +79,7 @@ def _trace_once(path: Path) -> bytes:
 def _named(model: ir.Model) -> ir.Model:
     """Return a model whose initialisers can be serialised.
 
-    An initialiser that was not written yet is replaced by an empty one.
+    An initialiser whose values are not known yet is replaced by an empty one.
     """
     for name, value in model.graph.initializers.items():
         value.const_value = ir.tensor(
@@ -87,7 +89,10 @@ def _named(model: ir.Model) -> ir.Model:
 
 
 def _traced(source: Source) -> trace.Graph:
-    """The traced graph. Tracing takes a second, so each denoiser is traced only once."""
+    """Return the traced graph of a denoiser.
+
+    Tracing takes a second, so each denoiser is traced only once.
+    """
     model = ir.from_proto(onnx.ModelProto.FromString(_trace_once(source.path)))
     for value in model.graph.initializers.values():
         value.const_value = None
@@ -95,7 +100,9 @@ def _traced(source: Source) -> trace.Graph:
 
 
 def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.ndarray:
-    """Logits ``[L, V]`` of ONNX Runtime, with the settings of the native runtime."""
+    """Compute the logits ``[L, V]`` with ONNX Runtime, with the same settings as the native
+    runtime.
+    """
     c = source.network
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
@@ -126,11 +133,11 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
 
 
 def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
-    """Return the difference between the graph and torch: the smallest difference of three canvases.
+    """Compare the graph with torch on three canvases, and return the smallest difference.
 
-    Sometimes, an input at a rounding boundary gets the next code on one of the two sides. In fp8,
-    the next code differs by 6%. This happens by chance on a few canvases. A defect would be visible
-    on every canvas.
+    By chance, an input of a layer may be so near a rounding boundary that the graph and torch give
+    it different codes. In fp8, neighbouring codes differ by 6%. This happens on few canvases, but a
+    defect would show on every canvas.
     """
     canvases = [_ids(source, seed) for seed in (9, 10, 11)]
     return min(
@@ -195,7 +202,7 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
     done = calibrate.calibrate(source.parameters, c, recipe, formats, _states(source), lambda: None)
     assert formats["head"] == "int8-dynamic"
     assert "head" not in done.solved
-    # The scales would be folded into these parameters.
+    # If the solver had scaled the head's inputs, these parameters would have changed.
     for parameter in ("head.weight", "final_norm.weight"):
         ours, theirs = (
             each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters)
@@ -215,7 +222,7 @@ def test_a_head_is_solved_in_pieces_as_in_one(
 ) -> None:
     """States of clean text have no masked positions.
 
-    For such states, the inputs of the head are taken from all positions.
+    For these states, all positions count as inputs of the head.
     """
     states, c = _states(source), source.network
     if is_clean:
@@ -284,7 +291,7 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["B", "T", K]))
     w = ir.Value(name="layer.weight", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([K, N]))
     node = ir.node("MatMul", [x, w], metadata_props={graph.LAYER_KEY: "layer"})
-    # A layer's output must have a reader, so it is not the output of the graph itself.
+    # In a real graph, some node reads a layer's output. The Identity node plays this role.
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph(
@@ -299,9 +306,10 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
-    """Compute the layer with ONNX's FP4 type in onnx.reference.
+    """Compute a layer with ONNX's FP4 type in ONNX's reference implementation.
 
-    Both operands have two levels of DequantizeLinear.
+    Each operand is dequantised in two steps: the group scales with the global scale, and the codes
+    with the group scales.
     """
     N, K = weight.codes.shape
     F4, F8, F32 = onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT

@@ -55,7 +55,7 @@ CONFIGS = {
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """A denoiser with the layers of LLaDA2.
 
-    The second layer is a mixture, and no token chooses its expert 5.
+    The second layer is a mixture of experts. No token chooses expert 5 of this layer.
     """
     path = write_checkpoint(
         tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7
@@ -83,8 +83,8 @@ def calibrated(source: Source, recipe: Recipe, count: int = 24, **options: Any) 
 
 @torch.no_grad()
 def entering(source: Source, seen: list[State]) -> tuple[torch.Tensor, ...]:
-    """Return the inputs of the mixture in the whole denoiser, with the chosen experts and factors
-    of each token.
+    """Run the whole denoiser, and return the inputs of its mixture of experts and, for each token,
+    the chosen experts and their factors.
     """
     denoiser, found = families.load(source.parameters, source.network), []
     mixture = dict(denoiser.named_modules())[MIXTURE]
@@ -113,7 +113,7 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
     ]
     assert solved == [True, False, True, False]
     assert done.amax[f"{MIXTURE}.down"] > 0
-    np.testing.assert_allclose(  # the weights that are rounded to nearest
+    np.testing.assert_allclose(  # for the expert that no token chose, GPTQ rounds to nearest
         done.expert(f"{MIXTURE}.up", 5).dequantise(),
         done.parameters.read(f"{MIXTURE}.up.weight", np.dtype("f4"))[5],
         rtol=0.07,
@@ -123,7 +123,7 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
 
 
 def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]) -> float:
-    """Return the mean squared error of the mixture's results with quantised weights.
+    """Return the mean squared error of the mixture's results if only its weights are quantised.
 
     The inputs are not quantised.
     """
@@ -144,7 +144,7 @@ def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]
 def test_gptq_from_each_experts_tokens_loses_less_than_rounding(
     source: Source, format: str
 ) -> None:
-    """The comparison uses tokens that GPTQ did not use."""
+    """The test compares the errors for tokens that were not among GPTQ's calibration tokens."""
     fresh = entering(source, states(source, 24, 6))
     lost = {
         solver: error_of(
@@ -253,8 +253,10 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
-    """If the scores of two experts are almost equal, rounding errors make the two sides choose
-    different experts. Then the results of whole passes differ.
+    """If two experts have almost equal scores, rounding errors can make the graph and torch choose
+    different experts.
+
+    The results of whole passes then differ, but this is no error of the graph.
     """
     path = write_checkpoint(tmp_path / "checkpoint", CONFIGS["llada2"], seed=7)
     weight, bias = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"
@@ -279,7 +281,7 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
 
 
 def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dtype) -> Any:
-    """Return the weights of a graph in which two experts of the router are exchanged."""
+    """Return the weights of a defective graph, whose router has two experts exchanged."""
     found = later(parameters, network, parameter, *dtype)
     if not parameter.endswith("router.weight"):
         return found
@@ -303,9 +305,10 @@ def test_a_wrong_router_is_refused(
 def test_a_wrong_expert_is_refused(
     llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One code of one expert is wrong by 16, which is too much for a rounding error.
+    """In the test's graph, one code of one expert is wrong by 16, which is too much for a rounding
+    error.
 
-    The error names the function that contains all three stacks.
+    The error must name the function that computes with the experts' three stacked matrices.
     """
     read = Quantisation.expert
 
@@ -446,7 +449,9 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
 
 
 def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: Path) -> None:
-    """The experts are read from the panels in the bundle, so that the bundle can be quantised."""
+    """To quantise a full-precision bundle, the experts' weights are read back from the panels in
+    which the bundle stores them.
+    """
     bundle = build(llada2, tmp_path / "bundle", BuildOptions(check_parity=False)).output
     ours, theirs = open_source(bundle), open_source(llada2)
     for role in ("gate", "down"):

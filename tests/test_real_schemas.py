@@ -1,4 +1,6 @@
-"""Tests with real schemas. Two independent validators must accept random texts of the constraints.
+"""Tests of constraints for published JSON Schemas.
+
+Two independent validators must accept random texts that the constraints allow.
 
 $DLM_JSON_SCHEMA_BENCH is the folder ``data`` of github.com/guidance-ai/jsonschemabench. One
 validator is jsonschema. The other is jsonschema-rs (`pip install jsonschema-rs`), which only this

@@ -1,6 +1,7 @@
 """Tests of JSON Lines, CSV and XML as constraints.
 
-Python's parsers can read random texts, and the values are valid by the schema.
+Python's parsers must be able to read random texts that a constraint allows, and the parsed values
+must be valid by the schema.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_rows_of_csv_are_valid(delimiter: str, line_end: str) -> None:
             assert not {None} & {*row, *row.values()}, text
             jsonschema.validate(row_of(row), ROW)
         if "\r" in text.replace(line_end, ""):
-            # csv.writer only quotes this character if its line terminator contains the character.
+            # csv.writer quotes this character only if csv.writer's line terminator contains it.
             continue
         again = io.StringIO(newline="")
         writer = csv.writer(again, delimiter=delimiter, lineterminator=line_end)
@@ -125,7 +126,7 @@ ORDER = {
 
 
 def order_of(root: ElementTree.Element) -> dict[str, Any]:
-    """Convert the XML of an order to a value of the schema."""
+    """Convert the XML element of an order to a JSON value that the schema describes."""
     out: dict[str, Any] = {"id": root.get("id")}
     if "is-rush" in root.attrib:
         out["rush"] = json.loads(root.attrib["is-rush"])

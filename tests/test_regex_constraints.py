@@ -1,6 +1,7 @@
-"""Tests of regular expressions as constraints. They allow exactly the texts that match.
-The tests also cover limits, control characters and Unicode. ``test_patterns.py`` tests patterns of
-JSON Schema.
+"""Tests of regular expressions as constraints.
+
+A constraint must allow exactly the texts that match the expression. The tests also cover limits,
+control characters and Unicode. ``test_patterns.py`` tests patterns of JSON Schema.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def texts_over(letters: str, longest: int) -> list[str]:
             "(?x) a [b # ^[\n ] # ^(\n b",
         ),
         *("(?m)^a$\n^b$", "(?m:^)a|(?m)^b", r"(?-u:\b)a(?-u:\B)b", "(?m)(?:^a\n?)*"),
-        # Anchors and boundaries may be anywhere, and may be repeated.
+        # Anchors and word boundaries may be anywhere in an expression, and may be repeated.
         *(
             "(^a)*",
             "(?:^a|b)+",
@@ -184,7 +185,7 @@ def test_an_expression_that_matches_no_text_is_refused(expression: str) -> None:
 
 
 def test_categories_are_those_of_unicode() -> None:
-    """Python and the tables use different versions of Unicode.
+    """Python and this project's tables of categories use different versions of Unicode.
 
     Characters that exist in both versions have the same category, except for a few characters whose
     category changed.
@@ -273,5 +274,6 @@ def test_all_stages_together_stay_within_the_seconds(content: Any) -> None:
     except RequestError as err:
         message = str(err)
     assert re.search("more than (131072 states|1 s|1,000|memory)|limit", message), message
-    # The measured time includes the time in which the test reads the automaton in Python.
+    # The time includes reading the automaton in Python, so it is longer than the compiler's own
+    # limit.
     assert time.thread_time() - start < 20

@@ -1,6 +1,7 @@
 """Tests with regular expressions from the public test suites of two engines.
 
-The compiled automata must accept the same texts as these engines.
+The two engines are those of Python and Rust. The compiled automata must accept the same texts as
+these engines.
 
 The suite of CPython is ``test.re_tests`` of the standard library. The suite of Rust is the folder
 ``testdata`` of https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
@@ -27,9 +28,9 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits
 
 LIMITS = CompileLimits(seconds=5)
-# Syntax that Python and Rust read differently: nested sets and set operations, \Z, octal escapes,
-# counts without a lower bound, braces that are not a count, and flags that only one of the two
-# engines has. Texts of such expressions are not compared with Python.
+# Syntax to which Python and Rust give different meanings: nested sets and set operations, \Z, octal
+# escapes, counts without a lower bound, braces that are not a count, and flags that only one of the
+# two engines has. For such an expression, the automaton is not compared with Python.
 OTHER_SYNTAX = re.compile(
     r"\[\^?\]?[^]]*\[|&&|--|~~|\\[ZzbBhHvKXQEpPRGCu<>0-9]|\{,|\{(?!\d+(,\d*)?\})|\(\?[a-zA-Z-]*[^imsx:)]|\$."
 )
@@ -50,7 +51,9 @@ BEYOND_ASCII = re.compile(r"\\[wWsSdD]|\(\?[a-z]*i")
 
 @dataclass
 class Report:
-    """The counts of a suite, and the texts for which the engine and the automaton disagree."""
+    """The result for one test suite: how many expressions and texts were tested, and the texts for
+    which the engine and the automaton disagree.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     mismatches: list[tuple[str, str, str]] = field(default_factory=list)
@@ -73,7 +76,7 @@ class Report:
     def check_drawn(
         self, expression: str, made: ByteAutomaton, engine: re.Pattern[str], seed: int
     ) -> None:
-        """The engine must match random texts that the automaton accepts.
+        """Check that the engine matches random texts that the automaton accepts.
 
         U+001C to U+001F are excluded, because only Python considers them white space.
         """
@@ -121,8 +124,8 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
             report.counts["accepted, without an oracle"] += 1
             continue
         report.check_drawn(expression, made, engine, number)
-        # The texts that the suite contains for this pattern and for neighbouring patterns, and the
-        # matching parts of these texts.
+        # The texts to test: the suite's texts for this pattern and for neighbouring patterns, and
+        # the parts of these texts that match.
         candidates = {
             part
             for text in texts
@@ -144,13 +147,16 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
 
 @dataclass(frozen=True)
 class RustCase:
-    """A test of Rust's suite. ``spans`` contains the positions of the matches in bytes."""
+    """One test case of Rust's suite.
+
+    ``spans`` contains the start and end of each match in bytes.
+    """
 
     name: str
     expression: str
     haystack: bytes
     spans: tuple[tuple[int, int], ...]
-    # True if ``spans`` lists all matches, and not only the matches that a search finds first
+    # True if ``spans`` lists all matches, False if it lists only those that a search reports
     is_all: bool
 
     @property
@@ -162,7 +168,7 @@ def rust_cases(folder: Path) -> Iterator[RustCase]:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     never = {"bounds", "line-terminator", "anchored", "match-limit"}
     for path in sorted(folder.rglob("*.toml")):
-        # This suite is for a smaller engine, whose character classes only contain ASCII.
+        # The file regex-lite is for a smaller engine, whose character classes only contain ASCII.
         if path.stem == "regex-lite":
             continue
         for test in tomllib.loads(path.read_text(encoding="utf-8")).get("test", []):
@@ -215,9 +221,11 @@ def _is_text(text: bytes) -> bool:
     ("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)]
 )
 def test_expressions_of_rusts_suite(every: int, fewest: int) -> None:
-    """The automaton's results are compared with the matches that the suite expects.
+    """The automaton must accept a text of the suite exactly if the suite says that the whole text
+    matches.
 
-    If Python reads the expression in the same way, they are also compared with Python's matches.
+    If Python gives the expression the same meaning as Rust, Python must match random texts that the
+    automaton accepts.
     """
     folder = os.environ.get("DLM_REGEX_TESTDATA")
     if folder is None:

@@ -1,6 +1,7 @@
 """Tests of ``release/wheels.py``.
 
-The script first names the wheels that it cannot build, and then builds the others.
+The script first names the wheels that it cannot build on this machine, and then builds the other
+wheels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""If one traced layer of each kind is repeated, the graph equals a graph in which all layers were
-traced.
+"""Tests of ``repeat``, which traces one layer of each kind with torch and copies it for all other
+layers.
+
+The graph must equal a graph for which all layers were traced.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
 
 def described(graph: ir.Graph) -> dict[str, Any]:
-    """Return everything in a graph. The names of results are replaced by numbers in order."""
+    """Return a description of a graph for comparing it with another graph.
+
+    Names of intermediate results are replaced by numbers.
+    """
     number = {value: i for i, value in enumerate(value for node in graph for value in node.outputs)}
 
     def port(value: ir.Value | None) -> Any:
@@ -185,7 +190,7 @@ def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
 
 
 def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
-    """The audit of an engine finds the layers by these nodes."""
+    """The audit of an engine finds each layer by the paths of these nodes."""
     model = trace_once(EVERY, "bf16", is_plain=True).model
     experts.spread(model, EVERY)
     paths = {node.metadata_props[LAYER_KEY] for node in model.graph}
@@ -196,7 +201,9 @@ def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_layers_that_turn_alike_read_one_rotary_table(is_plain: bool) -> None:
-    """Two kinds of layers use separate tables, in any order of the layers."""
+    """Two kinds of layers with different rotary embeddings use separate tables, in any order of the
+    layers.
+    """
     graph = trace_pass(MIXED, "fp32", is_plain=is_plain).model.graph
     shapes = {
         name: tuple(value.shape or ())

@@ -1,5 +1,6 @@
-"""For made-up results, report.html is complete, runs no script, and fits a width of 360 px in a
-real browser.
+"""Tests of report.html, made from made-up results.
+
+The page is complete, contains no script, and fits a width of 360 px in a real browser.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the drawings, which take the most time. Tests of the text do not need them."""
+    """Let reports leave out their charts, which take the most time to draw.
+
+    Tests of the text do not need charts.
+    """
     monkeypatch.setattr(
         figures,
         "draw",
@@ -474,7 +478,7 @@ document.body.textContent = ['MEASURED', root.scrollWidth, page.defaultView.inne
 
 
 def luminance(colour: str) -> float:
-    """The relative luminance of ``rgb(r, g, b)`` by WCAG 2.2."""
+    """Return the relative luminance of the colour ``rgb(r, g, b)``, as WCAG 2.2 defines it."""
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     linear = [
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
@@ -483,8 +487,8 @@ def luminance(colour: str) -> float:
 
 
 def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "light") -> list[str]:
-    """Show a page in a frame of ``width`` pixels, run ``measure``, and return its output as
-    lines.
+    """Show a page in a frame of ``width`` pixels, run the script ``measure``, and return the
+    script's output as lines.
     """
     assert BROWSER is not None
     # Windows of Chromium are at least 500 pixels wide, but a frame in a window can be narrower.

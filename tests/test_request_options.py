@@ -1,5 +1,5 @@
-"""Tests of the options of requests: wrong values, types, cached constraints, and tool calls in
-incomplete texts.
+"""Tests of the options of requests: wrong values, the types for type checkers, stored constraints,
+and tool calls in incomplete texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dlm_runtime.constraints.compiled import CompileLimits
 from dlm_runtime.generation.request import OPTION_NAMES, RequestOptions
 
 HALF = "\ud800"
-# HUGE is larger than a double, and LONGER has more digits than Python prints.
+# HUGE is larger than the largest double. LONGER has more digits than Python is willing to print.
 HUGE, LONGER = 10**400, 10**5000
 LOCK = {
     "type": "object",
@@ -60,7 +60,10 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def unrun(demo_bundle: Path) -> Iterator[Bundle]:
-    """The demo without an engine. A request that passes all checks ends with an error at once."""
+    """The demo, opened without an engine.
+
+    A request that passes all checks of its options therefore fails at once.
+    """
     with dlm_runtime.open(demo_bundle, engine="none") as bundle:
         yield bundle
 
@@ -509,7 +512,7 @@ def uneven(p: CallbackPass) -> None:
 
 def logits_of(position: int) -> np.ndarray:
     logits: np.ndarray = np.random.default_rng(position).normal(0, 3, 160).astype(np.float32)
-    logits[39] = -50  # the mask token
+    logits[39] = -50  # the logit of the mask token
     return logits
 
 
@@ -543,8 +546,8 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(
         "of constrained requests alone"
     )
     for out in (*outs, event.result):
-        # No text of the constraint reaches the last two positions. They are filled before the first
-        # pass and are not counted.
+        # The longest text of the constraint ends two positions before the canvas ends. The last two
+        # positions are filled before the first pass, so they are not part of the loss.
         rows = [logits_of(at) for at in range(2, 8)]
         wanted = sum(
             float(row.max()) - float(row[token])

@@ -1,4 +1,4 @@
-"""Tests of how requests end, how results report this, and the text while it is generated."""
+"""Tests of how requests end, how results report the end, and the text during generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EOS, MASK = 5, 39
 def scripted(
     predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
 ) -> Bundle:
-    """A bundle that predicts a token and its probability for each position.
+    """Return a bundle whose denoiser predicts a given token and probability for each position.
 
     ``on_pass`` is called with the number of each pass, counted from 1.
     """
@@ -51,7 +51,9 @@ def scripted(
 
 
 def steady(position: int) -> tuple[int, float]:
-    """A bundle whose confidence decreases from left to right."""
+    """A prediction whose probability decreases from left to right, so that positions are decided in
+    order.
+    """
     return 10 + position % 20, 1 / (2 + position)
 
 
@@ -193,7 +195,7 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
 
     def on_pass(number: int) -> None:
-        if number == 3 * 5:  # this function is called once per request in each pass of a batch
+        if number == 3 * 5:  # fifth pass of the batch; called three times per pass
             assert cancels[1] is not None
             cancels[1].set()
 
@@ -234,7 +236,7 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
     with scripted(steady, on_pass) as bundle, bundle._handle.session() as session:
         handle.append(session)
         result = C.POINTER(_native.Result)()
-        library.dlm_session_cancel(session, 0)  # no request is running
+        library.dlm_session_cancel(session, 0)  # no request is running, so this has no effect
         for passes, finish in ((3, 5), (8, 2)):
             assert not library.dlm_session_generate(session, C.byref(request), C.byref(result))
             found = result.contents
@@ -292,7 +294,9 @@ drawing = st.builds(
 def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
     each: list[Policy], cache: str, new: int, shift: int
 ) -> None:
-    """The requests differ in sampling, rules, scores and seeds. All use the same cache."""
+    """The requests of the batch differ in sampling, commit rules, scores and seeds, but use the
+    same kind of cache.
+    """
     changes = [
         policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0})
         for policy in each
@@ -320,7 +324,7 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
 def test_every_way_to_run_a_request_gives_the_same_result(
     policy: Policy, request: dict[str, Any], shift: int, max_steps: int
 ) -> None:
-    """Compares canvases, finishes and statistics, except times."""
+    """Canvases, finish reasons and statistics must be equal, except times."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
     given_tokens = request["tokens"]
     new = request["max_new_tokens"]
@@ -347,7 +351,7 @@ BROKEN = "\ufffd"
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes. It counts the tokens that it decodes."""
+    """A tokenizer with one token per byte. It counts how many tokens it decodes."""
 
     template = None
 
@@ -364,7 +368,7 @@ class Bytes:
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """Each token is a byte, and the text comes in pieces of any size.
+    """Each token is one byte, and each event adds any number of bytes to the text.
 
     No token is decoded more than a few times.
     """
@@ -445,7 +449,7 @@ def test_a_stop_string_ends_text_and_passes() -> None:
             "f",
             "",
             "",
-        ]  # g may be the start of a stop string
+        ]  # g is held back, because it may be the start of a stop string
         out = bundle.generate(tokens=[1], **fields)
         assert events[-1].result is not None
         assert (

@@ -1,5 +1,5 @@
-"""Counts the files in which each kind of name occurs. docs/guides/developing.md must contain the
-same numbers.
+"""Counts in how many files names of several kinds occur, such as the name of a layer format.
+docs/guides/developing.md must contain the same numbers.
 """
 
 from __future__ import annotations

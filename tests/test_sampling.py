@@ -1,7 +1,7 @@
 """Tests of sampling.
 
-The tokens at a single position follow their distribution, and a seed gives the same text
-everywhere.
+The sampled tokens of a position must follow the position's distribution, and a seed must give the
+same text on every engine and number of threads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, EngineError, Policy
 
 MASK, VOCAB = 3, 20
 LOGITS = np.random.default_rng(0).normal(0, 1.5, VOCAB).astype(np.float32)
-LOGITS[MASK] = 50  # the raw logit; the mask token must never be drawn, even if its logit is high
+LOGITS[MASK] = 50  # the mask token must never be sampled, even if its raw logit is high
 
 
 def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -> Bundle:
-    """A bundle that gives every row the same logits ``[V]``."""
+    """Return a bundle whose denoiser predicts the same logits ``[V]`` for every row."""
     masked = np.where(
         np.arange(len(logits)) == MASK, -np.inf, np.where(np.isfinite(logits), logits, 0)
     ).astype(np.float64)
@@ -50,7 +50,7 @@ def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -
 def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
     """Return the distribution ``[V]`` after ``top_p`` and ``top_k``.
 
-    Tokens are added one by one, starting with the most likely token.
+    As the definition says, tokens are added one by one, the most likely token first.
     """
     weights = np.exp(LOGITS.astype(np.float64) / temperature)
     weights[MASK] = 0
@@ -76,9 +76,11 @@ def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
 def test_single_positions_are_drawn_from_the_softmax(
     temperature: float, top_p: float, top_k: int
 ) -> None:
-    """This is a chi-squared test with 16 seeds and 512 positions per seed.
+    """A chi-squared test compares the counts of tokens with the softmax, for 16 seeds with 512
+    positions each.
 
-    One of 10^5 correct samplers would exceed the limit (Wilson and Hilferty).
+    The limit is chosen so that a correct sampler exceeds it once in 10^5 tests (approximation of
+    Wilson and Hilferty).
     """
     counts = np.zeros(VOCAB)
     with fixed(LOGITS) as bundle:
@@ -89,7 +91,7 @@ def test_single_positions_are_drawn_from_the_softmax(
     wanted = cut(temperature, top_p, top_k) * counts.sum()
     assert counts.sum() == 16 * 512
     assert (counts[wanted == 0] == 0).all()
-    is_common = wanted >= 5  # rarer tokens do not have normally distributed counts
+    is_common = wanted >= 5  # the counts of rarer tokens are not approximately normal
     rare, seen = wanted[~is_common].sum(), counts[~is_common].sum()
     statistic = ((counts - wanted) ** 2 / np.maximum(wanted, 1e-9))[is_common].sum() + (
         (seen - rare) ** 2 / rare if rare else 0
@@ -101,10 +103,10 @@ def test_single_positions_are_drawn_from_the_softmax(
 
 
 def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
-    """The logits are the same everywhere, and each pass commits one token.
+    """All positions have the same logits, and each pass commits one token.
 
-    The tokens at neighbouring positions, in later passes and with other seeds must only be equal as
-    often as by chance.
+    Two tokens from neighbouring positions, from two passes or from two seeds must not be equal more
+    often than by chance.
     """
     with fixed(np.zeros(VOCAB, np.float32)) as bundle:
         fields: dict[str, Any] = {
@@ -117,7 +119,7 @@ def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
         one_by_one = bundle.generate(**fields, commit="sequential").tokens
     runs = np.array([*at_once, one_by_one, np.roll(at_once[0], 1)])
     equal = (runs[:, None] == runs[None]).mean(-1)[np.triu_indices(len(runs), 1)]
-    assert (equal < 0.12).all()  # 1/19, plus five standard deviations of 400 draws
+    assert (equal < 0.12).all()  # chance gives 1/19, and a deviation of 0.06 is rare
 
 
 @settings(max_examples=150, deadline=None)
@@ -186,7 +188,8 @@ def test_a_draw_of_one_token_is_the_best_one() -> None:
 def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> None:
     """Two tokens have the highest logit.
 
-    All other logits are lower by more than the largest float, and one token has the logit -inf.
+    The difference between these and all other logits overflows a float, and one token has the logit
+    -inf.
     """
     logits = np.full(VOCAB, -3.4e38, np.float32)
     logits[[1, 2]], logits[5] = 3.4e38, -np.inf
@@ -235,8 +238,10 @@ def test_candidates_outside_the_vocabulary_are_refused_before_they_are_looked_up
 
 
 def test_a_seed_gives_one_text_whatever_runs_it(dream_bundle: Path, dream_checkpoint: Path) -> None:
-    """The request runs on ONNX Runtime with one and with two threads, and on torch with the
-    callback engine. It runs alone, and in a batch of eight.
+    """The same request runs on ONNX Runtime with one thread and with two threads, and on torch
+    through ``from_callback``.
+
+    Each time, it runs alone and in a batch of eight requests.
     """
     prompts = np.random.default_rng(1).integers(5, 60, (8, 7)).tolist()
     fields: dict[str, Any] = {

@@ -1,5 +1,7 @@
-"""Requests of all kinds and from any thread share passes, and give the same results as single
-runs.
+"""Tests of schedulers.
+
+Requests of all kinds and from any thread share passes, and each gives the same result as a request
+that runs alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""If a scheduler or a request ends, every waiting call returns, and other requests are not
-affected.
+"""Tests of schedulers and requests that end early: every call that waits for them returns, and
+other requests go on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from denoisers import ArithmeticDenoiser
 import dlm_runtime
 from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Generation, Job
 
-WAIT_S = 30  # seconds; these tests need far less time
+WAIT_S = 30  # limit for waiting in seconds; the tests need far less time
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds. If it does not hold in time, the test fails."""
+    """Wait until ``holds`` returns True. If this takes too long, the test fails."""
     end = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < end, "waited in vain"
@@ -196,7 +196,10 @@ def test_an_allocation_that_fails_in_the_thread_ends_jobs_with_the_cause(failing
 
 
 def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler's thread ends at once. A mock of the native library gives the reason."""
+    """A mock of the native library makes the scheduler's thread end at once with an error.
+
+    All calls must raise this error.
+    """
 
     class Library:
         def __getattr__(self, name: str) -> Any:
@@ -214,7 +217,7 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
         scheduler = bundle.scheduler()
         job = scheduler.submit(tokens=[5], max_new_tokens=4)
         begin.set()
-        job.result(WAIT_S)  # the native scheduler is destroyed, so waiting ends
+        job.result(WAIT_S)  # the native scheduler was destroyed, so the call returns
         wait_for(lambda: not scheduler._runner._thread.is_alive())
         for action in (lambda: scheduler.submit(tokens=[5]), scheduler.close):
             with pytest.raises(dlm_runtime.EngineError, match="the device fell off the bus"):
@@ -223,7 +226,9 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
-    """A token leads to two states. From one of them, no tokens lead to the end of a text."""
+    """In this invalid constraint, a token leads to two states, and from one of these states no text
+    can end.
+    """
     denoiser = ArithmeticDenoiser(eos=0)
     try:
         lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
@@ -312,7 +317,7 @@ def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itsel
         found: tuple[int, float] = predict(*row)
         return found
 
-    denoiser.predict = predict_when_armed  # no pass runs before the job's callback is set
+    denoiser.predict = predict_when_armed  # passes start only after the job's callback is set
     before = threading.active_count()
     scheduler: Any = denoiser.bundle.scheduler()
     job: Any = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
@@ -320,7 +325,8 @@ def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itsel
     job._step = lambda _: kept.clear()
     armed.set()
     del scheduler, job
-    # Threads of earlier tests may end in the meantime.
+    # Threads of earlier tests may still be ending, so the number of threads may be lower than
+    # before.
     wait_for(lambda: gc.collect() >= 0 and threading.active_count() <= before)
 
 
@@ -438,7 +444,7 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
 
 
 class _Failing:
-    """Receives the steps of a job, and fails after some of them."""
+    """A callback for the steps of a job. It raises an error after some steps."""
 
     def __init__(self, job: Job, steps: int) -> None:
         self._step, self._left = job._step, steps
@@ -535,7 +541,7 @@ def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(
         if fate != "dropped":
             open_jobs.append((fate, which, job))
         del job
-        if number % (count // 4) == count // 4 - 1:  # while the scheduler is running
+        if number % (count // 4) == count // 4 - 1:  # the scheduler still runs
             if number % 2:
                 scheduler.close()
                 with pytest.raises(ClosedError):

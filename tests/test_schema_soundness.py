@@ -26,8 +26,8 @@ WANTED = os.environ.get("DLM_SCHEMA_EXAMPLES")
 EXAMPLES = int(WANTED or 60)
 # About once in a thousand random examples, the test finds a defect of jsonschema. For instance, in
 # draft 2019-09, jsonschema ignores additionalProperties in an anyOf when it evaluates
-# unevaluatedProperties. Such a defect must not make the tests of an unrelated change fail. So every
-# run uses the same examples, unless a number of examples is passed.
+# unevaluatedProperties. A test run for an unrelated change must not fail because of such a defect.
+# Every run therefore uses the same examples, unless a number of examples is passed.
 
 
 def judged_invalid(found: Any, text: str) -> str:
@@ -42,9 +42,9 @@ def judged_invalid(found: Any, text: str) -> str:
             if not validator.is_valid(value):
                 return f"formats are {name}"
         except (RecursionError, TypeError, Unresolvable):
-            # jsonschema does not end for some recursive schemas. It fails for additionalItems if
-            # items is a boolean. It also fails for a missing reference in an `if` without `then`
-            # and `else`, although such an `if` has no effect.
+            # In three cases, jsonschema itself fails: it does not end for some recursive schemas,
+            # it cannot handle additionalItems if items is a boolean, and it follows a missing
+            # reference in an `if` without `then` and `else`, although such an `if` has no effect.
             return ""
     return ""
 

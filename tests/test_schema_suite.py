@@ -73,7 +73,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(suite: Path, draft: str) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
-    """Yield the cases of the suite: a name, a schema that names its draft, and instances."""
+    """Yield the cases of the suite.
+
+    A case consists of a name, a schema that names its draft, and instances with the suite's
+    verdicts.
+    """
     for file in sorted((suite / "tests" / draft).glob("*.json")):
         for case in json.loads(file.read_text(encoding="utf-8")):
             found = case["schema"]
@@ -114,7 +118,7 @@ def type_of(instance: Any) -> str:
 
 
 def why_left_out(keyword: str, found: Any, instance: Any) -> str:
-    """Return the reason why the constraint does not generate this valid instance."""
+    """Return the reason why the constraint does not allow this instance, which is valid."""
     if isinstance(found, dict):
         if "uniqueItems" in found and isinstance(instance, list):
             return "uniqueItems"

@@ -1,4 +1,7 @@
-"""Several requests can be segments of one row of tokens. Each request only sees its own tokens."""
+"""Tests of passes in which several requests are placed one after another in one row of tokens.
+
+The tokens of each request form a segment, and each request only sees its own tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from engine_bundles import read_manifest
 
 import dlm_runtime
 
-# For logits; matrix products with a different number of rows add numbers in a different order.
+# Allowed difference of logits. Matrix products with another number of rows add numbers in another
+# order.
 TOLERANCE = 1e-4
 
 
 def session(bundle: Path) -> onnxruntime.InferenceSession:
-    """A session that uses the definitions of functions in the graph instead of this project's
+    """Return a session that computes the ONNX functions in the graph, instead of this project's
     kernels.
     """
     options = onnxruntime.SessionOptions()
@@ -54,7 +58,7 @@ class Graph:
     def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Convert the outputs of a pass to the cache inputs of the next pass.
 
-        Without a pass, the cache is empty.
+        If ``of`` is None, there was no pass yet, and the cache is empty.
         """
         found = {}
         for layer in self.layers:
@@ -72,8 +76,8 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> None:
     graph, rng = Graph(bundle), np.random.default_rng(1)
-    # With blocks of 16, only whole blocks are cached. The three requests have different numbers of
-    # cached and new tokens.
+    # Attention is block-causal with blocks of 16, so only whole blocks are cached. The three
+    # requests have different numbers of cached and new tokens.
     parts = [
         {"cached": 16, "first": 16, "tokens": rng.integers(2, 150, 16).tolist()},
         {"cached": 0, "first": 0, "tokens": rng.integers(2, 150, 5).tolist()},
@@ -84,7 +88,8 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
         before = {"first": 0, "tokens": rng.integers(2, 150, part["cached"]).tolist()}
         pasts.append(graph.past(graph.run([before], graph.past()) if part["cached"] else None))
         alone.append(graph.run([part], pasts[-1]))
-    # The noise is written to rows that belong to no request.
+    # Huge and invalid numbers are written to cache rows that belong to no request. They must have
+    # no effect.
     noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)
     starts = [21, 0, 40]
     arena = {}
@@ -96,7 +101,7 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
             rows[:, :, start : start + part["cached"]] = past[name]
         arena[name] = rows
     firsts = np.cumsum([0, *(len(part["tokens"]) for part in parts)])
-    # Each request's cached rows are two segments.
+    # The cached rows of each request are split into two segments.
     segments = np.array(
         [
             [start + half, part["cached"] // 2, first, len(part["tokens"])]
@@ -136,6 +141,6 @@ def test_a_batch_of_any_lengths_shares_its_passes(
                     (out.tokens, out.nfe, out.passes) for out in alone
                 ]
             assert stats.shares == sum(out.nfe for out in alone)
-            # Without kernels, the attention scores of each request would include the rows of all
-            # requests. So without kernels, the requests take turns.
+            # Without kernels, attention would compute scores between the tokens of all requests,
+            # which wastes time. The requests therefore take turns, one request per pass.
             assert stats.passes < stats.shares if not kernels else stats.passes == stats.shares

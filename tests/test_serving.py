@@ -49,9 +49,9 @@ def chat(served: Served, **fields: Any) -> Any:
 
 
 def events(served: Served, path: str, **fields: Any) -> list[Any]:
-    """Return the events of a stream.
+    """Send a request with ``stream`` and return the events of the answer.
 
-    The last event must be ``[DONE]``. It is left out of the result.
+    The last event must be ``[DONE]``. The result does not include this event.
     """
     body = {"model": served.model, "stream": True} | fields
     with served.client.stream("POST", path, json=body) as response:
@@ -404,7 +404,7 @@ def test_the_samples_of_the_page_run(
     (tmp_path / "build" / "demo").symlink_to(demo_bundle)
     (tmp_path / "examples").symlink_to(Path(__file__).parent.parent / "examples")
     monkeypatch.chdir(tmp_path)
-    # A sample adds a folder to sys.path, so the test uses a copy.
+    # A code sample of the page adds a folder to sys.path, so the test replaces sys.path by a copy.
     monkeypatch.setattr(sys, "path", [*sys.path])
     with serving(demo_bundle) as served:
         shell = next(text for kind, text in blocks if kind == "sh" and "curl" in text)
@@ -476,7 +476,7 @@ def test_the_description_has_every_path(served: Served) -> None:
 
 
 def slow(**fields: Any) -> dict[str, Any]:
-    """A body whose request takes hundreds of passes."""
+    """Return the body of a request that takes hundreds of passes."""
     policy = {"commit": "static", "steps_per_block": 4096, "cache": "none"}
     return {"messages": MESSAGES, "max_tokens": 400, "dlm": {"policy": policy}} | fields
 
@@ -540,7 +540,7 @@ def test_sigterm_answers_what_runs_and_exits_with_0(demo_bundle: Path) -> None:
 def test_sighup_opens_the_bundles_again_without_losing_a_request(demo_bundle: Path) -> None:
     with serving(demo_bundle) as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
         created = served.client.get("/v1/models").json()["data"][0]["created"]
-        time.sleep(1.1)  # the time of a model is in whole seconds
+        time.sleep(1.1)  # the server reports a model's time in whole seconds
         answers = [
             pool.submit(
                 served.client.post, "/v1/chat/completions", json={"model": served.model, **slow()}

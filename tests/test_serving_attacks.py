@@ -1,6 +1,6 @@
-"""Tests of hostile and slow clients of ``dlm-export serve``.
+"""Tests of ``dlm-export serve`` with hostile and slow clients.
 
-Other clients still get their answers.
+In each test, other clients must still get their answers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_client_that_does_not_read_is_dropped(served: Served) -> None:
         client.connect((served.host, served.port))
         client.sendall(200 * b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
         poll = select.poll()
-        poll.register(client, 0)  # report only errors
+        poll.register(client, 0)  # with 0, poll reports only errors
         assert poll.poll(1e3 * WAIT_S)
         with pytest.raises(ConnectionResetError):
             # Read until the server closes the connection.
@@ -376,7 +376,7 @@ def test_a_schema_that_failed_is_not_compiled_again_for_a_while(
     assert [each.status_code for each in found] == [400] * 10
     assert found[0].json()["error"]["param"] == "dlm"
     assert len({each.text for each in [*found[:8], found[9]]}) == 1
-    # Two schemas are compiled at the same time. The other requests wait, and then find the stored
-    # failure.
+    # All requests have the same schema, whose compilation fails. Two requests compile it at the
+    # same time. The others wait, and then get the stored failure.
     assert compiled.count("(") in (2, 3)
     assert compiled.count("[") == 1

@@ -42,9 +42,9 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 
 
 def clients() -> list[Any]:
-    """Return the clients for chat completions.
+    """Return the clients that can request chat completions.
 
-    Each entry contains a package and the path of its base URL.
+    Each entry contains a client's package and the path that its base URL must have.
     """
     return [
         pytest.param(("openai", "OpenAI", "/v1"), id="openai"),
@@ -128,7 +128,10 @@ def test_a_pydantic_class_is_parsed(client: Any, served: Served) -> None:
 def test_an_earlier_call_and_its_result_reach_the_chat_template(
     client: Any, served: Served
 ) -> None:
-    """The demo's chat template only accepts a single message. Its error says so."""
+    """The demo's chat template only accepts a single message.
+
+    The error of the template shows that all messages reached it.
+    """
     call = {"id": "call_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
     messages = [
         *MESSAGES,

@@ -1,4 +1,6 @@
-"""Tests of ``/v1/edit/completions``: the message, the text with mask tokens, and the answer."""
+"""Tests of the server's address ``/v1/edit/completions``: how its message is read, the text with
+mask tokens that results, and the answer.
+"""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ CLIENTS = 6
 BODY = {
     "messages": [{"role": "user", "content": "turn on the kitchen lights"}],
     "max_tokens": 64,
-    # 64 passes
+    # the answer takes 64 passes
     "dlm": {"policy": {"commit": "static", "steps_per_block": 4096, "cache": "none"}},
 }
 
 
 class Load:
-    """Clients that send one request after another until ``is_over`` is set.
+    """Several clients. Each client sends one request after another until ``is_over`` is set.
 
     ``statuses`` maps the id of each answered request to the status. ``lost`` contains the ids of
     requests without a complete answer.
@@ -75,7 +75,7 @@ def wait_for_answers(load: Load, count: int) -> None:
 
 @contextmanager
 def loaded(served: Served) -> Iterator[Load]:
-    """Clients that run until the block ends."""
+    """A context in which clients send requests."""
     load = Load(served)
     for thread in load.threads:
         thread.start()
@@ -97,7 +97,7 @@ def test_sigterm_under_load_answers_every_accepted_request(demo_bundle: Path) ->
     assert set(load.statuses.values()) == {200}
     assert len(load.statuses) > CLIENTS
     assert logged == load.statuses  # the server logged each request that it accepted
-    assert load.lost  # some requests came too late
+    assert load.lost  # requests that came after the signal get no answer
     assert not logged.keys() & set(load.lost)
 
 
@@ -105,7 +105,7 @@ def test_sighup_under_load_loses_no_request(demo_bundle: Path) -> None:
     with serving(demo_bundle, "--no-log") as served, loaded(served) as load:
         created = served.client.get("/v1/models").json()["data"][0]["created"]
         for _ in range(3):
-            time.sleep(1.1)  # the time of a model is in whole seconds
+            time.sleep(1.1)  # the server reports a model's time in whole seconds
             served.process.send_signal(signal.SIGHUP)
             end = time.monotonic() + 60
             while (now := served.client.get("/v1/models").json()["data"][0]["created"]) == created:

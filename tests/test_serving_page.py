@@ -1,5 +1,5 @@
-"""Tests of the server's page at ``/``: its files, its API fields, and the page in a headless
-browser.
+"""Tests of the web page that the server shows at ``/``: its files, the fields of the API that it
+uses, and its behaviour in a headless browser.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def set_value(page: Browser, name: str, value: str) -> None:
 
 
 def watch(page: Browser) -> None:
-    """Record the number of masks in the canvas whenever it changes."""
+    """Let the page record the number of masked positions in its canvas whenever it changes."""
     page.run(
         "window.masks = [];"
         "const count = () => masks.push(document.querySelectorAll('.canvas .mask').length);"
@@ -126,7 +126,7 @@ def text_of(page: Browser, selector: str) -> str:
 
 
 def figures(page: Browser) -> dict[str, str]:
-    """Return the figures of the newest answer, by their names."""
+    """Return the numbers that the page shows for the newest answer, by their names."""
     rows: list[list[str]] = page.run(
         "return [...[...document.querySelectorAll('.figures')].at(-1).children]"
         ".map((row) => [...row.children].map((each) => each.textContent))"
@@ -192,7 +192,8 @@ def test_each_named_file_exists_and_no_file_names_another_host(served: Served) -
     assert {f"/{name}" for name in named} == set(page_routes.PATHS) - {"/"}
     for path, text in texts.items():
         addresses = re.findall(r"https?://[^\s\"']+", text)
-        # This address is a namespace, not a request.
+        # The only address in the files is the name of an XML namespace, to which no request is
+        # sent.
         assert set(addresses) <= {"http://www.w3.org/2000/svg"}, path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text), path
     assert not re.search(r"\son\w+=|\sstyle=|<script>|<style>", texts["/"])
@@ -299,7 +300,7 @@ def test_an_answer_denoises_on_the_page(
     assert int(found["tokens"]) == expected["usage"]["completion_tokens"]
     assert {"tokens/s", "to the first pass", "in total"} <= found.keys()
     assert page.run("return document.documentElement.scrollWidth") == screen[0]
-    # Every text can be read, and the composer stays on the screen.
+    # No text is cut off, and the field for messages stays on the screen.
     assert (
         page.run("return document.getElementById('message').getBoundingClientRect().bottom")
         <= (screen[1])
@@ -320,7 +321,7 @@ return [ink, getComputedStyle(element).backgroundColor];
 
 
 def luminance(colour: str) -> float:
-    """The relative luminance of a CSS colour, from WCAG 2."""
+    """Return the relative luminance of a CSS colour, as WCAG 2 defines it."""
     shares = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
     red, green, blue = [
         each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in shares
@@ -448,7 +449,7 @@ def test_an_error_is_shown_as_text_and_the_message_comes_back(page: Browser) -> 
     set_value(page, "passes", "0")
     page.find("#message").send_keys("\n")
     assert "whole number from 1 to 4096" in text_of(page, "#chat-note")
-    # Even if the page tried to parse text as HTML, the browser would refuse.
+    # The page's security policy makes the browser refuse to parse text as HTML.
     refused = "try { document.body.innerHTML = '<b>'; } catch (error) { return error.name; }"
     assert page.run(refused) == "TypeError"
     assert "TrustedHTML" in page.console()[-1]
@@ -465,7 +466,7 @@ def test_marked_text_is_written_again(page: Browser, served: Served) -> None:
     watch(page)
     page.find("#fill-form [type=submit]").click()
     page.wait("!document.getElementById('undo').hidden")
-    # At most one position is masked, because "hall" is one token.
+    # At most one position is masked, because the marked word "hall" is one token.
     assert max(page.run("return masks")) == 1
     expected = GAP.replace("hall", "kitchen")
     assert page.run("return document.getElementById('text').value") == expected

@@ -29,7 +29,7 @@ MESSAGES: Any = [{"role": "user", "content": COMMAND}]
 
 
 class SetLights(BaseModel):
-    """Switch lights."""
+    """A tool call that switches lights."""
 
     room: str
     level: int
@@ -49,7 +49,7 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def text(served: Served) -> str:
-    """The answer to MESSAGES, from a plain request."""
+    """The server's answer to MESSAGES, requested without a client library."""
     body = {"model": served.model, "messages": MESSAGES}
     found = served.client.post("/v1/chat/completions", json=body).json()
     return str(found["choices"][0]["message"]["content"])
@@ -66,7 +66,9 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=["openai", "inception"])
 def lite(litellm: Any, served: Served, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments of ``litellm.completion`` for one of its providers."""
+    """The arguments that make ``litellm.completion`` send requests to the server, for one of
+    LiteLLM's providers.
+    """
     if request.param not in litellm.provider_list:
         pytest.skip(f"this LiteLLM has no provider {request.param}")
     return {

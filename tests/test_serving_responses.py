@@ -1,5 +1,5 @@
-"""Tests of ``/v1/responses``: plain requests, the same requests as chats, and OpenAI's official
-client.
+"""Tests of the server's address ``/v1/responses``: plain requests, a comparison with the same
+requests to ``/v1/chat/completions``, and OpenAI's official client.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def chat(served: Served, **fields: Any) -> Any:
 
 
 def events(served: Served, **fields: Any) -> list[Any]:
-    """Return the events of a stream. The name of each event must equal its type."""
+    """Send a request with ``stream`` and return the events of the answer.
+
+    The name of each event must equal its type.
+    """
     body = {"model": served.model, "input": COMMAND, "stream": True} | fields
     with served.client.stream("POST", "/v1/responses", json=body) as response:
         assert response.status_code == 200, response.read()
@@ -304,7 +307,10 @@ def test_the_client_parses_a_pydantic_class(openai: Any, served: Served) -> None
 
 
 def test_the_client_reads_calls_and_sends_them_back(openai: Any, served: Served) -> None:
-    """The demo's chat template only accepts a single message. Its error says so."""
+    """The demo's chat template only accepts a single message.
+
+    The error of the template shows that all messages reached it.
+    """
     module = pytest.importorskip("openai")
     arguments: Any = {"model": served.model, "tools": TOOLS, "tool_choice": "required"}
     made = openai.responses.create(input=COMMAND, **arguments)

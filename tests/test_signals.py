@@ -1,9 +1,10 @@
-"""A signal ends a run within one pass.
+"""Tests of signals: a signal ends the generation of a text within one pass.
 
-A command then ends by this signal and leaves no temporary files.
+A command ends by the signal itself and leaves no temporary files.
 
-In some tests, a C function computes the passes. It counts the passes, and raises a signal during
-one pass. So between the passes, the only Python code is the code that the runtime itself calls.
+In some tests, a C function computes the passes. The function counts the passes, and raises a signal
+during one of them. In these tests, no Python code runs between passes except the code that the
+runtime itself calls for signals.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ dlm_status run(void *user, const dlm_pass *pass) {
 }
 """
 REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # each pass commits one token
-# For each call: its number of passes, and a function that makes the call.
+# Maps a kind of call to its number of passes and to a function that makes the call.
 CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {
     "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
     "generate over a cache": (
@@ -78,10 +79,9 @@ class Native:
         self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """Make a call, and raise a signal in pass number ``at``.
+        """Make a call, and let the C function raise a signal in pass number ``at``.
 
-        Returns the number of passes of the call. If the call raises an exception, the caller must
-        handle it.
+        Returns how many passes ran. Exceptions of the call are not handled here.
         """
         self.start(at)
         call(self.bundle)
@@ -192,7 +192,7 @@ def test_a_session_that_a_signal_ended_serves_other_threads(
 def ctrl_c() -> Iterator[None]:
     """Restore the normal handling of SIGINT.
 
-    Jobs in the background are started with SIGINT ignored.
+    A shell starts jobs in the background with SIGINT ignored.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -251,7 +251,8 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> No
 def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime") -> None:
     """Wait until a process has loaded a file.
 
-    Then wait until the process has used more processor time, so that it must be in the next stage.
+    Then wait until the process has used more processor time, so that it must be computing with the
+    file.
     """
     _wait_until(lambda: mapped in Path(f"/proc/{process.pid}/maps").read_text(), process)
     loaded = _cpu_seconds(process.pid)
@@ -272,7 +273,7 @@ def _ended_by(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # The process of the tests may ignore this signal.
+        # If the tests' own process ignores this signal, the command would inherit that.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,
     )
     with started as process:
@@ -349,7 +350,7 @@ def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_
 
 
 def test_a_command_goes_on_that_was_started_to_ignore_a_signal(endless: Path) -> None:
-    """``nohup`` starts commands in this way."""
+    """``nohup`` starts commands with SIGHUP ignored."""
     command = [
         sys.executable,
         "-m",

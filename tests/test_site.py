@@ -1,4 +1,6 @@
-"""Tests of the documentation site: warnings, completeness, and no requests to other hosts."""
+"""Tests of the documentation site: it builds without warnings, contains every page, and sends no
+requests to other hosts.
+"""
 
 from __future__ import annotations
 

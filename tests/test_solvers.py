@@ -1,5 +1,7 @@
-"""Smoothing, AWQ, GPTQ and rotation reduce the loss from quantisation, and keep the network's
-function.
+"""Tests of smoothing, AWQ, GPTQ and rotation.
+
+These methods must reduce the loss from quantising, and must not change what the network computes
+without quantising.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from dlm_export.quantising import gptq as solver
 def gptq(
     w: np.ndarray, gram: np.ndarray, *, damping: float = 0.01, **format: Any
 ) -> QuantisedWeight:
-    """GPTQ for a Gram matrix."""
+    """Quantise a weight matrix with GPTQ, for the Gram matrix of its inputs."""
     return solver.gptq(
         w, solver.inverse_factor(torch.from_numpy(np.float32(gram)), damping), **format
     )
 
 
 def _correlated(rows: int, channels: int, seed: int = 0) -> np.ndarray:
-    """Inputs ``[rows, channels]`` like activations: a mix of a few directions that all channels
-    share, and a little noise in each channel.
+    """Make inputs ``[rows, channels]`` that resemble activations: each row is a mix of a few fixed
+    directions, plus a little noise in each channel.
     """
     rng = np.random.default_rng(seed)
     shared = rng.standard_normal((rows, max(channels // 8, 1))) @ rng.standard_normal(
@@ -149,7 +151,8 @@ def _gptq_by_elimination(
 ) -> np.ndarray:
     """Compute GPTQ with the recurrence of OBQ, in float64 and without batches.
 
-    Rows are processed in order. The inverse matrix loses one row and column after each step.
+    Rows are processed in order. After each row of weights, the row's entries are removed from the
+    inverse matrix.
     """
     low, high, levels = (
         (-8, 7, (7, 7.5, 8, 8.5, 9, 9.5)) if format == "int4" else (-127, 127, (127,))
@@ -200,8 +203,8 @@ def test_gptq_equals_the_recurrence_it_reorders(
     ours = gptq(w, gram, format=format, group_size=group_size, is_signed=is_signed).dequantise()
     damped = gram.astype(np.float64) + 0.01 * np.mean(np.diag(gram)) * np.eye(rows)
     expected = _gptq_by_elimination(w, damped, group_size or rows, format, is_signed=is_signed)
-    # In fp32, a value halfway between two codes can be rounded either way. This changes the later
-    # rows of its column.
+    # In fp32, a value almost halfway between two codes may be rounded differently. This changes all
+    # later rows of its column, so only 80% of the columns must agree.
     assert (np.abs(ours - expected).max(axis=0) < 1e-4).mean() >= 0.8
 
 

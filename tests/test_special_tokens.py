@@ -1,7 +1,7 @@
-"""The text of a special token in a request is ordinary text, unless the request allows special
-tokens.
+"""Tests that the text of a special token in a request is treated as ordinary text, unless the
+request allows special tokens.
 
-Python and compiled text files behave in the same way.
+Python's tokenizer and the compiled text file for C programs must behave in the same way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ TEXTS = st.lists(
 
 
 class Both:
-    """A tokenizer in two forms: in the tokenizer's process, and compiled."""
+    """A tokenizer in two forms: running in a separate process for Python, and compiled to a file
+    for C programs.
+    """
 
     def __init__(self, data: str, template: str) -> None:
         self.library = tokenizers.Tokenizer.from_str(data)

@@ -1,4 +1,8 @@
-"""Calibration layer by layer gives the same codes as calibration of the whole denoiser."""
+"""Tests of calibration layer by layer.
+
+Both must give the same codes: calibration layer by layer, and calibration with the whole denoiser
+in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the table of devices: precisions, errors with their reasons, and where engines are
-built.
+"""Tests of the table of target devices: the precisions that a device supports, errors with their
+reasons, and the machines on which engines can be built.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DEVICES = {
     "rtx5090": (120, True, True, True, True),
     "rtx-pro-6000": (120, True, True, True, True),
     "gb10": (121, True, True, True, True),
-    # Devices that are not in the table. With TensorRT-RTX 1.7, INT4 and bf16 do not compile for SM
-    # 7.5.
+    # The following GPUs are not in the table of devices. With TensorRT-RTX 1.7, INT4 and bf16 do
+    # not compile for SM 7.5.
     "sm75": (75, False, False, False, True),
     "sm80": (80, True, False, False, True),
     "sm86": (86, True, False, False, True),
@@ -268,8 +268,8 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
     assert 50e9 < target.bandwidth_bytes_per_s < 20e12
     assert target.tensorrt
     assert (target.jetpack is not None) == (target.memory_is_shared and name != "gb10")
-    # The limits detect a rate in the wrong unit. The test also detects rates of precisions that the
-    # device does not have.
+    # A rate in the wrong unit would be outside these limits. The first assertion detects rates of
+    # precisions that the device does not have.
     assert all(1e12 < rate < 1e17 for rate in target.rates.values())
     assert set(target.rates) <= {"fp16", "int8", "int4", "fp8", "nvfp4"}
     for number in ("fp8", "nvfp4"):
@@ -279,9 +279,9 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rate", "figure"),
     [
-        # This value is for fp32 accumulation; NVIDIA also published 330.3.
+        # This is NVIDIA's value for sums in fp32. NVIDIA also published 330.3, for sums in fp16.
         ("rtx4090", "fp16", 165.2e12),
-        ("l4", "int8", 242.5e12),  # this value is for dense matrices; NVIDIA also published 485
+        ("l4", "int8", 242.5e12),  # for dense matrices; 485 is for sparse matrices
         ("h100", "fp8", 1978.9e12),
         ("h200", "fp8", 1979e12),
         ("b200", "nvfp4", 9e15),
@@ -357,7 +357,7 @@ def test_standard_tensorrt_builds_for_the_gpu_at_hand_only(monkeypatch: pytest.M
     _finds(monkeypatch, "tensorrt", sm=90)
     assert machine.engine_here(find("h100")) == (True, "by TensorRT, for this machine's GPU")
     assert not machine.engine_here(find("b200"))[0]
-    _finds(monkeypatch, "tensorrt", sm=101)  # CUDA 12 uses this number for Thor
+    _finds(monkeypatch, "tensorrt", sm=101)  # Thor's SM version in CUDA 12
     assert machine.engine_here(find("thor"))[0]
     _finds(monkeypatch, "tensorrt", sm=None)
     assert not machine.engine_here(find("h100"))[0]
@@ -379,7 +379,10 @@ def test_asking_what_can_be_built_imports_no_engine() -> None:
 def test_the_gpu_at_hand_is_asked_through_libcuda(
     failing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mock is a driver for SM 12.1. In some cases, one of its calls fails."""
+    """A mock of libcuda has a GPU with SM 12.1.
+
+    In some cases, one of the mock's functions fails.
+    """
 
     class Driver:
         def cuInit(self, flags: int) -> int:

@@ -1,4 +1,8 @@
-"""Compiled text files give the same results as tokenizers and Jinja, or are rejected with a reason."""
+"""Tests of compiled text files, which contain a tokenizer and a chat template for C programs.
+
+A compiled text file gives the same results as the libraries tokenizers and Jinja. What cannot be
+compiled is rejected with a reason.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ PAIRS = (
 
 
 class Pair:
-    """A tokenizer in two forms: in the library and compiled."""
+    """A tokenizer in two forms: as an object of the library ``tokenizers``, and compiled."""
 
     def __init__(self, data: str, template: str | None = None) -> None:
         self.oracle = Oracle(data.encode(), template, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -179,7 +183,7 @@ def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pai
 
 
 def cut(splits: Splits, text: str) -> list[str]:
-    """Compute the first split of the native library in Python."""
+    """Split a text in Python in the same way as the native library's first step."""
     table, pieces, at, done = splits.tables[0], [], 0, 0
     columns = [*(int(splits.classes[ord(letter)]) for letter in text), splits.count]
     while at < len(text):
@@ -325,7 +329,9 @@ def test_what_is_not_compiled_is_told_by_name(reason: str) -> None:
 
 
 def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled form lacks one merge of the tokenizer, so its results differ."""
+    """In this test, the compiled form lacks one merge of the tokenizer, so its results differ and
+    no file may be written.
+    """
     from dlm_export.text import compiled
 
     read = compiled.read_tables
@@ -350,7 +356,7 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
 
 
 def check_chats(pair: Pair, fewest: int) -> None:
-    """Check that each chat gives the same result as in Jinja or is rejected.
+    """Check that the compiled template renders each chat as Jinja does, or rejects the chat.
 
     At least ``fewest`` chats must not be rejected.
     """

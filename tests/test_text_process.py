@@ -1,4 +1,6 @@
-"""Tests of the process that runs a bundle's tokenizer and template: answers, limits and end."""
+"""Tests of the process that runs a bundle's tokenizer and chat template: its answers, its limits
+and how it ends.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def _process(tokenizer: Tokenizer) -> subprocess.Popen[bytes]:
 
 
 def _is_over(pid: int) -> bool:
-    """True if the process does not exist or is a zombie."""
+    """Return True if the process with this id has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Tests of embedding tables: tied heads, lookups in all formats, and tables in the type of the
-checkpoint.
+"""Tests of embedding tables: tables that the output head shares (tied heads), lookups in all
+formats, and tables in the number type of the checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ VOCABULARY, HIDDEN = 100, 48
 
 
 def table_of(group_size: int, seed: int) -> QuantisedWeight:
-    """The table of a head ``[HIDDEN, VOCABULARY]``. A ``group_size`` of 0 means INT8."""
+    """Return a random quantised table, in the form of a head's weight ``[HIDDEN, VOCABULARY]``.
+
+    A ``group_size`` of 0 means INT8, and other sizes mean INT4.
+    """
     w = np.random.default_rng(seed).normal(size=(HIDDEN, VOCABULARY)).astype(np.float32)
     if group_size == 0:
         return quantise_weight(w, "int8")
@@ -57,7 +60,7 @@ def table_of(group_size: int, seed: int) -> QuantisedWeight:
 
 
 def lookup_model(weight: QuantisedWeight) -> bytes:
-    """A model that looks up rows of a table. Its only input is ``ids`` ``[B, T]``."""
+    """Return an ONNX model that looks up rows of a table. Its only input is ``ids`` ``[B, T]``."""
     ids = ir.Value(name="ids", shape=ir.Shape(["B", "T"]), type=ir.TensorType(ir.DataType.INT64))
     if weight.group_size is None:
         name, attributes = "Int8Embedding", {}
@@ -143,7 +146,7 @@ their magnitudes.
 
 
 def head_model(table: np.ndarray, scales: np.ndarray | None) -> bytes:
-    """A model that multiplies ``x`` ``[B, T, K]`` by the rows of a table."""
+    """Return an ONNX model that multiplies ``x`` ``[B, T, K]`` by the rows of a table."""
     x = ir.Value(name="x", shape=ir.Shape(["B", "T", None]), type=ir.TensorType(ir.DataType.FLOAT))
     stored = {"table": table if scales is None else table.view(np.uint8)}
     if scales is not None:
@@ -246,9 +249,9 @@ RECIPES = {
 def test_a_tied_bundle_holds_its_table_once_with_parity(
     tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
 ) -> None:
-    """The build compares every layer with torch.
+    """The build of a tied bundle compares every layer with torch.
 
-    In fp32, it compares whole canvases. It fails if the results differ.
+    In fp32, the build compares whole canvases too. The build fails if results differ.
     """
     recipe = precision
     if precision in RECIPES:
@@ -346,7 +349,7 @@ def test_rotary_tables_are_stored_once_for_all_layers_and_as_long_as_the_canvas(
             assert sorted(rotary) == ["rotary.0.cos", "rotary.0.sin"]
             assert {value.shape[0] for value in rotary.values()} == {256}  # type: ignore[index]
             readers = [node for node in graph if rotary["rotary.0.cos"] in node.inputs]
-            assert len(readers) == (3 if name == "cpu" else 6)  # queries and keys are separate
+            assert len(readers) == (3 if name == "cpu" else 6)  # else, q and k have separate nodes
 
 
 def test_an_untied_table_is_stored_as_in_the_checkpoint(tmp_path: Path) -> None:
@@ -390,9 +393,9 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
 def test_auto_chooses_the_format_of_a_tied_table(
     tied_checkpoint: Path, tmp_path: Path, table: str
 ) -> None:
-    """All formats are within the budget, so the smallest format is chosen.
+    """All formats are within the loss budget, so the build chooses the smallest format.
 
-    The build then judges the bundle.
+    The build then compares the bundle with full precision.
     """
     quantise = replace(
         SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=(table,))
@@ -454,7 +457,7 @@ def test_an_engine_of_a_tied_denoiser_holds_the_table_once(tmp_path: Path) -> No
         folder = gpu_bundle("fp16", "rtx5090", source=source, engines=True)
         (file,) = (folder / "engines").iterdir()
         sizes.append(file.stat().st_size)
-    more = 2 * 40_000 * hidden  # the size of one table in fp16; a second copy would double it
+    more = 2 * 40_000 * hidden  # bytes of one table in fp16; a second copy would add as much again
     assert 0.95 * more < sizes[1] - sizes[0] < 1.1 * more
 
 
@@ -485,8 +488,8 @@ def test_onnxruntime_on_a_gpu_multiplies_by_the_table_as_it_is_stored(
 
 
 def untied_twin(tied: Path, folder: Path) -> Path:
-    """The same denoiser with the table stored twice: once for looking up tokens, and once as the
-    head.
+    """Write a checkpoint of the same denoiser that stores the table twice: once for looking up
+    tokens, and once as the head.
     """
     config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": False}
     tensors = load_file(tied / "model.safetensors")
@@ -499,7 +502,7 @@ def untied_twin(tied: Path, folder: Path) -> Path:
 
 
 def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
-    """How much quantising increases the loss, in nats per masked position.
+    """Return how much quantising increases the loss, in nats per masked position.
 
     If the text is sampled from the full-precision denoiser, the mean increase of the loss equals
     the divergence between the two denoisers. This function computes the divergence, so it does not
@@ -523,7 +526,7 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
     return float(np.concatenate(found).mean())
 
 
-# Formats in which the table is quantised, and formats that leave the table unchanged.
+# The first formats quantise the table. The last formats leave the table unchanged.
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
@@ -542,11 +545,11 @@ def test_sharing_a_table_costs_as_much_as_rounding_its_rows_once(
 
     With an untied table, the rows are exact.
 
-    The rounded rows have an error of the same relative size as the other rounded operands. All
-    layers use these rows, so their rounding costs up to 0.9 times as much as all other roundings
-    together. The limit in this test is 1.5 times. The loss grows with the square of the error. If
-    the rows were rounded twice as coarsely, they would cost four times as much and exceed the
-    limit.
+    The relative error of the rounded rows is as large as that of other rounded operands. All layers
+    depend on these rows, so rounding them increases the loss by up to 0.9 times the increase from
+    all other roundings. The test allows 1.5 times. The increase of the loss grows with the square
+    of the error. If the rows were rounded twice as coarsely, the increase would be four times as
+    large and exceed the limit.
     """
     recipe = precision
     if precision == "head in int4":

@@ -1,4 +1,6 @@
-"""Tests of tools: inputs of the chat template, allowed texts, and calls that are read from a text."""
+"""Tests of tools: what the chat template receives, which texts the constraint allows, and which
+calls are read from a text.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def tools(choice: str = "required", form: str = "object", *, is_parallel: bool =
 
 
 def _accepts(given: Tools, text: str) -> bool:
-    """Return whether the automaton of the calls accepts a text."""
+    """Return whether the constraint on calls of these tools allows a text."""
     return byte_automaton(Content("tree", json.dumps(given.tree()))).matches(text)
 
 

@@ -1,8 +1,8 @@
 """Tests of denoisers with the layers of Llama, Qwen2 or Qwen3: SDAR, Fast-dLLM v2 and A2D.
 
-Logits are compared with the logits of the corresponding transformers class. The test computes the
-attention mask for this class. The other side of the comparison uses none of this project's code.
-``test_capture`` does the same through ``capture``.
+The logits are compared with those of the transformers class with the same layers. The test passes
+the block-causal attention mask to this class. The other side of the comparison uses none of this
+project's code. ``test_capture`` makes the same comparison through the command ``capture``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.sources import open_source
 
-MASK = 150  # the mask token of every layout
-# For each layout: config.json, the class of its trunk, the options that the user passes, and the
-# block length of its attention.
+MASK = 150  # the mask token of every denoiser below
+# For each denoiser: config.json, the transformers class with the same layers, the options that the
+# user passes, and the block length of attention (None: full attention).
 LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
     "SDAR": (sdar_config(), "Qwen3ForCausalLM", Overrides(), 4),
     "SDAR, tied, blocks of 64": (
@@ -143,8 +143,9 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
 
 
 def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
-    """``inspect`` must not import torch, because the import would take longer than reading the
-    headers.
+    """``inspect`` only reads the headers of the weight files.
+
+    The command must not import torch, because the import would take longer than the reading.
     """
     path = write_checkpoint(tmp_path, sdar_config(), shards=3)
     script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"

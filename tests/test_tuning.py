@@ -1,5 +1,5 @@
-"""``--tune`` times matrix products as the runtime computes them, and ``auto`` chooses the fastest
-formats.
+"""Tests of ``--tune``, which measures matrix products as the runtime computes them, so that
+``auto`` can choose the fastest formats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The native Unicode tables equal the output of ``make_unicode_tables.py``."""
+"""Tests that the Unicode tables of the native library equal the output of
+``make_unicode_tables.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_the_tables_are_those_of_rusts_regex_crate() -> None:
 
 
 def test_sets_are_written_with_few_differences() -> None:
-    """If a set is the union of earlier sets without common points, it needs no further edges."""
+    """If a set is the union of earlier sets that have no common characters, no edges are stored for
+    it.
+    """
     low, high = tuple(range(1, 12, 2)), tuple(range(21, 32, 2))
     written = make_unicode_tables.written_sets([low, high, low + high])
     first, second = [0, 6, 1, 2, 2, 2, 2, 2], [0, 6, 21, 2, 2, 2, 2, 2]

@@ -1,10 +1,11 @@
-"""Tests of the records of verified files.
+"""Tests of records that remember which large files had the right hash.
 
-A large file that has not changed is not hashed again, and a damaged file is always rejected.
+A large file with a record is not hashed again as long as it does not change. A damaged file is
+always rejected.
 
 To see whether the runtime uses a record, the tests forge a record. The forged record says that a
-damaged file has the hash in the manifest. If the bundle opens, the runtime used the record. If
-there is a reason not to trust the record, opening the bundle must fail.
+damaged file has the hash in the manifest. If the bundle opens, the runtime used the record. In
+tests in which the record must not be trusted, opening the bundle must fail.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LARGE = "large.bin"
 BYTES = (16 << 20) + 1  # smaller files are always hashed
 OFFSET = BYTES // 2
 SETTLED_S = 2.1  # a file that changed less than two seconds ago is not recorded
-LISTED = ("ext2/ext3", "xfs", "btrfs", "f2fs", "overlayfs")  # the names in the output of `stat -f`
+LISTED = ("ext2/ext3", "xfs", "btrfs", "f2fs", "overlayfs")  # file systems, as `stat -f` names them
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
 
 
@@ -115,7 +116,7 @@ def damage(bundle: Path) -> None:
 
 
 def forge(bundle: Path) -> Path:
-    """Damage the large file, and write a record that says that the file is right."""
+    """Damage the large file, and write a record that says that its hash is right."""
     damage(bundle)
     folder_of(bundle).mkdir(mode=0o700, exist_ok=True)
     record = record_of(bundle)
@@ -155,8 +156,8 @@ def test_a_moved_bundle_keeps_its_record(recorded: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("engine", ["none", "onnxruntime"])
 def test_a_file_that_just_changed_is_not_recorded(bundle: Path, engine: str) -> None:
-    # If the machine is slow, the file may become old enough before it is opened. So the test tries
-    # several times.
+    # The file must be opened before it is old enough for a record. A slow machine may miss this
+    # time, so the test tries several times.
     for _ in range(10):
         (bundle / LARGE).touch()
         dlm_runtime.open(bundle, engine=engine, threads=1).close()
@@ -231,7 +232,7 @@ def test_a_file_whose_time_was_set_back_is_refused(recorded: Path) -> None:
 
 def test_a_file_written_through_a_hard_link_is_refused(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "link").hardlink_to(recorded / LARGE)
-    open_bundle(recorded)  # a new link also changes the change time of the file
+    open_bundle(recorded)  # making the link changed the file's change time
     with (tmp_path / "link").open("r+b") as file:
         file.write(b"!")
     assert is_refused(recorded)
@@ -246,11 +247,13 @@ def test_a_file_written_through_a_mapping_is_refused(recorded: Path) -> None:
 def test_a_page_that_was_dirty_before_the_record_is_not_written_unseen(
     recorded: Path,
 ) -> None:
-    """A program can write to a dirty page of a mapped file without an update of the file's time,
-    until the page is flushed. So the runtime flushes a file before it records the file.
+    """If a page of a mapped file is dirty (written but not yet flushed to disk), further writes to
+    this page do not change the file's time.
+
+    The runtime therefore flushes a file to disk before it records the file.
     """
     with (recorded / LARGE).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        mapped[OFFSET] = 0x5A  # the file already contains this byte, so the hash stays right
+        mapped[OFFSET] = 0x5A  # the file already contains this byte, so the file stays correct
         time.sleep(SETTLED_S)
         open_bundle(recorded)
         assert record_of(recorded).read_text() == record_text(recorded)
@@ -329,7 +332,7 @@ def _folder(record: Path) -> None:
 
 
 def _make_in_the_future(record: Path) -> None:
-    """Set the file's time to the future, as if the clock was set back afterwards."""
+    """Set the time of the record's file to the future, as if the clock was set back afterwards."""
     ahead = time.time() + 3600
     os.utime(record, (ahead, ahead))
 

@@ -1,4 +1,4 @@
-"""Tests of the keys that a query sees.
+"""Tests of visibility, that is of which keys each query sees.
 
 Torch, both graphs and a built bundle must follow the same rules.
 """
@@ -34,7 +34,7 @@ KINDS = ("key", "value")
 
 
 def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
-    """Return the same network with these rules of visibility, one for each layer."""
+    """Return the same network with other visibility: ``rules`` contains one rule for each layer."""
     layers = (
         replace(
             layer,
@@ -80,7 +80,7 @@ def test_a_token_changes_its_own_block_and_no_row_before_it(
 ) -> None:
     """The rows of a pass may be in any order, because visibility depends on their positions.
 
-    Rows that do not see the changed token stay equal bit by bit.
+    If a token changes, the rows that do not see this token must stay equal bit by bit.
     """
     denoiser = random_denoiser(small(visible, visible), is_plain=is_plain)
     positions = torch.tensor([order, range(LENGTH)])
@@ -94,9 +94,11 @@ def test_a_token_changes_its_own_block_and_no_row_before_it(
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """The graph is tested with and without a cache, in both forms, and fused.
+    """The exported graph is tested with and without a cache, with elementary operators or ONNX's
+    newest operators, and after ``fuse``.
 
-    Every query sees all rows of the cache. Half of each head is rotated.
+    In the passes with a cache, every query sees all cached rows. In this network, only half of each
+    head is rotated.
     """
     network = turning(small(("block", 4), ("causal", None), ("full", None)), 0.5)
     denoiser = random_denoiser(network, is_plain=is_plain)
@@ -130,7 +132,7 @@ def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
         }
         (logits,) = session.run(["logits"], {name: value.numpy() for name, value in feed.items()})
         expected = denoiser.project(denoiser.hidden(ids, positions, past)[0])
-        # Sums in fp32 have another order. The logits are around 10.
+        # The two sides add fp32 numbers in different orders. The logits are around 10.
         np.testing.assert_allclose(
             logits, expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{cached} cached"
         )
@@ -143,7 +145,7 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
     network = seeing(source.network, [("causal", None), ("block", 4)])
     presets = presets_for(network.visible_block, network.shift)
     source = replace(source, network=network, presets=presets, default_preset=next(iter(presets)))
-    # The build also checks parity of the loops with the block cache.
+    # The build also compares the native loop with the reference loop, with the block cache.
     report = build_from(source, tmp_path / "bundle")
     calls = {"BlockCachedAttention": 2, "AddNorm": 4, "Candidates": 1}
     assert report.kernels == {"calls": calls, "plain": {}}
@@ -181,9 +183,10 @@ def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """ONNX Runtime runs the graph that TensorRT's parser gets.
+    """ONNX Runtime runs the graph from which TensorRT would build an engine.
 
-    In this graph, the lowest fp16 number in the mask hides a key as completely as minus infinity.
+    In this graph, the attention mask contains the lowest fp16 number instead of minus infinity. It
+    must hide a key completely too.
     """
     network = small(("block", 4), ("block", 4))
     denoiser = random_denoiser(network)
@@ -206,8 +209,8 @@ def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: P
     feed |= {f"past_{kind}.{i}": nothing for i in range(2) for kind in KINDS}
     (found,) = session.run(["logits"], feed)
     expected = denoiser.project(denoiser.hidden(ids, order)[0]).numpy()
-    # The logits are around 10, and some hundred values are rounded to fp16. One key too many or too
-    # few would change the logits by 1.
+    # The logits are around 10, and some hundred values are rounded to fp16, so small differences
+    # are allowed. If a query saw one key too many or too few, the logits would change by about 1.
     np.testing.assert_allclose(found, expected, atol=0.1)
 
 

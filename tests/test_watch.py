@@ -1,4 +1,7 @@
-"""``--watch`` always shows the block that is being filled, even if the screen is small."""
+"""Tests of the option ``--watch``, which draws the canvas after each pass.
+
+The drawing must always show the block that is being filled, even if the screen is small.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ KINDS = {
 
 
 class Words:
-    """A tokenizer that returns one kind of text."""
+    """A fake tokenizer that gives every token a text of the same kind, such as wide letters."""
 
     def __init__(self, kind: str) -> None:
         self.form = KINDS[kind]
@@ -39,9 +42,9 @@ class Words:
 def event(
     length: int, block: tuple[int, int], first: int | None = None, done: bool = False
 ) -> Event:
-    """An event in which everything before ``first``, the start of the block, is decided.
+    """Return an event in which all positions before ``first``, the start of the block, are decided.
 
-    Token i is at position i.
+    The token at position i has the id i.
     """
     decided = length if done else block[0] if first is None else first
     undecided = [i >= decided for i in range(length)]
@@ -52,7 +55,7 @@ def event(
 
 
 def drawn(shown: Event, width: int, height: int, kind: str = "plain") -> list[str]:
-    """The lines that are drawn on a screen of this size."""
+    """Return the lines that ``--watch`` draws on a screen of this size."""
     bundle: Any = SimpleNamespace(tokenizer=Words(kind), eos_token_ids=(END,))
     out = io.StringIO()
     console = Console(

@@ -1,5 +1,5 @@
-"""Small tokenizers of every kind that can be compiled, and released tokenizers if they are
-available.
+"""Small tokenizers of every kind that this project can compile for C programs, and released
+tokenizers if they are available.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _specials(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = False) -> Tokenizer:
-    """Byte pair encoding over bytes, after the pre-tokenizers of ``split``."""
+    """Train a tokenizer that applies the pre-tokenizers ``split`` and then byte pair encoding over
+    bytes.
+    """
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignores_merges))
     tokenizer.normalizer = normalizers.NFC() if is_composed else None
     use_regex = split is None
@@ -69,7 +71,7 @@ def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = 
 
 
 def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
-    """Byte pair encoding over characters.
+    """Train a tokenizer with byte pair encoding over characters.
 
     Characters that are not in the vocabulary are encoded as bytes, as in tokenizers that were
     converted from SentencePiece.
@@ -98,7 +100,7 @@ def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
 
 
 def word_pieces(*, is_lowercased: bool) -> Tokenizer:
-    """WordPiece with the parts of BERT's tokenizers."""
+    """Return a WordPiece tokenizer with the same steps as BERT's tokenizers."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lowercased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -114,7 +116,9 @@ def word_pieces(*, is_lowercased: bool) -> Tokenizer:
 
 
 def residues() -> Tokenizer:
-    """One token for each letter of a protein, as in masked language models of proteins."""
+    """Return a tokenizer with one token for each letter of a protein, as in masked language models
+    of proteins.
+    """
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ACDEFGHIKLMNPQRSTVWY"]
     vocab = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -147,7 +151,7 @@ MADE = {
 
 @functools.cache
 def made(name: str) -> str:
-    """The tokenizer.json of an entry of MADE, or of a demo."""
+    """Return the tokenizer.json of an entry of MADE, or of a demo."""
     return (DEMOS[name] / "tokenizer.json").read_text() if name in DEMOS else MADE[name]().to_str()
 
 

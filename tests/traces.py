@@ -1,6 +1,7 @@
 """Traced graphs that tests share.
 
-In a tiny build, torch.onnx.export takes most of the time, and always returns the same graph.
+In a build of a tiny denoiser, torch.onnx.export takes most of the time. For the same network and
+precision, it always returns the same graph.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ _traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
 
 
 def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
-    """Like ``trace_pass``, but traces each network and precision only once.
+    """Return the same as ``trace_pass``, but trace each network in each precision only once.
 
-    Returns a copy of the graph. The caller may change the copy.
+    The result is a copy of the stored graph, so the caller may change it.
     """
     key = network, precision, is_plain
     if key not in _traces:

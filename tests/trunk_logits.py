@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 def trunk_logits(
     checkpoint: Path, class_name: str, block: int | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Run the class with block-causal attention, or with full attention if ``block`` is ``None``.
-    This function uses none of this project's code.
+    """Return the logits of a checkpoint, computed by a transformers class with block-causal
+    attention, or with full attention if ``block`` is ``None``.
+
+    No code of this project is used.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
     factory = getattr(transformers, class_name)

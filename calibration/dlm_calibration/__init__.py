@@ -1,5 +1,6 @@
-"""Makes calibration data for diffusion language models, and defines their number formats.
+"""Makes calibration data for diffusion language models, and quantises their weights and
+activations.
 
-This package makes partly masked canvases. Calibration and parity checks run a denoiser on these
-canvases. The package also quantises weights and activations.
+The calibration data are partly masked canvases. Calibration and comparisons with torch run a
+denoiser on these canvases. The package also defines the number formats.
 """

@@ -42,8 +42,8 @@ def check_finite(w: np.ndarray | Lazy) -> None:
     count, first = 0, (0, 0)
     for start, stop in row_blocks(w.shape[0], w.shape[1], 1):
         block = np.asarray(w[start:stop, :], dtype=np.float32)
-        # max and min return NaN if an element is NaN. Testing max and min first avoids a temporary
-        # array.
+        # The maximum or the minimum is not finite if any element is not finite. This test needs no
+        # temporary array.
         if np.isfinite(block.max()) and np.isfinite(block.min()):
             continue
         bad = np.argwhere(~np.isfinite(block))
@@ -84,7 +84,9 @@ def columns_of(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
 
 
 def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
-    """Return the result of ``group_amax`` for ``block``, which contains some columns of ``w``."""
+    """Return the largest absolute value of each group of rows, for ``block``, which contains some
+    columns of ``w``.
+    """
     magnitude = np.abs(block)
     out = np.empty((-(-len(block) // group_size), block.shape[1]), dtype=np.float32)
     for groups, values in by_group(magnitude, group_size):

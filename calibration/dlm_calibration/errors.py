@@ -1,4 +1,4 @@
-"""Exceptions of this package."""
+"""The exceptions that this package raises."""
 
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -6,7 +6,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 class CalibrationError(DlmError):
     """Raised if the calibration data or the denoiser's activations are unusable.
 
-    Activation ranges cannot be found then.
+    From such data or activations, no ranges of activations can be determined.
     """
 
     exit_code = ExitCode.WRONG_INPUT

@@ -1,9 +1,11 @@
-"""The number formats of quantised denoisers, in numpy. The runtimes compute the same bits.
+"""The number formats of quantised denoisers, in numpy.
+
+The engines that run the denoisers compute the same bits.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
-E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group has
-an E4M3 scale, and each tensor has an fp32 scale. All rounding is half to even, as in ONNX
-QuantizeLinear.
+E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group of
+NVFP4 has an E4M3 scale, and each tensor has an fp32 scale. A value halfway between two codes is
+rounded to the even code, as in ONNX QuantizeLinear.
 
 Matrices are quantised in blocks on all cores. Quantising a matrix of any size needs only a few MiB
 of temporary memory per core.
@@ -38,7 +40,7 @@ FP16: ScaleType = np.dtype(np.float16)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
 )  # the value of each code; bit 3 is the sign
-INT4_GROUP_SIZE = 128  # the default; GPTQ and AWQ usually have this size too
+INT4_GROUP_SIZE = 128  # the default group size, which is usual for GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # the format defines this size
 
 _LEVELS = {name: np.float32(known.levels) for name, known in NUMBER_FORMATS.items()}
@@ -50,8 +52,8 @@ _CODE_LIMITS = {
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
 # Smaller scales are replaced by 1, because fp32 subnormals lose bits and some devices flush them to
-# zero. In NVFP4, the scale of the tensor is multiplied by group scales as small as 2**-9. The
-# product must still be a normal number.
+# zero. In NVFP4, the smallest scale of a tensor is 2**9 times larger. It is multiplied by group
+# scales as small as 2**-9, and the product must still be a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
 """Candidates for the code of the largest value in an INT4 group. All candidates are tried.
@@ -59,8 +61,8 @@ _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
 If the code is outside the format, the value saturates. This saturation may lose less accuracy than
 a larger scale for the whole group.
 """
-# A subnormal fp16 number with four significant bits. If a smaller scale were rounded to fp16, codes
-# could be wrong by more than 1.
+# The smallest scale in fp16: a subnormal number with four significant bits. If a smaller scale were
+# rounded to fp16, its relative error could change codes by more than 1.
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)
 # Smallest range of a row of activations. This limit prevents a division by 0 if all elements of a
 # row are 0.
@@ -70,7 +72,7 @@ _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
-    """A matrix ``w`` ``[K, N]``, used as ``x @ w``, in one of ``NUMBER_FORMATS``.
+    """A quantised matrix ``w`` ``[K, N]``, used as ``x @ w``, in one of ``NUMBER_FORMATS``.
 
     | format | ``codes`` | ``scales`` |
     | int8 | int8 [K, N] | fp32 [N] |
@@ -97,7 +99,7 @@ class QuantisedWeight:
     def dequantise(self) -> np.ndarray:
         """Return the matrix as fp32 ``[K, N]``.
 
-        Factors are multiplied in the same order as in ONNX DequantizeLinear.
+        The codes and scales are multiplied in the same order as in ONNX DequantizeLinear.
         """
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
@@ -123,7 +125,7 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Return a weight with some of the N columns.
+        """Return this weight with only some of its N columns.
 
         A slice or an array of indices selects the columns.
         """
@@ -143,7 +145,8 @@ def quantise_weight(
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` of any float type.
 
-    The fp32 values of ``w`` are rounded half to even.
+    The values of ``w`` are converted to fp32, divided by scales, and rounded to codes, half to
+    even.
 
     | format | codes | scale |
     | int8 | -127..127 | amax / 127 per column |
@@ -212,12 +215,12 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
     448.
     """
     low, high = _CODE_LIMITS[format]
-    with np.errstate(over="ignore"):  # values far outside the range saturate
+    with np.errstate(over="ignore"):  # a quotient may overflow; it saturates anyway
         quotient = np.divide(values, scales)
     if format != "fp8":
         np.rint(quotient, out=quotient)
     np.clip(quotient, low, high, out=quotient)
-    if format == "int4":  # one byte per code; numpy is faster here than ml_dtypes
+    if format == "int4":  # numpy stores one byte per code, and computes faster than ml_dtypes
         quotient = quotient.astype(np.int8).view(CODE_TYPES[format])
     codes: np.ndarray = quotient.astype(CODE_TYPES[format], copy=False)
     return codes
@@ -259,8 +262,8 @@ def int4_scales(
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
         scale_dtype: The type to which scales are rounded.
-        weights: Additional factors of the squared errors. The array must broadcast to the shape of
-            ``values``.
+        weights: Further factors by which the squared errors are multiplied. The array must
+            broadcast to the shape of ``values``.
         is_signed: Make the scale negative if the largest value is positive. The largest value then
             has a negative code. A negative code is more accurate, because there are eight negative
             codes and only seven positive codes.
@@ -280,12 +283,12 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # Errors are divided by the scale. The squares of these errors are within the range of fp32,
-        # even for large weights.
+        # The errors were divided by the scale, so that their squares do not overflow fp32, even for
+        # large weights.
         error *= error
         error *= counted
-        # If the range of a group is below the smallest scale, no candidate has a smaller error than
-        # scale 1, so the function returns scale 1.
+        # If the values of a group are smaller than the smallest scale, no candidate has a smaller
+        # error than the scale 1, so the function returns 1.
         with np.errstate(over="ignore", invalid="ignore"):
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
@@ -314,8 +317,8 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
 def weight_ranges(
     w: np.ndarray | Lazy, format: str, group_size: int | None = None
 ) -> tuple[np.ndarray, int | None]:
-    """Return the largest absolute value of each group, fp32 ``[G, N]``, and the group size of the
-    format.
+    """Return the largest absolute value of each group of a weight, fp32 ``[G, N]``, and the group
+    size of the format.
 
     The group size is ``None`` if each column is one group. Raises QuantisationError in the same
     cases as ``quantise_weight``.
@@ -330,7 +333,7 @@ def quantise_activation(
 ) -> np.ndarray:
     """Quantise ``x`` (fp32, any shape) and dequantise it again.
 
-    A quantised layer computes with this result instead of ``x``.
+    A quantised layer computes with these dequantised values instead of ``x``.
 
     - int8: the scale is ``amax / 127`` for the whole tensor, and codes are -128..127. If amax is
       ``None``, each vector along the last axis has its own range, and codes are -127..127.
@@ -389,7 +392,8 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
             f"{format} activations need a positive range, not {amax}: calibrate the layer first."
         )
     scale = float(np.float32(amax) / _LEVELS[format])
-    # The range is tiny if an input was almost zero during calibration.
+    # If an input was almost zero during calibration, its range is tiny and its scale would
+    # underflow.
     usable = np.float32(
         max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE))
     )
@@ -417,9 +421,9 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     Values are rounded half to even and saturate at 6. -0 and 0 have the same code.
     """
     # The distance between the values of neighbouring codes is 1/2 up to 2, 1 from 2 to 4, and 2
-    # from 4 to 6. Each value is rounded to a multiple of each distance. The results are three
-    # codes. The smallest of these codes is the right code. A value halfway between two codes gets
-    # the even code.
+    # from 4 to 6. Each value is rounded to a multiple of each of the three distances, which gives
+    # three codes. The smallest of the three is the right code, also for a value halfway between two
+    # codes, which gets the even code.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -453,7 +457,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Reverse ``pack_nibbles``. Returns uint8 0..15. The result's last axis is twice as long."""
+    """Undo ``pack_nibbles``: return uint8 codes 0..15, whose last axis is twice as long."""
     assert packed.dtype == np.uint8
     codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=np.uint8)
     codes[..., 0::2] = packed & np.uint8(15)

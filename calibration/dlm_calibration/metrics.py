@@ -29,8 +29,8 @@ RESAMPLES = 1000
 LEVEL = 0.95
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
-# The number of logits that are processed at a time. They use 32 MB in float64. With a vocabulary of
-# 126,464 tokens, they are 33 rows.
+# The number of logits that are processed at a time: 32 MB in float64, or 33 rows with a vocabulary
+# of 126,464 tokens.
 _CHUNK_ELEMENTS = 1 << 22
 
 Decode = Callable[[list[int]], str | None]
@@ -41,7 +41,7 @@ Decode = Callable[[list[int]], str | None]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Metrics of two denoisers at R positions, float64 or int64 ``[R]``.
+    """Metrics of two denoisers at R positions. Each metric is an array ``[R]``, float64 or int64.
 
     The candidate denoiser is compared with the reference denoiser.
 
@@ -214,7 +214,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
 def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     """Return the 95% bootstrap interval of the mean of paired differences ``[N]``."""
     interval = ratio_interval(differences, np.ones(len(differences)), seed)
-    assert interval is not None  # all denominators are 1, so the ratio is always defined
+    assert interval is not None  # the ratio is defined, because all denominators are 1
     return interval
 
 
@@ -270,7 +270,7 @@ class Frontier:
         self._frontier_kl: list[np.ndarray] = []
 
     def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare both denoisers at one state.
+        """Compare what the two denoisers would commit in one state.
 
         ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
         position where the two denoisers commit different tokens.
@@ -288,12 +288,14 @@ class Frontier:
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence in nats, over all masked positions of the current blocks."""
+        """The mean KL divergence in nats, over all masked positions of the blocks that are being
+        filled.
+        """
         return float(np.concatenate(self._kl).mean())
 
     @property
     def frontier_kl(self) -> float:
-        """Mean KL divergence in nats, over the positions that the reference commits."""
+        """The mean KL divergence in nats, over the positions that the reference commits."""
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:

@@ -35,9 +35,9 @@ PERCENTILE = 99.99
 """Percentage of magnitudes that the method ``percentile`` does not clip."""
 
 _BINS = 2048
-_BITS = 5  # mantissa bits that select a bin, which gives 32 bins per octave
+_BITS = 5  # the first 5 mantissa bits select one of 32 bins of an octave
 _FIRST_OCTAVE = -32
-_OFFSET = (127 + _FIRST_OCTAVE) << _BITS  # fp32's exponent bias
+_OFFSET = (127 + _FIRST_OCTAVE) << _BITS  # number of the first bin; 127 is fp32's exponent bias
 _EDGES = np.ldexp(1 + np.arange(32) / 32, np.arange(_FIRST_OCTAVE, -_FIRST_OCTAVE)[:, None]).ravel()
 _EDGES = np.append(_EDGES, np.ldexp(1.0, -_FIRST_OCTAVE))
 _EDGES[0] = 0.0  # the first bin includes zeros and tiny values
@@ -45,7 +45,7 @@ _EDGES[0] = 0.0  # the first bin includes zeros and tiny values
 # The first ten buckets are ranges of mask ratios. The last bucket is for clean states. Index -1
 # also selects the last bucket.
 _BUCKETS = 11
-_CHUNK = 1 << 18  # elements processed at a time
+_CHUNK = 1 << 18  # number of elements that are processed at a time
 # Clipping ranges to try, as shares of the largest magnitude, down to 1/1024.
 _MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)
 # The rounding error is computed at this number of magnitudes per bin. One magnitude is not enough,
@@ -55,14 +55,14 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # These values are the same as in TensorRT's INT8 calibration (Migacz, GTC 2017).
+)  # TensorRT's INT8 calibration has the same values (Migacz, GTC 2017).
 
 
 class Observer:
-    """Statistics of one layer's input. The input has ``channels`` features.
+    """Collects statistics of one layer's input, which has ``channels`` features.
 
-    The observer also stores a uniform random sample of ``keep_rows`` input vectors. ``seed`` is the
-    seed of the random numbers.
+    The observer also stores up to ``keep_rows`` of the input vectors, chosen at random with equal
+    probability. ``seed`` is the seed of the random numbers.
     """
 
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
@@ -113,7 +113,7 @@ class Observer:
 
     @property
     def channel_amax(self) -> np.ndarray:
-        """Largest magnitude of each channel, fp32 ``[K]``."""
+        """The largest magnitude of each channel at all positions, fp32 ``[K]``."""
         return np.asarray(self._channel_amax.max(0))
 
     @property
@@ -167,7 +167,7 @@ class Observer:
     def statistics(
         self, *, bucket: int | None = None, is_masked: bool | None = None
     ) -> dict[str, float | None]:
-        """Return statistics of the inputs in one bucket, or in all buckets.
+        """Return statistics of the inputs in one bucket, or in all buckets, as a dict:
 
         - ``count``: the number of input vectors.
         - ``amax``: the largest magnitude.
@@ -232,12 +232,12 @@ class Observer:
         magnitudes = np.abs(x)
         channels = magnitudes.max(0)
         amax = float(channels.max())
-        # The exponent and the first mantissa bits select the bin. In a positive fp32 number, these
-        # are the upper bits.
+        # A magnitude's exponent and first mantissa bits select its bin. In a positive fp32 number,
+        # these are the upper bits.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
-        if amax > SMALLEST_AMAX:  # smaller values would not change the sums of powers
+        if amax > SMALLEST_AMAX:  # inputs that are almost 0 are left out of the sums of powers
             # The values are divided by the largest value, so that powers cannot overflow. Each
             # chunk is summed in fp32.
             values = (x / np.float32(amax)).ravel()
@@ -257,11 +257,13 @@ class Observer:
         self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
 
     def _keep(self, x: np.ndarray) -> None:
-        """Update the uniform random sample of rows (reservoir sampling; Vitter, 1985, algorithm R)."""
+        """Update the random sample of rows with the rows of ``x`` (reservoir sampling; Vitter,
+        1985, algorithm R).
+        """
         at = np.arange(self.count, self.count + len(x))
         slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
         kept = np.flatnonzero(slots < len(self._rows))
-        # If two rows are assigned to the same slot, the later row must be stored. numpy assigns in
+        # If two rows belong into the same slot, the later row must be stored. numpy stores them in
         # this order.
         self._rows[slots[kept]] = x[kept]
 
@@ -285,14 +287,14 @@ class Observers(dict[str, Observer]):
 
 
 def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to INT8. The range ``clip`` has 127 equal steps."""
+    """Round magnitudes ``x``, float64, to the values of INT8: 127 equal steps up to ``clip``."""
     return np.asarray(np.minimum(np.rint(x * (127 / clip)), 127) * (clip / 127))
 
 
 def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to E4M3.
+    """Round magnitudes ``x``, float64, to values of E4M3, scaled to the range ``clip``.
 
-    ``clip`` is mapped to the largest number of the format, 448.
+    The range ``clip`` corresponds to the largest number of the format, 448.
     """
     codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * (clip / 448)
@@ -345,7 +347,7 @@ def _least_squares(
 ) -> float:
     """Return the clipping range with the smallest squared rounding error.
 
-    The error is computed at equally spaced magnitudes in each bin, and summed.
+    For each bin of the histogram, the error is computed at several equally spaced magnitudes.
     """
     edges, _ = _cumulative(counts, largest)
     used = np.flatnonzero(counts)

@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements in a piece
 _FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
-MOST_CORES = 8  # with more cores, the cores would only wait for the disk and use more memory
+MOST_CORES = 8  # more cores would only wait for the disk and use more memory
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array whose parts are read when they are indexed.
+    """An array that is not in memory. A part of the array is read when it is indexed.
 
     ``read`` may return a part in any memory order.
     """
@@ -59,7 +59,7 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """Yield the function's result for each item, in order.
 
-    All cores compute the results of the next few items in advance. If ``function`` raises an
+    Several threads compute the results of the next few items in advance. If ``function`` raises an
     exception for an item, this generator raises the same exception instead of yielding the item's
     result. The function should release Python's global lock most of the time. Otherwise, only one
     core is used.

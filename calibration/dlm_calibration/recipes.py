@@ -1,4 +1,4 @@
-"""Quantisation recipes.
+"""Quantisation recipes: presets and files that say how to quantise a denoiser.
 
 A recipe defines the format of each layer, and the methods that find ranges, scales and weights.
 
@@ -204,7 +204,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-# largest number of dots in a line; for keys with many dots, tomllib takes quadratic time
+# most dots in a line; tomllib's time is quadratic in the dots of a key
 _MOST_PARTS = 200
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # together with the limit on canvas length, this limits the memory
-_MOST_BYTES = 1 << 20  # largest line or paragraph in bytes; the text of any canvas is far shorter
+_MOST_SAMPLES = 100_000  # with the limit on canvas length, this limits the memory for samples
+_MOST_BYTES = 1 << 20  # size limit of a line or paragraph; a canvas holds far less text
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,8 +247,8 @@ def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any
     """Split a chat into the messages before the assistant's last message, and the text of the
     assistant's last message.
 
-    With ``prompts_only``, the text is ``None``. If the assistant wrote the last message of the
-    chat, this message is left out. Raises ValueError.
+    With ``prompts_only``, the text is ``None``. The messages before it are then the prompt. A last
+    message of the assistant is left out. Raises ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
@@ -307,8 +307,8 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("there is no text: leave this line out")
-    # Some tokenizers put a special token before every text. This token is kept, because its
-    # activations are often the largest. All other tokens that the tokenizer puts around a prompt
-    # are left out.
+    # Some tokenizers put a special token before every text. The sample includes this token, because
+    # its activations are often the largest. All other tokens that the tokenizer puts around a
+    # prompt are left out.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

@@ -1,9 +1,9 @@
 """Finds the layers to quantise first, given the loss of each layer in each format.
 
-An assignment gives a format to every layer. The result is a list of assignments. Each assignment
-takes fewer bytes than the assignment before it. The predicted loss of an assignment is the sum of
-the layers' losses. This sum is accurate if the losses are small. The caller measures the real
-losses of the assignments from which it chooses.
+An assignment gives a format to every layer. The result is a list of assignments, in which each
+needs fewer bytes than the one before it. The predicted loss of an assignment is the sum of the
+layers' losses. This sum is accurate if the losses are small. The caller measures the real losses of
+the assignments from which it chooses.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Point:
 
 
 def efficient(choices: list[Choice]) -> list[Choice]:
-    """Return the choices on the lower convex hull of loss over cost, starting with the most
-    expensive choice.
+    """Return the choices that are worth trying for one layer: those on the lower convex hull of
+    loss over cost, starting with the most expensive.
 
     Among choices with equal costs, the choice with the smallest loss is used. If losses are equal
     too, the format whose name sorts first is used. The result therefore does not depend on the
@@ -86,8 +86,8 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
         )
 
     path = [point()]
-    # Along the hull of a layer, the loss per byte saved grows. Sorting therefore keeps the steps of
-    # each layer in order.
+    # For each layer, every step along its hull adds more loss per saved byte than the step before.
+    # Sorting all steps by this number therefore keeps the steps of a layer in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index
         path.append(point())

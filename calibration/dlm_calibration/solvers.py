@@ -4,8 +4,9 @@ The methods are smoothing, AWQ and rotation.
 
 A weight is a matrix ``w`` ``[K, N]``, used as ``x @ w``. Smoothing (SmoothQuant, arXiv:2211.10438)
 and AWQ (arXiv:2306.00978) multiply each of the K input channels by a scale: ``(x / scales) @
-(scales[:, None] * w)``. The division is folded into the operator that produces ``x``. Rotation
-multiplies the input channels by a Hadamard matrix, as in QuaRot (arXiv:2404.00456).
+(scales[:, None] * w)``. The division costs nothing at run time, because it is merged into the
+weights of the operator that produces ``x``. Rotation multiplies the input channels by a Hadamard
+matrix, as in QuaRot (arXiv:2404.00456).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from dlm_calibration.errors import QuantisationError
 
-# Scales are clipped to 1 / limit .. limit, because these scales are folded into fp16 weights.
+# Scales are clipped to 1 / limit .. limit, because they are merged into weights that may be fp16.
 _SCALE_LIMIT = 1e4
 _LARGEST_ROTATION = 1024
 
@@ -33,7 +34,7 @@ def smooth_scales(
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
         weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices with
             this input.
-        alpha: How strongly activations are scaled down and weights are scaled up, 0..1. The default
+        alpha: How much of the outliers moves from the activations to the weights, 0..1. The default
             is 0.5.
 
     Returns:

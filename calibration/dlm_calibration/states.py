@@ -1,10 +1,10 @@
 """Makes calibration states from samples.
 
-To calibrate a denoiser, its inputs are observed on these states.
+For calibration, a denoiser runs on these states, and the inputs of its layers are observed.
 
 A calibration state is a canvas. There are three kinds of state. A masked state is a sample with
 random mask tokens, as in the forward process of masked diffusion (arXiv:2502.09992, section 2.1).
-The mask ratios are stratified, so that there are states for every range of ratios. A trajectory
+The mask ratios are spread evenly, so that there are states for every range of ratios. A trajectory
 state is a canvas from a real generation. In this canvas, the denoiser has already committed the
 positions that were easy to predict. Random masking almost never produces such a canvas. A clean
 state is a sample without mask tokens.
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 # The mask ratio in the middle of each of ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
-# The passes of a generation from which states are taken. 0 is the first pass, and 1 is the last
-# pass.
+# Trajectory states are taken from these points of a generation. 0 is the canvas before the first
+# pass, and 1 the canvas before the last pass.
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
-MIX = (0.5, 0.4, 0.1)  # the default share of each source in SOURCES
+MIX = (0.5, 0.4, 0.1)  # the default share of each kind of state, in the order of SOURCES
 PER_SAMPLE = 8
 
 Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
@@ -135,9 +135,9 @@ def make_states(
 ) -> Iterator[State]:
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
-    A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Over all
-    samples, each mask ratio is used about equally often. Each trajectory point is also used about
-    equally often.
+    At most one state of a sample is clean (without masks), so ``mix=(0, 0, 1)`` gives one state per
+    sample. Over all samples, each mask ratio is used about equally often. Each trajectory point is
+    also used about equally often.
 
     Args:
         samples: The data.
@@ -311,7 +311,7 @@ def _alternating(shares: Sequence[float]) -> Iterator[int]:
 def pad_to_blocks(
     sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int
 ) -> np.ndarray:
-    """Return the sample's tokens ``[L]``. A completion is padded to a whole number of blocks.
+    """Return the sample's tokens ``[L]``, with a completion padded to a whole number of blocks.
 
     The result is not padded beyond ``max_canvas_length``.
     """

@@ -59,7 +59,7 @@ Day = Annotated[
 
 
 class Strict(BaseModel):
-    """An object that has no other keys."""
+    """The base class of arguments and calls: JSON objects without other keys."""
 
     model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 
@@ -126,7 +126,7 @@ class SetTimer(Strict):
 
 
 class AddReminder(Strict):
-    """Remind of something."""
+    """Remind the user of something."""
 
     class Arguments(Strict):
         text: Text
@@ -222,7 +222,7 @@ class SetWindow(Strict):
 
 
 class HeatSeat(Strict):
-    """Heat a seat."""
+    """Heat a seat of the car."""
 
     class Arguments(Strict):
         seat: Seat

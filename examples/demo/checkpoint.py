@@ -90,7 +90,9 @@ def save_checkpoint(
     parameters: dict[str, Tensor],
     generation: Mapping[str, object],
 ) -> None:
-    """Write a checkpoint in the layout of its family. No file is left half-written.
+    """Write a checkpoint in the layout of its family.
+
+    If the program is interrupted, no incomplete file is left.
 
     ``generation`` is the content of ``generation_config.json``.
     """

@@ -68,7 +68,7 @@ def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _branch(name: str, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    # Every argument is optional.
+    # The schema makes every argument optional.
     sorter = TopologicalSorter[str]()
     for arguments in examples:
         for argument in arguments:
@@ -120,7 +120,7 @@ def _type(values: Sequence[Any]) -> dict[str, Any]:
     help="Use schema= or tools= and no other option, with the bundle's default preset.",
 )
 def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults: bool) -> None:
-    """Compare free and constrained runs of held-out commands."""
+    """Compare the answers to held-out commands with and without a constraint."""
     pairs = commands(data)
     schema = answer_schema([json.loads(answer) for _, answer in pairs])
     with dlm_runtime.open(bundle) as opened:

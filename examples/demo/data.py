@@ -10,10 +10,11 @@ training.
 - Values. An open value is a name, an item or a phrase. Open values for which ``is_held_out`` is
   true are held out.
 
-The following label rules ensure that every command has exactly one right call:
+A call that belongs to a command is its label. The following rules for labels ensure that every
+    command has exactly one right call:
 
-- Free text is copied verbatim. Places, items, objects and points are copied without a leading
-  ``the``.
+- Free text is copied verbatim. Names of places, items, objects and points are copied without a
+  leading ``the``.
 - ``seven`` becomes 07:00. ``pm``, ``in the afternoon`` and ``in the evening`` add twelve hours.
   ``twelve`` alone and ``noon`` become 12:00, and ``midnight`` becomes 00:00.
 - Arguments that a command does not mention are left out. Keys have the order of ``FUNCTIONS``.
@@ -77,7 +78,8 @@ def has_carrier_held_out(function: Function) -> bool:
 
 
 def _resolve(template: str, rng: random.Random) -> str:
-    """Choose one alternative of each group, and keep each optional part with probability 1/2.
+    """Choose one alternative of each group in a template, and keep each optional part with
+    probability 1/2.
 
     If a part contains another part, the inner part is resolved first.
     """
@@ -93,7 +95,7 @@ def _resolve(template: str, rng: random.Random) -> str:
 
 
 def _say(literal: str, rng: random.Random) -> str:
-    """Sometimes put a filler word before a word of the template's literal text."""
+    """Add filler words at random before words of a template's literal text."""
     return re.sub(
         r"(?<= )(?=\w)",
         lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "",

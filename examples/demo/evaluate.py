@@ -1,7 +1,7 @@
 """Measures how many held-out commands a demo answers correctly, and how many passes (NFE) it needs.
 
-Also measures tokens, the effect of thresholds and effort levels, and the loss. The demo runs in the
-native runtime or in torch.
+The script also measures the length of the answers, the effect of thresholds and effort levels, and
+the loss. The demo runs in the native runtime or in torch.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Answer:
 
 
 class TorchBundle:
-    """Like a bundle, but runs a checkpoint with the reference loop in torch.
+    """Replaces a bundle: it runs a checkpoint with the reference loop in torch.
 
     No build is needed, but passes are slow.
     """
@@ -142,7 +142,8 @@ def evaluate(
             right[group].append(is_right)
         seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
-        # The tokenizer adds two tokens as for a prompt, which do not count. One eos is added.
+        # The tokenizer adds two tokens to every prompt, which do not belong to the answer. The
+        # answer's eos is counted in addition.
         tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))

@@ -1,7 +1,7 @@
 """More templates for the demo's commands, for training only.
 
-Held-out commands do not use these templates. So if you add templates here, the held-out commands
-stay the same.
+Held-out commands do not use these templates. They therefore stay the same if you add templates
+here.
 """
 
 from __future__ import annotations

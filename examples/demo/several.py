@@ -10,13 +10,15 @@ templates.
 The label rules of ``data.py`` and the following rules ensure that every command has exactly one
 right list:
 
-- A reference such as ``there`` means the room of the latest call that has a room. The call contains
-  the name of this room. References to contacts, objects, lists and destinations follow the same
-  rule.
+- A reference such as ``there`` means the room of the latest earlier call that has a room. In the
+  list of calls, the room's name is written in place of the reference. References to contacts,
+  objects, lists and destinations follow the same rule.
 - The time of an earlier call is written as ``$n``, where ``n`` is the number of the call. The first
   call has number 1. A time some minutes later or earlier is written as ``$2+10`` or ``$2-90``.
-- The result of an earlier call is not known yet, so it is also written as ``$n``.
-- A clause that ends in free text or a list is never followed by an ``and`` alone or a comma alone.
+- A reference to the result of an earlier call is also written as ``$n``, because the result is not
+  known yet.
+- If a clause ends in free text or a list, the word before the next clause is never just ``and`` or
+  a comma, so that the end of the text is clear.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Trains the demo's tokenizer, a byte-level BPE.
 
-It splits a word in the same way in a command and inside JSON quotes.
+The tokenizer splits a word into the same tokens in a command and inside JSON quotes.
 
 In a command, a word follows a space. In JSON, it follows a quote. An ordinary byte-level BPE would
 split the same word differently after a space and after a quote. The denoiser would then have to
 learn how words are spelled before it could copy a word. Here, BPE is trained on words without the
 space before them. After that, the most common first pieces of words are merged with the space
-before them. Merges are applied in order, so `` garage`` and ``garage`` are split in the same way,
-except for the first piece.
+before them. BPE applies merges in order, so these last merges only affect the first token: ``
+garage`` and ``garage`` are split in the same way except for it.
 """
 
 from __future__ import annotations

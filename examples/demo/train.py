@@ -6,9 +6,9 @@ Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are hidde
 by mask tokens. The denoiser must predict the hidden tokens from the other tokens. The response is
 padded with end tokens (eos), which belong to the response. Training differs from LLaDA as follows:
 
-- All positions that are included in the loss have the same influence. LLaDA multiplies the loss of
-  a canvas by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden
-  tokens would cause most of the noise in the gradient.
+- In the loss, all positions that count have the same weight. LLaDA multiplies the loss of a canvas
+  by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden tokens
+  would cause most of the noise in the gradient.
 - In most canvases, one block is partly hidden, earlier blocks are not hidden, and later blocks are
   completely hidden. Block-wise decoding only sees such canvases.
 - In half of the canvases, JSON syntax and eos are hidden less often than values, because decoding
@@ -115,8 +115,9 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
         # nothing.
         embedding[c.mask_token_id, :CODE] = 0.0
         embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
-        # The embeddings of all tokens get the same length. So feature 191 has the same value for
-        # all tokens, also after the norm. Together with RoPE, feature 191 distinguishes positions.
+        # The embeddings of all tokens get the same length. Feature 191 therefore has the same value
+        # for all tokens, also after the norm. Attention heads that only read this feature depend on
+        # positions (through RoPE) and not on tokens.
         embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
         assert denoiser.head is not None
         denoiser.head.weight.copy_(embedding.T * 0.1)
@@ -215,8 +216,8 @@ def hide(
 
     Returns two bool arrays ``[B, R]``: the hidden positions, and the hidden positions that
     contribute to the loss. The share t of hidden tokens is sampled for each response from a uniform
-    distribution between 0 and 1.25, and limited to 1. So one in five responses is completely
-    hidden, as at the start of decoding. The samples are stratified over the batch. ``is_easy``
+    distribution between 0 and 1.25, and limited to 1. One in five responses is therefore completely
+    hidden, as at the start of decoding. Within a batch, the shares are spread evenly. ``is_easy``
     marks JSON syntax and eos.
     """
     rows, length = response.shape

@@ -2,14 +2,14 @@
 several calls.
 
 Training follows block diffusion (BD3-LM, arXiv:2503.09573). A training example has two parts: the
-complete canvas, and a copy of the answer's blocks in which some tokens are replaced by mask tokens
-(hidden). A block of the copy sees itself and the complete blocks before it, so one pass trains
-every block. The training differs from the first demo's training as follows:
+complete canvas, and a copy of the answer's blocks. In the copy, some tokens are hidden, that is
+replaced by mask tokens. A block of the copy sees itself and the complete blocks before it, so one
+pass trains every block. The training differs from the first demo's training as follows:
 
 - The initial weights are the weights of the first demo, which can already write most functions and
-  copy words. Norms of queries and keys are added. With their initial weights, the norms give
-  queries and keys the same average lengths as in the first demo. Two layers are added in the
-  middle. With their initial weights, these layers do not change their input.
+  copy words. Norms of queries and keys are added. Their initial weights keep the average lengths
+  that queries and keys have in the first demo. Two layers are added in the middle. Their initial
+  weights are chosen so that they do not change their input.
 - In every block of the copy, tokens are hidden independently of the other blocks. The hidden
   positions are similar to the masked positions in decoding (see ``hide``).
 - Training starts with commands that ask for few calls.
@@ -81,8 +81,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm gives all queries the same length. The weight of the norm sets this length to the
-    # average length. The weight is the same for all heads of a layer.
+    # A norm gives all queries the same length. The weight of the norm is set so that this length is
+    # the average length of the first demo's queries. All heads of a layer have the same weight.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -117,7 +117,7 @@ class Batch:
 
     @property
     def first(self) -> int:
-        """The start of the block in which the prompts end."""
+        """The first position of the block in which the prompts end."""
         return int(self.starts[0]) // BLOCK_LENGTH * BLOCK_LENGTH
 
 
@@ -196,7 +196,10 @@ def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
 
 
 def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
-    """Return the outputs of the last layer for the copies, ``[B, L - first, hidden]``."""
+    """Run the denoiser on both parts of the examples.
+
+    Return the outputs of the last layer for the copies, ``[B, L - first, hidden]``.
+    """
     clean, noised = batch.canvases[:, :-BLOCK_LENGTH], batch.canvases[:, batch.first :]
     noised = noised.masked_fill(is_hidden, denoiser.network.mask_token_id)
     length, before = batch.canvases.shape[1], clean.shape[1]

@@ -25,8 +25,8 @@ from training import Training, draw_layers, out_option, rate_option
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 
-VOCAB_SIZE = 260  # the tokens are all bytes and four special tokens
-NEW_TOKENS = 20  # the tokens are 16 digits, 3 line ends, and eos
+VOCAB_SIZE = 260  # 256 bytes and four special tokens
+NEW_TOKENS = 20  # tokens of an answer: 16 digits, 3 line ends, and eos
 CLUES = range(9)
 GENERATION = {"max_new_tokens": NEW_TOKENS}
 """The content of ``generation_config.json``."""

@@ -20,8 +20,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """The open values that a sampler returns: training values mixed with unrelated phrases, only
-    training values, or held-out values.
+    """Which open values (names, items and phrases) a sampler returns: training values mixed with
+    unrelated phrases, only training values, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -53,13 +53,13 @@ ANY_PHRASE_SHARE = 0.35  # share of unrelated phrases among the open values in t
 def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Sampler:
     """Make a sampler of open values.
 
-    With probability ``article``, it says ``the`` before the value. The value in the call has no
-    ``the``.
+    With probability ``article``, the command says ``the`` before the value. The value in the call
+    has no ``the``.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
         # If a word never began a value in training, the denoiser would learn that no value begins
-        # with this word. So in training, a value can begin with any word.
+        # with this word. In training, a value can therefore begin with any word.
         source = (
             _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
         )

@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 
 
 class Bundle(Decides, UsesPromptCaches):
-    """An open bundle, returned by ``dlm_runtime.open``. Threads may share a bundle. ``with`` closes the bundle."""
+    """An open bundle, which ``dlm_runtime.open`` returns.
+
+    Threads may share a bundle. At the end of a ``with`` block, the bundle is closed.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,11 @@ class Bundle(Decides, UsesPromptCaches):
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` contains the tokenizer, if any. ``checks_hashes``: check the hashes of the tokenizer's files."""
+        """Create a bundle.
+
+        ``folder`` contains the tokenizer, if the bundle has one. If ``checks_hashes`` is True, the
+        hashes of the tokenizer's files are checked.
+        """
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -107,9 +114,9 @@ class Bundle(Decides, UsesPromptCaches):
         return self._tokenizer
 
     def check_text(self) -> None:
-        """Read the file with the compiled tokenizer and chat template, which only C programs use.
+        """Read the file that contains the tokenizer and the chat template in compiled form.
 
-        Raises BundleError if the file is damaged.
+        Only C programs use this file. Raises BundleError if the file is damaged.
         """
         if "file" not in self.manifest.get("text", {}):
             return
@@ -123,7 +130,9 @@ class Bundle(Decides, UsesPromptCaches):
 
     @property
     def json_layout(self) -> str:
-        """The layout of the JSON that the denoiser was trained on: a name of ``LAYOUTS``."""
+        """The layout (white space) of the JSON texts that the denoiser was trained on: a name of
+        ``LAYOUTS``.
+        """
         return self._constraints.json_layout
 
     @property
@@ -219,7 +228,11 @@ class Bundle(Decides, UsesPromptCaches):
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check tools once, for many requests. ``Options`` describes the arguments. Raises RequestError."""
+        """Check descriptions of tools, and return an object that many requests can use without
+        another check.
+
+        ``Options`` describes the arguments. Raises RequestError if a description is invalid.
+        """
         how = {
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -246,8 +259,8 @@ class Bundle(Decides, UsesPromptCaches):
 
         Args:
             preset: Name of a preset. If None, the bundle's default preset is used.
-            effort: "instant", "low", "medium" or "high". Returns the policy that was fitted for this effort level. If
-                None, the policy of the preset is returned.
+            effort: "instant", "low", "medium" or "high". If set, the result is the policy that was
+                fitted for this effort level. If None, the result is the policy of the preset.
             changes: Fields of ``Policy``, by name.
 
         Raises:
@@ -257,7 +270,11 @@ class Bundle(Decides, UsesPromptCaches):
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """Like ``policy``. For an unknown field, the error may suggest an argument of the caller, ``method``."""
+        """Return the policy for these options, like ``policy``.
+
+        ``method`` is the method that the user called. For an unknown policy field, the error may
+        suggest an argument of this method.
+        """
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)
@@ -320,8 +337,9 @@ class Bundle(Decides, UsesPromptCaches):
 
         On a CPU, all requests can share passes, and a new request starts when another request ends. On other engines,
         requests share passes if their canvases have the same length. If the requests use a cache, their mask tokens
-        must also be in the same blocks. Each result equals the result of ``generate``, except for floating-point noise
-        of the engine. The time of a shared pass is divided among the requests in the pass.
+        must also be in the same blocks. Each result equals the result of ``generate`` for this
+        request, except for rounding differences in the engine. The time of a shared pass is divided
+        among the requests in the pass.
 
         Args:
             prompts: Texts, one per request. Pass one of ``prompts``, ``tokens`` and ``chats``.
@@ -330,7 +348,8 @@ class Bundle(Decides, UsesPromptCaches):
             max_batch: The largest number of requests in a pass, 1..4096.
             policies: Changes to policy fields: one dict per request, for example to give each request its own ``seed``.
             cancel: One event for all requests, or a list with an event or None for each request.
-            options: The options of ``generate``. Limits and ``stop_strings`` apply to each request separately.
+            options: The options of ``generate``, the same for all requests. Limits and
+                ``stop_strings`` apply to each request separately.
 
         Returns:
             The results, in the order of the requests.
@@ -581,13 +600,14 @@ class Bundle(Decides, UsesPromptCaches):
         Args:
             max_running: The largest number of requests that run at the same time, 1..4096.
             max_waiting: Largest size of the queue, 1..1048576 requests. If the queue is full, BusyError is raised.
-            max_tokens: The largest number of tokens in a shared pass. Requests that do not fit into a pass wait for the
-                next pass.
+            max_tokens: The largest number of tokens in a shared pass. A request that does not fit
+                into a pass takes part in the next pass.
             cache_bytes: Limit on the bytes of keys and values of all running requests together. If 0, the limit is 1
                 GiB, or more if the longest canvas needs more.
             max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only if the
                 expected time of the pass stays within this limit. If 0, there is no limit.
-            cost: The measured cost of passes on this machine. ``max_pass_ms`` requires this argument.
+            cost: The measured time of passes on this machine, as a ``PassCost``. ``max_pass_ms``
+                requires this argument.
             prefix_cache_bytes: Limit on the bytes of keys and values that the scheduler stores after a request has
                 ended. These bytes count towards ``cache_bytes`` too. A later request reuses the keys and values if its
                 prompt starts with the same tokens. If None, the scheduler may use all of ``cache_bytes`` that no

@@ -1,8 +1,9 @@
 """Runs the native loop with a Python function that computes each pass, instead of an engine.
 
-Tests use this module to run a torch denoiser with the native loop. The tests can then distinguish
-errors of the loop from errors of the exported graph. The module can also run networks that cannot
-be exported. The module is slow, because every pass calls Python.
+Tests use this module to run a torch denoiser with the native loop. If such a test passes and the
+exported bundle gives wrong results, the error is in the exported graph and not in the loop. The
+module can also run networks that cannot be exported. The module is slow, because every pass calls
+Python.
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ class CallbackPass:
         input_ids: Token ids ``[T]``.
         position_ids: The positions of these tokens in the canvas, ``[T]``. In a draft pass,
             max_canvas_length is added to the positions.
-        score_rows: The rows of the pass to score, ``[R]``.
+        score_rows: The rows (0..T-1) for which the callback must fill the outputs of R rows,
+            ``[R]``.
         past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32
             views. The lists are empty if S is 0.
         top_tokens: Output ``[R, K]``, int32: the most likely tokens of each row.
         top_probs: Output ``[R, K]``, float32: the probabilities of ``top_tokens``.
         entropy: Output ``[R]``: the entropy of each row's distribution.
         logits: Output ``[R, V]``.
-        present: Output: the keys and values of the T tokens, in the form of ``past``.
+        present: Output: the keys and values of the T tokens, as nested lists like ``past``.
     """
 
     input_ids: np.ndarray
@@ -100,7 +102,10 @@ def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
 def _rows(
     info: DenoiserInfo, keys: Any, values: Any, batch: int, rows: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the keys and values of every layer, each with the shape ``[B, Hkv, rows, D]``."""
+    """Return the key array and the value array of every layer.
+
+    Each array has the shape ``[B, Hkv, rows, D]``.
+    """
     shape = (batch, info.kv_heads, rows, info.head_size)
     layers = [
         (C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)
@@ -109,7 +114,7 @@ def _rows(
 
 
 def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
-    """For each request of the batch, yield the part of the pass that belongs to the request."""
+    """Yield the inputs and outputs of each request that shares the pass."""
     B, T, S, R = p.batch, p.tokens, p.cached, p.rows
     ids, positions, rows = (
         _view(p.input_ids, (B, T)),
@@ -152,8 +157,9 @@ def from_callback(
     If ``run`` raises an Exception, the request ends, and ``generate`` raises an EngineError with
     this exception as its cause. Other exceptions, such as KeyboardInterrupt, are raised unchanged.
     """
-    # Each thread has a separate value. A session runs passes on the caller's thread, and a
-    # scheduler runs passes on a thread of the scheduler.
+    # The callback stores an exception of ``run`` in this object, separately for each thread.
+    # Outside a scheduler, passes run on the caller's thread. A scheduler runs passes on its own
+    # thread.
     raised = threading.local()
 
     def call(_: int, pointer: object) -> int:

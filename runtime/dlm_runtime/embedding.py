@@ -1,8 +1,9 @@
-"""Finds the files that a C or C++ program needs to embed the runtime: the header, the libraries,
-the pkg-config file and the CMake package.
+"""Finds the installed files that a C or C++ program needs to use the runtime: the header, the
+libraries, the pkg-config file and the CMake package.
 
-The files are in one folder, with the layout of ``cmake --install``. The whole folder can be moved.
-``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints these paths.
+The files are in one folder, in the subfolders that ``cmake --install`` creates. The whole folder
+can be moved. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints
+these paths.
 """
 
 from __future__ import annotations

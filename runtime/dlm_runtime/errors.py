@@ -42,7 +42,9 @@ class ClosedError(RequestError):
 
 
 class EngineError(DlmError):
-    """Raised if the inference engine is missing, is too old, or failed in a pass."""
+    """Raised if the inference engine (ONNX Runtime or TensorRT) is missing, is too old, or failed
+    in a pass.
+    """
 
 
 class ForkError(DlmError, RuntimeError):

@@ -10,8 +10,8 @@ class ExitCode(IntEnum):
 
     Success is 0. If signal n ended a command, the command's exit code is 128 + n.
 
-    A failure's exit code says what must change before the same command can succeed. For users,
-    docs/guides/troubleshooting.md lists the exit codes.
+    The exit code of a failed command says what must change before the same command can succeed.
+    docs/guides/troubleshooting.md explains the exit codes to users.
     """
 
     COULD_NOT = 1

@@ -53,7 +53,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
     """
     from jsonschema.exceptions import best_match
 
-    # Only the first error is reported, because a hostile manifest may contain a million errors.
+    # Only the first error is searched for, because a hostile manifest may contain a million errors.
     error = best_match(itertools.islice(validator().iter_errors(manifest), 1))
     if error is not None:
         _refuse(folder, _place(error), _reason(error))
@@ -61,9 +61,9 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """Find the text files that a manifest names.
+    """Find the tokenizer and the chat template that a manifest names.
 
-    Raises BundleError if the manifest's member ``files`` does not list one of them.
+    Raises BundleError if the manifest's member ``files`` does not list one of these text files.
     """
 
     def listed(name: object, place: str) -> Path:
@@ -89,9 +89,10 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check that this version of dlm_runtime knows the bundle's JSON layout and call format.
+    """Check that this version of the runtime knows the JSON layout and the call format that the
+    manifest names.
 
-    Raises BundleError otherwise.
+    Raises BundleError if a name is unknown.
     """
     for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
         name = manifest.get(key)
@@ -105,9 +106,9 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """Load manifest.schema.json, and add lists that are defined in Python code.
+    """Load manifest.schema.json, and add the lists of allowed names that Python code defines.
 
-    These lists are the fields of a policy, and the names of layer formats, JSON layouts and call
+    The added lists name the fields of a policy, the layer formats, the JSON layouts and the call
     formats.
     """
     found: dict[str, Any] = json.loads(
@@ -129,7 +130,7 @@ def _policy_rule(field: Any) -> dict[str, Any]:
         return said | {"type": "string", "enum": choices, "default": choices[0]}
     if field.kind == _native.HEADER.constants["DLM_FIELD_DOUBLE"]:
         kind, highest, initial = "number", field.highest, field.initial
-    else:  # some JSON readers only accept 63 bits
+    else:  # some JSON readers reject 2**63 and above
         kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)
     return said | {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
 
@@ -155,7 +156,7 @@ def validator() -> Draft202012Validator:
 
 
 def _place(error: ValidationError) -> str:
-    """Return the member at which an error occurred, in the notation of the native reader:
+    """Return the path of the manifest's wrong member, as the native library's messages write it:
     ``layers["a b"]``, ``targets[0]``.
     """
     place = ""

@@ -38,14 +38,14 @@ def open(
         path: A folder that ``dlm-export build`` wrote.
         engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" means "tensorrt" if the bundle
             was built for a GPU, and "onnxruntime" otherwise. With "none", the bundle is opened and
-            checked, but cannot run passes. ONNX Runtime uses the kernels of this package that suit
-            the processor. The variable $DLM_KERNELS selects different kernels. If the value of this
-            variable is "none", ONNX Runtime's own kernels are used.
+            checked, but cannot run passes. ONNX Runtime uses the fastest kernels of this package
+            that the processor can run. The variable $DLM_KERNELS selects different kernels. If the
+            value of this variable is "none", ONNX Runtime's own kernels are used.
         provider: The provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or
-            "nv_tensorrt_rtx". For a GPU other than GPU 0, add the index of the GPU ("cuda:1"). With
-            a GPU provider, the engine "auto" means "onnxruntime".
+            "nv_tensorrt_rtx". For a GPU other than GPU 0, add the index of the GPU ("cuda:1"). If a
+            GPU provider is chosen, the engine "auto" means "onnxruntime".
         allow_fallback: If True, the CPU runs the nodes that the provider cannot run, and
-            ``Bundle.engine`` lists these nodes. If False, such nodes are an error.
+            ``Bundle.engine`` lists these nodes. If False, an EngineError is raised for such nodes.
         threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. If the value is
             larger than the number of cores that this process may use, the number of cores is used
             instead, and a DlmWarning is issued.
@@ -100,7 +100,7 @@ def open(
         threads=threads,
         prefix_cache_bytes=kept,
     )
-    cores = len(os.sched_getaffinity(0))  # the native library counts cores in the same way
+    cores = len(os.sched_getaffinity(0))  # the native library also counts cores this way
     if threads > cores:
         said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
         warnings.warn(said, DlmWarning, stacklevel=2)
@@ -122,7 +122,10 @@ def _open(
     prefix_cache_bytes: int = 0,
     **others: bytes | int,
 ) -> Handle:
-    """Open the native bundle. ``others`` contains more fields for the C options struct."""
+    """Open the bundle in the native library.
+
+    ``others`` contains further fields of the C struct for options.
+    """
     native = _native.library()
     options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None

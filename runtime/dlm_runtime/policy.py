@@ -16,15 +16,16 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Maps the names of scores in papers and in their code to the names in a policy.
+# Maps a score's name in a paper or in the paper's code to the score's name in a policy.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# A known name is suggested for an unknown name if the similarity of the two names is at least this
-# value. With the lower default of difflib, top_p would be suggested for stop.
+# If a caller passes an unknown name, the error message suggests a known name whose similarity to
+# the unknown name is at least this value. With the lower default of difflib, top_p would be
+# suggested for stop.
 _NEAR = 0.7
 
 
@@ -41,7 +42,7 @@ class Policy:
         commit: The rule that decides how many positions are committed after a pass: "static",
             "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential" or "verify".
         compare: How a score is compared with the threshold: ">=" or ">".
-        remask: "none", or "edit": tokens of a finished block may still be replaced.
+        remask: "none", or "edit": extra passes may replace tokens of a finished block.
         cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for
             block-causal attention.
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
@@ -54,9 +55,12 @@ class Policy:
             least N tokens before the block.
         threshold: For the rules "threshold" and "dynamic": the value with which scores are
             compared, 0..1.
-        factor: For the rule "factor", 0 or more.
-        entropy_bound: For the rule "entropy_bound": the bound in nats, 0 or more.
-        timestep_eps: For the rule "timestep": the end of its schedule, 1e-9..1.
+        factor: For the rule "factor", 0 or more. The position with the r-th highest score is
+            committed if its score is at least 1 - factor / (r + 1), and if the positions with
+            higher scores are committed.
+        entropy_bound: For the rule "entropy_bound": in nats, 0 or more. A pass commits positions,
+            the highest score first, until the sum of their entropies is above this bound.
+        timestep_eps: For the rule "timestep": the last timestep of the schedule, 1e-9..1.
         temperature: For "sample", above 0. Logits are divided by this value.
         seed: Seed of the random numbers for "random" and "sample", 0..2^64-1.
         store: How the cache "block" stores a finished block: "pass", "open" or "reuse".
@@ -71,7 +75,7 @@ class Policy:
             all tokens.
         score_of: The distribution from which scores are computed: "prediction", "draw" or
             "marginal".
-        cfg_scale: The scale of classifier-free guidance, 0..1000. 0 means no guidance.
+        cfg_scale: The strength of classifier-free guidance, 0..1000. 0 means no guidance.
         schedule: For the rules "static", "dynamic" and "sequential": how many positions each
             planned pass commits: "masked", "block" or "floor".
         reserve: "end": the last position holds an end token from the start. "none": the last
@@ -114,8 +118,8 @@ class Policy:
 
         ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
         value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
-        ``temperature`` becomes 0. ``beside`` contains the names of the caller's other arguments,
-        which an error message may suggest.
+        ``temperature`` becomes 0. ``beside`` contains the names of the caller's other arguments.
+        The error message for an unknown field may suggest one of these names.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
@@ -139,13 +143,13 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """Return this policy without sampling and guidance, to compare the predictions of
-        denoisers.
+        """Return this policy without sampling and guidance, for comparing two denoisers'
+        predictions.
         """
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and their values, in the form of the manifest."""
+        """Return the fields and their values, as the manifest stores them."""
         return asdict(self)
 
 

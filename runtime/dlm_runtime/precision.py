@@ -4,9 +4,10 @@ Each format is one record, and all other code uses these records.
 
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
 number formats a matrix multiplication uses for its weights and its activations. A layer format also
-says which targets can run this multiplication. To add a format, add a record here, the format's
-arithmetic in ``dlm_calibration.formats``, and its graph in ``dlm_export.graph.quantise``. This
-module imports no other package, so that boards can use it.
+says which targets can run this multiplication. To add a format, add a record to this module, add
+the format's arithmetic to ``dlm_calibration.formats``, and add the format's nodes to
+``dlm_export.graph.quantise``. This module imports no other package, so that small devices can use
+it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ class NumberFormat:
     Args:
         code_type: The dtype of a stored code in numpy (with ml_dtypes).
         levels: The largest value that the format represents when the scale is 1.
-        code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
-        least_sm: The lowest compute capability of GPUs that can compute in the format, times 10.
-            For example, 89 means 8.9.
+        code_limits: The smallest and the largest code. Codes outside this range are clipped. If
+            None, codes are looked up in a table.
+        least_sm: A GPU can compute in the format if its compute capability is at least this number
+            divided by 10. For example, 89 means 8.9.
         tensorrt: The names that TensorRT and TensorRT's inspector use for the format.
         is_simulated_on_cpu: True if a CPU cannot compute in the format. In this case, the CPU
             multiplies the quantised numbers in fp32.
@@ -107,10 +109,13 @@ class LayerFormat:
 
     @property
     def is_int4_in_panels(self) -> bool:
-        """True if only this project's own kernels and functions compute this format.
+        """True if the weights are INT4 and each pass quantises the activations.
 
-        If True, the scales are stored as fp16 in every graph, because fp32 scales would be a large
-        part of the file. The scales may be negative.
+        No engine has operators for such a format. This project's kernels compute it. If the kernels
+        are switched off, ONNX Runtime computes it with the ONNX functions that the graph contains.
+        The scales are stored as fp16 in every graph, because fp32 scales would be a large part of
+        the file. The scales may be negative. TensorRT rejects negative scales, but TensorRT never
+        computes this format.
         """
         return self.weights == "int4" and self.is_dynamic
 
@@ -118,7 +123,8 @@ class LayerFormat:
     def suits_table(self) -> bool:
         """True if a CPU can read single rows of a matrix in this format.
 
-        The embedding table of a tied head needs such a format.
+        If the output head and the embedding share one matrix, this matrix needs such a format,
+        because a pass looks up single rows in the embedding.
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 

@@ -1,4 +1,4 @@
-"""Presets: the loops of published papers and releases, as policies.
+"""Presets: policies that describe the denoising loops of published papers and released code.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
 (arXiv:2510.06303), and the released code of RND1, LLaDA2, Fast-dLLM v2 and
@@ -24,12 +24,12 @@ _BLOCKS = Policy(
 PRESETS = {
     # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
     "llada": Policy(),
-    # Each pass commits all tokens whose score reaches the threshold, and at least the best token.
-    # Keys and values of positions outside the block are read from the cache.
+    # Each pass commits all tokens whose score reaches the threshold, and always the token with the
+    # highest score. Keys and values of positions outside the block are read from the cache.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # The whole generation is one block. The noise schedule says which share of the masked positions
-    # each pass commits. temperature and top_p are from the authors' published commands. Scores are
-    # computed from the distribution from which the tokens are sampled.
+    # The whole generation is one block. Dream's noise schedule says which share of the masked
+    # positions each pass commits. temperature and top_p are from the authors' published commands.
+    # Scores are computed from the distribution from which the tokens are sampled.
     "dream": Policy(
         select="sample",
         commit="timestep",
@@ -39,7 +39,8 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # The loop of Fast-dLLM, for denoisers whose rows predict the next position.
+    # The loop of Fast-dLLM, for Dream and other denoisers whose output row i predicts position i +
+    # 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
     # positions with the highest entropies stay masked. The released code plans 256 passes by
@@ -49,11 +50,11 @@ PRESETS = {
     ),
     # For block-causal networks. The block length is the block length of the network, and the cache
     # is exact. Each pass commits all tokens above the threshold, but at least a planned number of
-    # tokens. This number is the same in every block.
+    # tokens. The planned number of tokens is the same in every block.
     "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
     "llada2": _BLOCKS,
-    # The loop of LLaDA2, followed by more passes over each finished block. These passes replace a
-    # token if another token is clearly more likely.
+    # The loop of LLaDA2, with extra passes over each finished block. An extra pass replaces a token
+    # if another token is clearly more likely.
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
@@ -100,7 +101,7 @@ def presets_for(
 def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: int | None) -> bool:
     """Return True if a denoiser supports the policy.
 
-    ``plan.cc`` checks the same rules in the native loop.
+    In the native library, ``plan.cc`` checks the same rules.
     """
     if draft_block is not None:
         return policy.cache == "block" and policy.remask != "edit"

@@ -1,6 +1,4 @@
-"""Finds the GPU providers of ONNX Runtime and the libraries of NVIDIA in the wheels that pip
-installed.
-"""
+"""Finds the GPU providers of ONNX Runtime, and NVIDIA's libraries, in the installed wheels."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ def parse(provider: str) -> tuple[str, int]:
 
 
 def check_wheels() -> None:
-    """Raise EngineError if both wheels of ONNX Runtime are installed, because these wheels
-    overwrite each other's files.
+    """Raise EngineError if ``onnxruntime`` and ``onnxruntime-gpu`` are both installed, because
+    these two packages overwrite each other's files.
     """
     found = {
         name: version
@@ -57,11 +55,12 @@ def check_wheels() -> None:
 
 
 def load_libraries() -> None:
-    """Load NVIDIA's libraries from their installed wheels, so that the library of a provider finds
-    these libraries.
+    """Load NVIDIA's libraries from their installed wheels.
 
-    If no wheel contains a library, the system's loader must find this library. If a library is
-    missing, the provider reports an error.
+    A provider's library needs these libraries and finds them once they are loaded.
+
+    If no wheel contains one of NVIDIA's libraries, the system's loader must find this library. If a
+    library is missing, the provider reports an error.
     """
     for paths in _in_wheels().values():
         for path in paths:
@@ -81,11 +80,11 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, in the same order.
+    """Return a dict from the name of each library to its paths in NVIDIA's wheels.
 
-    The keys are the names in ``_LIBRARIES``.
+    The names are the entries of ``_LIBRARIES``, with the major version of CUDA filled in.
 
-    Libraries that no wheel contains are left out.
+    If no wheel contains a library, its list of paths is empty.
     """
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")

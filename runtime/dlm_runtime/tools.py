@@ -1,4 +1,4 @@
-"""Checks the descriptions of tools, defines the formats of calls, and reads calls from generated
+"""Checks the descriptions of tools, defines how calls are written, and reads calls from generated
 text.
 
 A tool is a function that the generated text may call.
@@ -142,7 +142,7 @@ class Tools:
 
     @property
     def told(self) -> list[dict[str, Any]] | None:
-        """The functions, in the form that the chat template receives."""
+        """The descriptions that the chat template receives, or None if it receives no functions."""
         return None if self.choice == "none" else [dict(tool) for tool in self.listed]
 
     @property
@@ -151,8 +151,8 @@ class Tools:
         return self.choice not in ("auto", "none")
 
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
-        """Return the source of a "tree" constraint that allows one call, or several calls if
-        ``is_parallel`` is true.
+        """Return the source of a constraint of the kind "tree" that allows one call, or several
+        calls if ``is_parallel`` is true.
         """
         f = self.written
         start, between, end = layout.around(0, False)
@@ -173,12 +173,12 @@ class Tools:
         return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """Return the calls in a text.
+        """Return the calls of these functions in a text.
 
         Calls are found in two kinds of text: a text that consists only of calls, and a text with
         calls between the start and end texts of the format. For any other text, the list is empty.
-        A call must name one of these functions, and its arguments must be an object. The arguments
-        are not checked further.
+        A call counts only if it names one of these functions and its arguments are a JSON object.
+        The arguments are not checked further.
         """
         if text is None or self.choice == "none":
             return []
@@ -256,7 +256,8 @@ def _name_of(tool: Any, where: str) -> str:
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "tree" constraint for a function's arguments.
 
-    Properties that the schema does not list are allowed only if the schema allows them explicitly.
+    Properties that the function's schema does not list are allowed only if the schema allows them
+    explicitly.
     """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):

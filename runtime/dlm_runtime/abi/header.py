@@ -1,7 +1,7 @@
 """Parses ``dlm_runtime.h`` into ctypes: structs, callbacks, functions and constants.
 
-C functions and struct fields are declared only in this header. The syntax of this header is simple,
-so that a few regular expressions can parse the header. Each statement contains one declaration.
+C functions and struct fields are declared only in this header. The header uses only a small part of
+C's syntax, so that a few regular expressions can parse it. Each statement contains one declaration.
 Structs are written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
 """
 
@@ -57,7 +57,7 @@ def read_header(text: str) -> Header:
     plain = _COMMENT.sub(" ", text)
     constants |= {name: int(value) for name, value in _ENUMERATOR.findall(plain)}
     types: dict[str, Any] = dict(_SCALARS)
-    types |= dict.fromkeys(_OPAQUE.findall(plain))  # only their addresses are used
+    types |= dict.fromkeys(_OPAQUE.findall(plain))  # Python only passes pointers to these structs
     structs: dict[str, Any] = {}
     callbacks: dict[str, Any] = {}
     found = [*_STRUCT.finditer(plain), *_CALLBACK.finditer(plain)]
@@ -86,8 +86,8 @@ def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
         for declarator in (first, *(f"{base[0]} {other}" for other in others)):
             fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
     sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
-    # A text that is passed with its size may contain NUL. A c_char_p would end at the NUL, so a
-    # plain pointer is used.
+    # If a struct also has a field with the size of a text, the text may contain NUL. Reading a
+    # c_char_p stops at the first NUL, so a plain pointer is used for such a text.
     fields = [
         (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
         for field, kind in fields

@@ -1,5 +1,5 @@
-"""Loads ``libdlm_runtime`` once, with the types from its header, and converts the status codes of
-the library to exceptions.
+"""Loads ``libdlm_runtime`` once, with the types from ``dlm_runtime.h``, and converts the library's
+status codes to exceptions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_flo
 
 
 def package_folders() -> list[Path]:
-    """Return the folders of the package.
+    """Return the folders of the package ``dlm_runtime``.
 
     An editable install has two folders: one contains the sources, and one contains the built files.
     """
@@ -70,8 +70,8 @@ _FINISHES = {
 
 
 def finish_name(number: int) -> str:
-    """Return the name of a DLM_FINISH_... constant, or ``unknown (N)`` for a constant of a newer
-    library.
+    """Return the name of the DLM_FINISH_... constant with this number, or ``unknown (N)`` if only a
+    newer library defines the number.
     """
     return _FINISHES.get(number, f"unknown ({number})")
 
@@ -135,7 +135,7 @@ def library() -> C.CDLL:
 
 
 def initialised(kind: Any) -> Any:
-    """Return a new struct of this kind.
+    """Return a new struct of the ctypes class ``kind``.
 
     The library sets ``struct_size``, and sets all other fields to their defaults.
     """
@@ -153,12 +153,11 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Return a dict of the kernel sets for this architecture, fastest first.
+    """Return the sets of CPU kernels for this processor architecture as a dict, fastest set first.
 
-    The key is the kernel set's name. The value is the reason why the kernel set cannot run on this
-    processor.
+    The key is the kernel set's name. The value is None if this processor can run the kernel set.
 
-    The value is None if the kernel set can run.
+    Otherwise, the value is the reason why this processor cannot run the kernel set.
     """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):
@@ -171,17 +170,17 @@ def onnxruntime_library() -> str | None:
     """Return the path of libonnxruntime in the installed onnxruntime package, or None if it is
     missing.
 
-    The package is not imported.
+    The package onnxruntime is not imported.
     """
     return _packaged("onnxruntime", "capi/libonnxruntime.so*")
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """Return the paths of TensorRT's libraries in its installed wheels.
+    """Return the paths of the libraries of TensorRT and TensorRT-RTX in their installed wheels.
 
-    The keys are the names of the builders.
+    The keys are "tensorrt" and "tensorrt_rtx". If a wheel is not installed, its key is missing.
 
-    The wheels are not imported.
+    The Python packages in the wheels are not imported.
     """
     packages = {
         "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
@@ -192,7 +191,7 @@ def tensorrt_libraries() -> dict[str, str]:
 
 
 def tensorrt_library() -> str | None:
-    """Return the first of ``tensorrt_libraries``, or None if no library is installed."""
+    """Return the first path of ``tensorrt_libraries()``, or None if no library is installed."""
     return next(iter(tensorrt_libraries().values()), None)
 
 

@@ -21,11 +21,11 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-# Version of the cached files. Increase this version if the same source compiles to a different
-# automaton.
+# Version of the cached files. Increase this version when a change of the compiler makes the same
+# source compile to a different automaton.
 _FORMAT = 5
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # where a file stores made_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """Return the constraint as the bytes of a file, for programs that read the automaton."""
+        """Return the bytes that a file of this constraint contains, for programs that read the
+        automaton.
+        """
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:
@@ -133,8 +135,9 @@ def compile_content(
     """Compile a constraint from its source, for one vocabulary.
 
     Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
-    ``vocab_size``: ids from ``vocab_size`` on are not used. ``made_of`` is a hash of 32 bytes,
-    which is stored in the file. Raises RequestError if the constraint cannot be compiled within
+    ``vocab_size``: ids from ``vocab_size`` on are not used. ``made_of`` is a hash of 32 bytes. The
+        bytes of the compiled constraint contain this hash. Raises RequestError if the constraint
+        cannot be compiled within
     ``limits``. Warns with SchemaWarning about keywords that look misspelled.
     """
     chosen = limits or CompileLimits()
@@ -220,9 +223,9 @@ def keep_compiled(
 
     If the folder does not contain the constraint, compile the constraint and store it there.
 
-    ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
-    The function ``compile_now`` compiles the constraint. Its argument is the hash that is stored in
-    the file.
+    ``vocabulary`` is a list of JSON values that identifies the vocabulary. If ``folder`` is None,
+    nothing is loaded or stored. The function ``compile_now`` compiles the constraint. The argument
+    of ``compile_now`` is a hash of 32 bytes to store in the compiled constraint.
     """
     if folder is None:
         return compile_now(bytes(_HASH_BYTES))
@@ -237,9 +240,9 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """Load the constraint in a file.
+    """Load the constraint with the hash ``key`` from a file.
 
-    Returns None if the file is missing or contains a different constraint.
+    Returns None if the file is missing or damaged, or contains a different constraint.
     """
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)

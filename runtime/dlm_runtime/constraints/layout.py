@@ -1,4 +1,4 @@
-"""Layouts of JSON text. A layout is the white space between the parts of a JSON text."""
+"""Layouts of JSON text. A layout says which white space a JSON text contains."""
 
 from __future__ import annotations
 

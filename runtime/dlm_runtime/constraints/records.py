@@ -1,4 +1,4 @@
-"""The options of JSON Lines and CSV constraints, in addition to the schema of one record."""
+"""Constraints for JSON Lines and CSV: the schema of one line or row, and further options."""
 
 from __future__ import annotations
 

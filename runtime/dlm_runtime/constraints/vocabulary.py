@@ -25,7 +25,7 @@ class Vocabulary:
     tokenizer: Tokenizer | None = None
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the first token of each text.
+        """Encode each text and return only its first token.
 
         The result for a text is -1 if there is no tokenizer, if the tokenizer rejects the text, or
         if the text does not start with the bytes of the token.
@@ -42,9 +42,9 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        The fields are created once and reused. The native library makes a lookup index for a
-        vocabulary. The library reuses this index while the constraints of a bundle pass the same
-        tokens and the same callback.
+        The values of these fields are created once and reused. The native library makes a lookup
+        index for a vocabulary. The library reuses this index for later constraints if they pass the
+        same token array and the same callback.
         """
 
         def first_token(_: object, string: int, size: int) -> int:
@@ -84,14 +84,14 @@ def _spelled(name: str) -> bytes | None:
     try:
         return bytes(BYTES[letter] for letter in name)
     except KeyError:
-        return None  # not a token of a byte-level encoder
+        return None  # a byte-level vocabulary has no such token
 
 
 def _byte_letters() -> dict[str, int]:
     """Return the byte for which each letter stands in GPT-2's vocabulary files.
 
-    For a printable byte, the letter is the character whose code is this byte. For the other bytes,
-    in ascending order, the letters are the characters from U+0100 on.
+    For a printable byte, the letter is the character whose code point equals the byte. For the
+    other bytes, in ascending order, the letters are the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

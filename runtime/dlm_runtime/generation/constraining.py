@@ -1,6 +1,6 @@
 """Reads constraints from the options of requests, and compiles these constraints.
 
-A bundle stores its last compiled constraints.
+Each bundle stores the constraints that it compiled last, so that a later request can reuse them.
 
 This module also adds up how much log probability the constraints cost, and warns once if the cost
 is large.

@@ -95,8 +95,8 @@ class Answer:
     Args:
         probabilities: The probability of each option. The probabilities add up to 1. The options of
             a ``YesNo`` are "true" and "false". The options of a ``Score`` are "0", "1", and so on.
-        made_in: The number of the pass that gave the probabilities. The first pass is 1. A pass
-            sees the answers that were committed after earlier passes.
+        made_in: The number of the prediction that gave the probabilities, 1 or more. A prediction
+            knows the answers that became final after earlier predictions.
         score: For a ``Score``, the expected level: the mean of the levels, weighted with the
             levels' probabilities. The value is None for other questions.
     """
@@ -144,7 +144,7 @@ class _Slot:
 
     Args:
         labels: The names of the options.
-        written: The text that stands for each option in the answer.
+        written: The text that is written into the answer for each option.
         descriptions: A description of each option, or None.
     """
 
@@ -198,7 +198,7 @@ class Deciding:
         return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
 
     def take(self, made: Generation) -> None:
-        """Read the result of a request with ``arguments``.
+        """Read the answers from the result of a request that had these ``arguments``.
 
         Raises CancelledError if the request ended early.
         """
@@ -207,7 +207,7 @@ class Deciding:
         probs = made.option_probs
         if made.finish in ("cancelled", "deadline", "steps"):
             raise CancelledError("the request ended early, so there is no decision")
-        if probs is None:  # no pass ran, because each question has only one option
+        if probs is None:  # no pass was needed, because each question had only one legal text
             probs = [1.0] * len(open_slots)
         found: dict[str, list[float]] = {}
         for name, texts in open_slots.items():
@@ -228,8 +228,8 @@ class Deciding:
         return Decision({name: self._answers[name] for name in self._slots}, text, self._made)
 
     def _texts_of(self, name: str) -> tuple[str, ...]:
-        """Return the legal texts of a question: all of its options, or only the option that was
-        chosen.
+        """Return the legal texts of a question's slot: all options, or only the chosen option if
+        the answer is final.
         """
         slot, answer = self._slots[name], self._answers.get(name)
         if answer is None:
@@ -237,8 +237,8 @@ class Deciding:
         return (slot.written[slot.labels.index(answer.best)],)
 
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
-        """Return a number of tokens that is large enough for any answer and the tokens after it.
-        These tokens are the end token or the ``rest`` mask tokens.
+        """Return an upper limit on the number of tokens of the answer and of what follows it: the
+        end token or the ``rest`` mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
@@ -256,7 +256,7 @@ class Deciding:
             extra[at] = max(extra.get(at, 0), count - counts[0])
         answer = counts[0] + sum(extra.values())
         rest = self._rest or 1
-        # With block-causal attention, the answer does not see later blocks.
+        # With block-causal attention, tokens after the answer's last block have no effect.
         if self._visible_block is not None:
             rest = min(rest, max(1, -(len(self._given) + answer) % self._visible_block))
         return answer + rest
@@ -294,7 +294,7 @@ class Decides:
         the masked answer. If the answer can be split into tokens in several ways, the products of
         all ways are added. The probability of an option is the total probability of all legal
         answers with this option, divided by the total probability of all legal answers. If
-        attention is block-causal, each block of the answer takes one pass. This pass sees the
+        attention is block-causal, each block of the answer takes one pass. The pass sees the
         answers in earlier blocks.
 
         Args:
@@ -303,7 +303,7 @@ class Decides:
                 follows the prompt, or the last message of the chat.
             prompt: The state, as a text.
             tokens: The state, as token ids. In this case, the questions must have no instructions
-                and no descriptions.
+                and no descriptions, because they would be added as text.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
             passes: The number of times that the answer is predicted, 1 or more. After each
                 prediction, the answers to the questions with the most certain answers become final.
@@ -396,7 +396,8 @@ class Decides:
 
 
 def described(questions: Mapping[str, Question]) -> str:
-    """List the questions for the denoiser, with their instructions, options and descriptions.
+    """Return a text for the denoiser that lists the questions, instructions, options and
+    descriptions.
 
     Returns "" if no question has instructions or descriptions.
     """
@@ -413,7 +414,7 @@ def described(questions: Mapping[str, Question]) -> str:
 
 
 def _told(chat: Any, asked: str) -> Any:
-    """Return the chat, with the list of questions after its last message."""
+    """Return the chat, with the text ``asked`` added to its last message."""
     if not asked or not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
         return chat
     last = chat[-1]
@@ -425,7 +426,10 @@ def _told(chat: Any, asked: str) -> Any:
 
 
 def _slots(questions: Mapping[str, Question], layout: Layout | None) -> dict[str, _Slot]:
-    """Check the questions. If there is a layout, options are written as JSON values."""
+    """Check the questions and return their slots.
+
+    If there is a layout, options are written as JSON.
+    """
     if not isinstance(questions, Mapping) or not questions:
         raise RequestError(
             f"questions = {shown(questions)}: give a dict with at least one question"
@@ -472,7 +476,7 @@ def _options(where: str, question: Question) -> tuple[tuple[str, ...], tuple[str
 
 
 def _object(slots: Mapping[str, _Slot], layout: Layout) -> list[str | tuple[str, _Slot]]:
-    """Return the parts of a JSON object with the answers."""
+    """Return a JSON object with the answers, as a list of fixed texts and named slots."""
     start, between, end = layout.around(0, False)
     parts: list[str | tuple[str, _Slot]] = []
     for name, slot in slots.items():
@@ -482,7 +486,10 @@ def _object(slots: Mapping[str, _Slot], layout: Layout) -> list[str | tuple[str,
 
 
 def _template(slots: Mapping[str, _Slot], answer: str) -> list[str | tuple[str, _Slot]]:
-    """Return the parts of an answer with marked slots. Raises RequestError."""
+    """Split the text of an answer at its marks ``<mask:NAME>`` into fixed texts and named slots.
+
+    Raises RequestError.
+    """
     pieces = _SLOT.split(answer)
     names = pieces[1::2]
     for name in names:

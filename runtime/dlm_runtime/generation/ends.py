@@ -1,4 +1,7 @@
-"""Wakes coroutines when their jobs have ended. Each scheduler uses one thread for this task."""
+"""Wakes coroutines when the jobs that they wait for have ended.
+
+Each scheduler has a separate thread that waits for ended jobs.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ if TYPE_CHECKING:
 class Ends:
     """Calls functions when jobs have ended.
 
-    ``descriptor`` is the scheduler's ``ended_fd``. A thread reads this descriptor. The thread
-    starts at the first call of ``when_ended``. The native scheduler only writes to the descriptor,
-    so passes never wait for Python.
+    ``descriptor`` is the scheduler's file descriptor ``ended_fd``, to which the native scheduler
+    writes when jobs end. A separate thread reads the descriptor and calls the functions, so passes
+    never wait for Python. This thread starts at the first call of ``when_ended``.
     """
 
     def __init__(self) -> None:
@@ -44,13 +47,13 @@ class Ends:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="dlm-ends", daemon=True)
                     self._thread.start()
-                if job.done:  # the job may have ended before it was added
+                if job.done:  # otherwise, a job that ended earlier would be missed
                     os.eventfd_write(self.descriptor, 1)
-        if is_late:  # a closed scheduler has ended all of its jobs
+        if is_late:  # the scheduler is closed, so the job has ended
             call()
 
     def forget(self, job: Job, call: Callable[[], None]) -> None:
-        """Undo ``when_ended`` with the same arguments."""
+        """Take back a call of ``when_ended`` with the same arguments."""
         with self._lock:
             self._waiting.discard((job, call))
 

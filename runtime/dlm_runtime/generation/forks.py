@@ -23,7 +23,7 @@ class Origin:
 
     @property
     def is_here(self) -> bool:
-        """True in the process that created the object."""
+        """True if this process created the object."""
         return os.getpid() == self._process
 
     def check(self) -> None:

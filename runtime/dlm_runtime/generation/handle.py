@@ -1,4 +1,5 @@
-"""An open native bundle, with its properties and policies, and a pool of sessions.
+"""A bundle that the native library opened, with its properties and policies, and a pool of
+sessions.
 
 Several threads may use a handle. Each running request uses one session of the pool.
 """
@@ -21,7 +22,9 @@ from dlm_runtime.policy import TEXT_FIELDS, Policy
 
 
 class SupportsClose(Protocol):
-    """An object that is closed together with a handle."""
+    """An object with a method ``close``, such as a tokenizer, that is closed together with a
+    handle.
+    """
 
     def close(self) -> None: ...
 
@@ -54,7 +57,8 @@ class Handle:
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
         self._prefix_cache_bytes = prefix_cache_bytes
-        # Number of calls that use the bundle; the last of these calls frees a closed bundle.
+        # Number of running calls that use the bundle. If the bundle is closed meanwhile, the last
+        # of these calls frees it.
         self._busy = 0
         self._is_closed = False
         self._with: list[SupportsClose] = []
@@ -83,7 +87,7 @@ class Handle:
     def close_with(self, other: SupportsClose) -> None:
         """Register an object to close when the bundle is freed.
 
-        Until the bundle is freed, requests may use ``other``.
+        Running requests may use ``other`` until then.
         """
         with self._lock:
             self._with.append(other)
@@ -112,14 +116,18 @@ class Handle:
 
     def begin(self) -> None:
         """Keep the engine alive until ``end`` is called. Each ``begin`` needs one ``end``."""
-        # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        # A forked process is rejected before the lock is taken. In a forked process, the lock may
+        # be locked forever.
         self.origin.check()
         with self._lock:
             self.check_open()
             self._busy += 1
 
     def end(self) -> None:
-        """Undo one ``begin``. In a forked process, this does nothing."""
+        """Declare that the use that ``begin`` announced has ended.
+
+        In a forked process, this does nothing.
+        """
         if not self.origin.is_here:
             return
         with self._lock:

@@ -1,7 +1,7 @@
 """Infilling: fills holes in a text and keeps the text around them.
 
 A hole is a sequence of mask tokens. The number of tokens that a hole needs is not known in advance.
-There are two solutions:
+There are two ways to choose it:
 
 - The hole is longer than needed, and the denoiser pads the hole with end tokens.
 - Several lengths are tried, and the most likely result is used.
@@ -38,7 +38,7 @@ _CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_
 
 
 class Filler(Protocol):
-    """The methods and properties of a ``Bundle`` that infilling uses."""
+    """The methods and properties of ``Bundle`` that this module uses."""
 
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -77,7 +77,10 @@ class Infill:
 
 @dataclass(frozen=True)
 class Canvas:
-    """The token ids of a text with holes. There is one hole after each part except the last part."""
+    """The token ids of the texts around the holes (the parts), and the lengths of the holes.
+
+    There is one hole after each part except the last part.
+    """
 
     parts: Sequence[Sequence[int]]
     lengths: tuple[int, ...]
@@ -212,12 +215,12 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Add a constraint to the request.
+    """Compile the constraint of a request with ``constrain_from``, and add it to the request.
 
-    The constraint covers the text from character ``first`` to the end.
+    The constraint covers the text from the character ``first`` to the end of the text.
 
-    Returns the new request, and the lengths in ``tried`` for which some valid text fits into the
-    hole.
+    Returns the new request, and those lengths of ``tried`` that are at least the length of the
+    shortest valid text for the hole.
     """
     given = {name: request.pop(name) for name in _CONSTRAINT_ARGUMENTS if name in request}
     if not given:
@@ -276,7 +279,7 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
 
 
 def read(bundle: Filler, canvas: Canvas, between: Sequence[str], made: Generation) -> Infill:
-    """Return the filled text, from the result of a request for ``canvas.tokens``."""
+    """Return the filled text. ``made`` is the result of a request with the tokens of ``canvas``."""
     assert bundle.tokenizer is not None
     ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
     for hole in canvas.holes():

@@ -9,7 +9,7 @@ from pathlib import Path
 from dlm_runtime.errors import RequestError
 from dlm_runtime.files import read_object
 
-_MOST_BYTES = 1 << 20  # largest file with the output of ``dlm-export bench`` that is read
+_MOST_BYTES = 1 << 20  # size limit of a file with the output of ``dlm-export bench``
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class PassCost:
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
-        """Read the parts of the cost from the output of ``dlm-export bench BUNDLE --cost --json``.
+        """Read the four parts from a file with the output of ``dlm-export bench BUNDLE --cost
+        --json``.
+
         Raises RequestError.
         """
         hint = " Write it with `dlm-export bench BUNDLE --cost --json`."

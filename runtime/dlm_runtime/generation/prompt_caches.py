@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 
 def common_start(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Return the longest list of tokens with which both lists start."""
+    """Return the tokens at the start of ``one`` that ``other`` starts with too."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return [token for token, _ in pairs]
 
 
 class UsesPromptCaches:
-    """The methods of a ``Bundle`` that save and load prompt caches."""
+    """The methods of ``Bundle`` that save and load prompt caches.
+
+    ``Bundle`` inherits this class.
+    """
 
     if TYPE_CHECKING:
         _handle: Handle
@@ -52,8 +55,8 @@ class UsesPromptCaches:
             prompt: The prompt as text.
             tokens: Token ids, 0..vocab_size-1.
             chat: Messages for the chat template. If the last message comes from the system or the
-                assistant, the file covers the tokens at the start that stay the same for every next
-                message of the user.
+                assistant, the file covers only the tokens at the start that do not depend on the
+                user's next message.
 
         Returns:
             The number of tokens that the file covers. This number is a multiple of the page size. A
@@ -116,8 +119,8 @@ class UsesPromptCaches:
         messages = list(chat)
         if messages and messages[-1].get("role") not in ("system", "assistant"):
             return self.tokenizer.encode_chat(messages)
-        # Render the chat with two messages that start differently. The tokens that both renderings
-        # share do not depend on the message.
+        # Render the chat twice, each time with a different next message. The tokens with which both
+        # renderings start do not depend on the next message.
         first, second = (
             self.tokenizer.encode_chat([*messages, {"role": "user", "content": content}])
             for content in ("a", "1")

@@ -168,9 +168,10 @@ class Options:
         return {name: value for name, value in given.items() if value is not None}
 
     def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
-        """Check the tools of the options. Returns None if there are no tools.
+        """Check the tools in these options. Returns None if the options contain no tools.
 
-        ``call_format`` is the call format of the bundle. Raises RequestError.
+        ``call_format`` is the name of the call format that the bundle's denoiser was trained on.
+        Raises RequestError if a tool is invalid.
         """
         others = {
             "tool_choice": self.tool_choice != "auto",
@@ -292,7 +293,8 @@ class Request:
         policy: The complete policy, including the changes of the options.
         tools: The checked tools of the options.
         constraint: The constraint on the text, or None.
-        note: A function that is called with the result of each constrained request.
+        note: A function to which each result of a constrained request is passed, except the results
+            of decisions.
     """
 
     def __init__(
@@ -339,8 +341,8 @@ class Request:
         wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
-        # ``native`` points to the memory of these attributes, so these attributes must live as long
-        # as ``native``.
+        # The C struct ``native`` points into the memory of these attributes, so they must live as
+        # long as ``native``.
         self._policy, self._constraint = native_policy(policy), constraint
         self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
         self._stops = (C.c_char_p * max(1, len(stop_strings)))(
@@ -410,15 +412,16 @@ class Request:
             else None,
             tool_calls=self.tools.calls(text) if is_call else [],  # type: ignore[union-attr]
         )
-        # A decision commits all positions in one pass, so its loss says nothing about the layout.
+        # A large loss usually means that the constraint demands an unusual JSON layout. A decision
+        # commits all positions in one pass, so its loss says nothing about the layout.
         if self.is_constrained and made.option_probs is None:
             self._note(made)
         return made
 
     def event(self, step: Any, text: str | None) -> Event:
-        """Convert a native step to an ``Event`` without a result.
+        """Convert a step that the native library reports to an ``Event`` without a result.
 
-        ``text`` is the text after the previous step.
+        ``text`` is the text so far at the previous step.
         """
         length = step.length
         delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
@@ -508,7 +511,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
-    """Check an option that must be a list of texts. Raises RequestError, which names the option."""
+    """Check that an option is a list of texts. Raises RequestError, which names the option."""
     try:
         texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
         is_good = not isinstance(value, (str, bytes, Mapping)) and all(
@@ -576,8 +579,8 @@ def native_policy(policy: Policy) -> Any:
             raise RequestError(
                 f"policy: {each.name} = {shown(value)} is not of the right type"
             ) from err
-        # ctypes raises no error for a value that does not fit. Instead, ctypes wraps an integer,
-        # and cuts a text at a NUL.
+        # ctypes raises no error for a value that does not fit into its field. Instead, ctypes drops
+        # the high bits of an integer, and cuts a text at a NUL.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native

@@ -20,7 +20,8 @@ class Generation:
         nfe: The number of passes for this request. A shared pass counts for each of its requests.
         timings: The seconds that each part of the call took. ``Bundle.generate`` describes the
             parts.
-        cache_bytes: The largest number of bytes of keys and values that the request had in memory.
+        cache_bytes: The most bytes of cached keys and values that the request had in memory at any
+            time.
         passes: The number of passes of each kind. "prefill" passes fill a cache before a block is
             decided, "denoise" passes predict tokens, and "store" passes store a finished block in
             the cache. If the policy's commit rule is "verify", there are also "verify" passes, which
@@ -31,12 +32,13 @@ class Generation:
             "deadline": ``deadline_ms`` was reached. "cancelled": the request was cancelled.
             "unknown (N)": a reason of a newer native library.
         prompt_tokens: The number of tokens that the caller passed.
-        completion_tokens: The number of generated tokens before the first end token.
+        completion_tokens: The number of generated tokens. The first end token and the tokens after
+            it are not counted.
         log_probs: For each token, ln p in the denoiser's softmax in the pass that committed the
-            token. The value is None for tokens that the caller passed, for undecided tokens, and
-            for tokens after the text's early end. All values are finite. If the probability of a
-            token rounds to 0, for example because a constraint forced the token, the value is
-            -744.44.
+            token. The value is None for tokens that the caller passed, for undecided positions, and
+            for tokens after an end token or stop string that ended the text early. All values are
+            finite. If the probability of a token rounds to 0, for example because a constraint
+            forced the token, the value is -744.44.
         undecided: True for each position that was not decided when the request ended.
         tool_calls: The calls in ``text``. Empty if the text does not consist of calls, if the
             request has no tools, or if a part of the text is undecided.
@@ -44,11 +46,11 @@ class Generation:
             in the pass that committed the token. Each alternative is a pair of a token id and its
             ln p. The most likely alternative comes first. If no pass committed a token, its list is
             empty. If the request did not ask for alternatives, ``top_log_probs`` itself is empty.
-        constraint_log_prob_loss: How much less likely the text is because of the constraint, in
-            nats, 0 or more. The value is a sum of losses, with one loss for each position. The loss
-            of a position is ln p of the denoiser's best token minus ln p of the committed token, in
-            the last pass that scored the position. The loss of a position is at most 745, and 0 if
-            the position was filled without a pass. If tokens are sampled, the sum includes the loss
+        constraint_log_prob_loss: A measure of how unlikely the constraint made the text, in nats, 0
+            or more. The value is the sum of one loss for each generated position. The loss of a
+            position is ln p of the denoiser's best token minus ln p of the committed token, in the
+            last pass that scored the position. The loss of a position is at most 745, and 0 if the
+            position was filled without a pass. If tokens are sampled, the sum includes the loss
             from sampling. Without a constraint, the sum is 0.
         option_probs: For a decision, the probability of each option of each question. The value is
             None for other requests. ``Bundle.decide`` returns these probabilities by name.
@@ -79,7 +81,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Event:
-    """An event reports the canvas after one step.
+    """The canvas after one step of a request: a pass, and the tokens that were then committed.
 
     Args:
         canvas: The token ids. An undecided position contains the token that the denoiser gets as

@@ -1,10 +1,10 @@
 """Schedulers accept requests from any thread and run the requests in shared passes on one thread.
 This module uses the functions ``dlm_scheduler_*`` of the C ABI.
 
-The thread has a reference to a ``_Runner`` and not to the ``Scheduler``. If a scheduler has no
-other references, it can therefore be garbage-collected. Before the thread ends, it destroys the
-native scheduler. The thread must end before the interpreter exits. Otherwise, Python would raise an
-exception inside a native callback, and this exception would abort the process.
+The scheduler's thread refers to a ``_Runner`` and not to the ``Scheduler``. A ``Scheduler`` that
+the program no longer refers to can therefore be garbage-collected. Before the thread ends, it
+destroys the native scheduler. The thread must end before the interpreter exits. Otherwise, Python
+would raise an exception inside a native callback, and this exception would abort the process.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
-EVENT_WAIT_S = 0.02  # seconds between checks for requests that ended without a last step
+WAIT_S = 0.1  # a thread that waits for a job checks for signals after this many seconds
+EVENT_WAIT_S = 0.02  # seconds between checks whether a request ended without a last event
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class SchedulerStats:
         submitted, finished, refused: The number of requests that were submitted, that ended, and
             that were refused. ``submit`` raises BusyError when it refuses a request.
         passes: Number of passes.
-        shares: The sum over all passes of the number of requests in the pass.
+        shares: Each pass adds its number of requests to this sum.
         busy_s: Seconds spent in passes and commits.
-        cache_bytes: The largest number of bytes of keys and values that were in memory at the same
-            time.
+        cache_bytes: The most bytes of keys and values that were in memory at the same time.
         passes_s: Seconds spent in passes alone.
         expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 if the
             scheduler has no ``cost``, or if requests take turns.
         prefix_hits: Number of requests that reused keys and values of other requests.
-        prefix_tokens: Number of tokens that these requests did not compute.
+        prefix_tokens: Number of prompt tokens that were not computed because their keys and values
+            were reused.
         prefix_bytes: Number of bytes of the keys and values that new requests can reuse.
     """
 
@@ -88,7 +88,7 @@ class Job:
 
     The request is cancelled when the last reference to the job is dropped.
 
-    The scheduler stays alive until the result of the job is read.
+    As long as the job's result was not read, the job keeps its scheduler alive.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -96,7 +96,7 @@ class Job:
         self._handle = C.c_void_p()
         self._origin = Origin("job")
         self._scheduler: Scheduler | None = scheduler
-        self._text: str | None = None  # the text of all events so far
+        self._text: str | None = None  # the text of the latest event
         self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
         self._wake: Callable[[], object] | None = None  # called after an event was added
         self._has_ended = False
@@ -186,7 +186,7 @@ class Job:
         yield self._event_without_step()
 
     def __await__(self) -> Generator[Any, None, Generation]:
-        """Wait for the result in a coroutine: ``await job``.
+        """Wait for the job in a coroutine and return its result: ``result = await job``.
 
         If the coroutine is cancelled, the job is cancelled too.
 
@@ -231,7 +231,9 @@ class Job:
             ended.cancel()
 
     async def _ended(self, changed: asyncio.Event) -> None:
-        """Wait until the job has ended, and then set ``changed``.
+        """Wait until the job has ended.
+
+        At its end, ``changed`` is set, so that ``__aiter__`` wakes up.
 
         If this coroutine is cancelled, the job is cancelled too.
         """
@@ -282,19 +284,24 @@ class Job:
         )
 
     def _step(self, step: Any) -> None:
-        """Put an event into the queue. This method runs on the thread that runs the passes."""
+        """Put the event of a native step into the job's queue.
+
+        The scheduler's thread calls this method.
+        """
         if self._events is not None:
             event = self._request.event(step, self._text)
             self._text = event.text
             self._events.put(event)
             wake = self._wake
             if wake is not None:
-                with suppress(RuntimeError):  # the event loop was closed
+                with suppress(RuntimeError):  # the event loop may be closed
                     wake()
 
 
 class _Runner:
-    """A native scheduler, the thread that runs it, and the state that both share with other threads."""
+    """A native scheduler, the thread that runs its passes, and the state that this thread shares
+    with other threads.
+    """
 
     def __init__(self, bundle: Handle, options: Any) -> None:
         """Raises RequestError or EngineError, and DlmError if the thread cannot be started."""
@@ -305,13 +312,14 @@ class _Runner:
         self._changed = (
             threading.Condition()
         )  # re-entrant: the garbage collector may call stop() at any time
-        # Number of calls that use the handle. The thread waits for these calls before it destroys
-        # the handle.
+        # Number of running calls that use the native scheduler's handle. The thread waits until
+        # these calls have ended before it destroys the handle.
         self._users = 0
         self._is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
-        # All jobs use the same callbacks. The callbacks live until the last pass, because a job may
-        # be dropped before its request has ended.
+        # All jobs share these callbacks. The callbacks live until the last pass. A callback that
+        # belonged to a job would be too short-lived, because a job may be dropped before its
+        # request has ended.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),
@@ -360,14 +368,15 @@ class _Runner:
             handle, self._handle = self._handle, C.c_void_p()
         self._library.dlm_scheduler_destroy(handle)
         self.ends.close()
-        # The callbacks refer to this object. The callbacks are released, so that the object can be
-        # garbage-collected.
+        # The callbacks refer to this ``_Runner``. They are replaced by empty callbacks, so that the
+        # ``_Runner`` can be garbage-collected.
         self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()
         self._bundle.end()
 
     def keep(self, job: Job, request: Request) -> None:
-        """Register a job. While there is a reference to the job, passes can call the job's
-        functions.
+        """Register a job, so that the shared callbacks find it.
+
+        The registration does not keep the job alive.
         """
         native, number = request.native, next(self._numbers)
         self._jobs[number] = job
@@ -394,7 +403,7 @@ class _Runner:
     ) -> int:
         job = self._jobs.get(number)
         if job is None:
-            return 7  # DLM_CANCELLED: the result is not needed
+            return 7  # DLM_CANCELLED: the job was dropped
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
@@ -415,11 +424,12 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """Keep the native scheduler alive within a ``with`` block.
+        """Return a context in which the native scheduler is not destroyed.
 
         Raises the errors of ``check_open``.
         """
-        # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        # A forked process is rejected before the lock is taken. In a forked process, the lock may
+        # be locked forever.
         self.origin.check()
         with self._changed:
             self.check_open()
@@ -443,9 +453,9 @@ class _Runner:
         )
 
     def stop(self) -> None:
-        """Let the thread end after its current pass, without waiting for it.
+        """Tell the scheduler's thread to end after its current pass, and return at once.
 
-        In a forked process, this does nothing.
+        In a forked process, this method does nothing.
         """
         if not self.origin.is_here:
             return
@@ -508,8 +518,9 @@ class Scheduler:
             native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
             options.cost = C.pointer(native)
         self._make, self._runner = make, _Runner(bundle, options)
-        # This finalizer must not wait. The garbage collector can call this finalizer on a thread
-        # that holds a lock, and the scheduler's thread may need this lock to end.
+        # The finalizer calls ``stop`` and not ``close``, because it must not wait. The garbage
+        # collector can run it on a thread that holds a lock, and the scheduler's thread may need
+        # this lock to end.
         weakref.finalize(self, self._runner.stop).atexit = False
 
     def submit(
@@ -554,9 +565,9 @@ class Scheduler:
         return self._runner.has_ended
 
     def close(self) -> None:
-        """End after the current pass, and cancel the requests that have not ended.
+        """End the scheduler after the current pass, and cancel the requests that have not ended.
 
-        May be called several times.
+        This method may be called several times.
 
         If an error ended the scheduler's thread, this error is raised.
         """

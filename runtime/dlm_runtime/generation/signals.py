@@ -1,4 +1,4 @@
-"""Handles signals and cancellations between the passes of a native call.
+"""Runs Python's signal handlers and cancels requests between the passes of a native call.
 
 Python runs signal handlers only on the main thread, and only while this thread runs Python code.
 Without this module, a handler would have to wait until a native call has finished the whole
@@ -24,7 +24,7 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """Yield the value that the native library gets before each pass: 0 to continue, 1 to end.
+    """Yield one value before each pass for the native library: 0 to continue, 1 to end the call.
 
     The value is 0 until a signal handler raises an exception. This generator also cancels requests
     whose event is set.
@@ -49,7 +49,7 @@ def _answers(
 
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
-    """Within this context, pending signal handlers run before each pass of the session.
+    """Within this context, the handlers of pending signals run before each pass of the session.
 
     If a handler raises an exception, this exception is raised again after the native call has
     ended.
@@ -58,7 +58,7 @@ def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[
     """
     raised: list[BaseException] = []
     answers = _answers(session, raised, cancels)
-    next(answers)  # enters the ``try``
+    next(answers)  # runs the generator into its ``try``
     is_main = threading.current_thread() is threading.main_thread()
     before_pass = (
         _native.BeforePassFn(answers.send) if is_main or cancels else _native.BeforePassFn()

@@ -4,8 +4,9 @@ The module ``process`` starts this program and never imports it.
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
 the object names a method of ``Text``, and the other members are the method's arguments. The answer
-consists of a length and a JSON object. The object contains the member ``value`` with the result, or
-the member ``refused`` with the library's reason (null if memory ran out).
+consists of a length and a JSON object. If the request succeeded, the object has the member
+``value`` with the result. Otherwise, it has the member ``refused`` with the error message of the
+library (null if memory ran out).
 
 The program ends when its input is closed, or when the program exceeds a limit. The limit on address
 space is passed on the command line. The limit on processor time is a timer, which is set again for
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
-REASON_LIMIT = 300  # largest number of characters of a library's message
+REASON_LIMIT = 300  # longer messages of a library are cut off, in characters
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no assigned characters
 
 
@@ -73,7 +74,7 @@ class Text:
 
         Raises ValueError if the result still contains a special token.
         """
-        self.tokenizer.encode_special_tokens = True  # as ordinary text
+        self.tokenizer.encode_special_tokens = True  # encode the names of special tokens as text
         try:
             made = self.tokenizer.encode(text, add_special_tokens=False)
         finally:
@@ -101,9 +102,11 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The unknown token, for text that is not in the vocabulary.
+        """The id of the unknown token, which stands for text that the vocabulary lacks.
 
-        Ordinary text can be encoded to this token.
+        None if there is none.
+
+        Ordinary text can be encoded to this token, although it is a special token.
         """
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
@@ -170,7 +173,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # another special token may overlap it
+                text = marks.put(text, places)  # a special token that overlaps it may be left
             return text
 
         marked_messages = [
@@ -227,10 +230,10 @@ class Text:
         ]
 
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
-        """Split an encoding at its special tokens.
+        """Split an encoded text at its special tokens.
 
-        Yields single special tokens, and lists of the ids between special tokens. Each item also
-        contains its range of characters in the text.
+        Yields tuples of a list of ids and the start and end of their characters in the text. A list
+        contains either one special token, or all tokens between two special tokens.
         """
         ids: list[int] = []
         done = 0
@@ -308,7 +311,7 @@ class Marks:
         """
 
     def put(self, text: str, places: list[int]) -> str:
-        """Replace the letters of a text at these positions."""
+        """Return the text with private-use characters in place of the letters at these positions."""
         letters = list(text)
         for at in places:
             letter = text[at]
@@ -319,12 +322,14 @@ class Marks:
         return "".join(letters)
 
     def removed(self, text: str) -> str:
-        """Restore the letters of a text."""
+        """Return the text with the original letters in place of the private-use characters."""
         return text.translate(self.letters)
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply ``change`` to each string of a JSON value, including the names of object members."""
+    """Return a JSON value with ``change`` applied to each string, including the names of object
+    members.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -349,7 +354,7 @@ def main(limits: dict[str, Any]) -> None:
     os.environ |= {
         "TOKENIZERS_PARALLELISM": "false",
         "RAYON_NUM_THREADS": "1",
-    }  # each thread reserves 64 MiB
+    }  # each thread would reserve 64 MiB of address space
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The inherited limit may be lower than this program's limit. RLIM_INFINITY is -1.
     inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -357,7 +362,7 @@ def main(limits: dict[str, Any]) -> None:
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
     )
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the process inherits both settings
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have blocked or ignored it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     source, out, text = sys.stdin.buffer, sys.stdout.buffer, Text()
     while len(sizes := source.read(16)) == 16:

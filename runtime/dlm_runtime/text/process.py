@@ -3,9 +3,10 @@
 Tokenizers and templates are like programs. A normaliser can double a text sixty times, and a
 template can loop forever without output. For some texts, the libraries that run tokenizers and
 templates can panic, abort or allocate gigabytes. A check of the files cannot exclude such failures,
-and Python cannot stop a thread. Tokenizers and templates therefore run in a separate process with
-``MEMORY_BYTES`` of address space. For each request, the process gets one second of processor time,
-plus one second per MiB of the request. If the process exceeds a limit, only this process ends.
+and Python cannot stop a thread that runs too long. Tokenizers and templates therefore run in a
+separate process with ``MEMORY_BYTES`` of address space. For each request, the process gets one
+second of processor time, plus one second per MiB of the request. If the process exceeds a limit,
+only this process ends.
 
 The process starts in 30 ms, uses 15 MiB in addition to the vocabulary, and answers in about 50 us.
 The process runs in a separate session (``setsid``), so Ctrl-C does not end the process. The process
@@ -29,7 +30,7 @@ from typing import IO, Any
 
 from dlm_runtime.errors import DlmError
 
-MEMORY_BYTES = 512 << 20  # a vocabulary of 262,144 ids needs 250 MiB while it is read
+MEMORY_BYTES = 512 << 20  # reading a tokenizer with 262,144 ids needs 250 MiB
 REPLY_LIMIT_BYTES = 64 << 20
 _WORKER = Path(__file__).with_name("_worker.py")
 
@@ -44,7 +45,8 @@ class Refused(Exception):
 class TextProcess:
     """A tokenizer in a separate process.
 
-    The process is restarted when needed. Only one thread at a time can use the tokenizer.
+    If the process has ended, the next request starts a new process. Several threads may send
+    requests, but the process handles only one request at a time.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class TextProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
-        # This is the first use, or the first use after a fork. After a fork, the process belongs to
-        # the parent.
+        # ``_owner`` is a different id at the first use, and at the first use after a fork. After a
+        # fork, the tokenizer's process belongs to the parent, so the child must start a new one.
         if self._owner != os.getpid():
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._stop()  # the process was ended between two requests
+                self._stop()  # the tokenizer's process ended between two requests
             if self._process is None:
                 self._process = _start()
                 self._end = weakref.finalize(self, _end, self._process, self._owner)
@@ -78,7 +80,7 @@ class TextProcess:
             return self._exchange(self._process, request)
 
     def close(self) -> None:
-        """End the process. A later request starts the process again."""
+        """End the process. A later request starts a new process."""
         if self._owner == os.getpid():
             with self._lock:
                 self._stop()
@@ -91,7 +93,7 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # The exit code of the process gives the reason.
+            # If the process has ended and the pipe is broken, its exit code gives the reason below.
             with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
@@ -101,7 +103,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # also Ctrl-C: the next request must not get this answer
+        except BaseException:  # includes Ctrl-C; a later request would read this answer
             self._stop()
             raise
         if "refused" in reply:
@@ -160,7 +162,10 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill a process and wait for its end. In a forked process, only close its pipes."""
+    """Kill the tokenizer's process and wait for its end.
+
+    If ``owner`` is another process, only close pipes.
+    """
     if os.getpid() == owner:
         process.kill()
         process.wait()

@@ -18,7 +18,7 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.process import Refused, TextProcess
 
-TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released file (262,144 ids) takes 33 MB
+TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released tokenizer.json (262,144 ids) has 33 MB
 TEMPLATE_LIMIT_BYTES = 1 << 20
 _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
@@ -92,7 +92,8 @@ class Tokenizer:
         return found
 
     def as_json(self) -> str:
-        """Return the tokenizer as the library's JSON, without truncation and padding.
+        """Return the content of a tokenizer.json for this tokenizer, with truncation and padding
+        switched off.
 
         Raises RequestError.
         """
@@ -128,8 +129,8 @@ class Tokenizer:
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """Return the types of the decoder's steps, and the name of each token in the vocabulary
-        (None for an added token).
+        """Return two lists: the types of the decoder's steps, and the name of each token id (None
+        for an added token).
         """
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
@@ -140,7 +141,9 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         special_tokens: bool = False,
     ) -> list[int]:
-        """Encode a conversation, up to the start of the assistant's reply. Raises RequestError.
+        """Encode a conversation, up to the start of the assistant's next reply.
+
+        Raises RequestError.
 
         Messages and ``tools`` have the form that transformers uses. A message that makes calls may
         contain ``tool_calls`` instead of ``content``. Special tokens that the template writes are
@@ -189,7 +192,7 @@ class Tokenizer:
         return found
 
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
-        """Render conversations as text, up to the start of the assistant's reply.
+        """Render each conversation as text, up to the start of the assistant's next reply.
 
         The result for a conversation is None if the template rejects the conversation.
         """
