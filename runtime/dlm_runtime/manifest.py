@@ -89,8 +89,7 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check that this version of the runtime knows the JSON layout and the call format that the
-    manifest names.
+    """Check that this version of the runtime knows the manifest's JSON layout and call format.
 
     Raises BundleError if a name is unknown.
     """
