@@ -34,7 +34,7 @@ from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.graph import attention, caches, functions, fuse, trace
-from dlm_export.graph.attention import BLOCK, NORMED, WINDOW
+from dlm_export.graph.attention import BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.network import reference
@@ -244,6 +244,7 @@ def _call(
     visible_block: int | None = None,
     epsilon: float | None = None,
     window: int | None = None,
+    has_drafts: bool = False,
 ) -> onnx.ModelProto:
     kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
     kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F, onnx.TensorProto.INT64]
@@ -252,6 +253,8 @@ def _call(
     if visible_block is not None:
         name = name.replace("Cached", f"{BLOCK}Cached")
         settings["visible_block"] = visible_block
+    if has_drafts:
+        name = name.replace("Cached", f"{DRAFT}Cached")
     if window is not None:
         name = name.replace("Cached", f"{WINDOW}Cached")
         settings["window"] = window
@@ -353,6 +356,32 @@ def test_kernels_attend_in_a_window_as_the_functions_say(
     if B == 1:
         feeds[-1] = _segments(rng, T, 0)
     model = _call(cache_dtype, G * group, G, window=window)
+    by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
+    np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
+    for ours, theirs in zip(by_kernel[1:], by_function[1:], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(shape=SHAPES, seed=st.integers(0, 99), is_draft=st.booleans())
+def test_kernels_attend_in_draft_passes_as_the_functions_say(
+    kernels: str,  # noqa: F811
+    cache_dtype: str,
+    shape: tuple[int, ...],
+    seed: int,
+    is_draft: bool,
+) -> None:
+    B, T, S, G, group, D = shape
+    rng = np.random.default_rng(seed)
+    feeds = _pass(rng, cache_dtype, B, T, S, G * group, G, D)
+    if B == 1:
+        feeds[-1] = _segments(rng, T, S)
+    if is_draft:
+        feeds[5] += len(feeds[6])  # the number of positions in the rotary tables
+    model = _call(cache_dtype, G * group, G, has_drafts=True)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
     for ours, theirs in zip(by_kernel[1:], by_function[1:], strict=True):

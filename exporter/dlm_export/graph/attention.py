@@ -79,7 +79,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
     stored_key, stored_value = store(body, key), store(body, value)
-    if BLOCK in name:
+    if BLOCK in name or DRAFT in name:
         # Use new rows rounded, as later passes do. So the result does not depend on which rows are
         # cached.
         key, value = read(body, stored_key), read(body, stored_value)

@@ -501,8 +501,8 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
-// A draft pass gives the same bits as a pass with full attention, and all other passes give the
-// same bits as causal passes.
+// A draft pass gives the same bits as a pass with full attention, if the cache does not round keys
+// and values. All other passes give the same bits as causal passes.
 void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(17);
   InOrder in_order;
@@ -520,7 +520,8 @@ void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kern
       CHECK(same_bits(causal.y, draft.y));
       for (int64_t& position : draft.positions) position += draft.table_rows;
       draft.run(kernels, in_order);
-      CHECK(same_bits(full.y, draft.y) && same_bits(full.new_keys, draft.new_keys));
+      if (cache == CacheType::fp32)
+        CHECK(same_bits(full.y, draft.y) && same_bits(full.new_keys, draft.new_keys));
       CHECK(distance(draft.y, draft.expected(), 1) < kAttentionTolerance);
     }
 }

@@ -1,6 +1,6 @@
 """Measure requests a second and latencies of Triton beside ``dlm-export serve``.
 
-    python benchmarks/triton.py BUNDLE --data FILE.jsonl [--connections 1,16] [--seconds 4]
+    python benchmarks/triton_server.py BUNDLE --data FILE.jsonl [--connections 1,16] [--seconds 4]
         [--rounds 3] [--json FILE]
 
 Each line of the file has a `prompt`. wrk and nvidia-pytriton must be installed, see
