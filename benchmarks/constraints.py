@@ -11,7 +11,8 @@ in the loop. The loop scores the positions. Then it finds the most likely text o
 text, or computes marginals. A block takes one or four passes. With one pass, all positions are
 scored at once, which is the most expensive case. With four passes, the mean time per pass is
 printed. For comparison, the script also times int8 passes of the 134 M denoiser (V = 32,000) over
-the same number of tokens. Passes with and without logits take turns.
+the same number of tokens. These passes run alternately with a
+constraint, for which they return logits, and without a constraint.
 """
 
 from __future__ import annotations

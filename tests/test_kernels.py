@@ -58,9 +58,10 @@ LONGEST = 60
 # Kernels add numbers in another order than functions, and the kernels' exponentials have errors up
 # to 2e-7. For logits around 10, the largest observed difference was 5e-6.
 TOLERANCE = 1e-4
-# In INT8 and INT4, such a small difference can round an activation to the next code, which changes
-# the inputs of all later layers. The largest observed difference of a logit was 0.1, and half of
-# the rows differed by less than 0.01. Products that saturate would cause a difference of 3.
+# In INT8 and INT4, because of such a small difference, an activation may be rounded to a
+# neighbouring code. This changes the inputs of all later layers. The largest observed difference of
+# a logit was 0.1, and half of the rows differed by less than 0.01. Products that saturate would
+# cause a difference of 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 

@@ -59,7 +59,8 @@ def add_large_file(bundle: Path) -> None:
 def recorded(bundle: Path, tmp_path: Path) -> Path:
     """A bundle whose large file has a record.
 
-    The bundle was opened when the file was old enough to be recorded.
+    The fixture waits until the file is old enough for a record. Then it opens the bundle, which
+    writes the record.
     """
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True

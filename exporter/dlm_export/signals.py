@@ -48,9 +48,9 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
-    """Set ``cancel`` on a signal that would end the process, while the block runs.
+    """While the ``with`` statement runs, set ``cancel`` when a signal would end the process.
 
-    The block can then finish its work, and the process ends after the block. If a second signal
+    The statement can then finish its work, and the process ends after it. If a second signal
     follows, the process ends at once. Use this function inside ``dying_by_signal``.
     """
     ending: list[int] = []
@@ -69,7 +69,7 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """Call ``on_interrupt`` on Ctrl-C, while the block runs.
+    """While the ``with`` statement runs, call ``on_interrupt`` when the user presses Ctrl-C.
 
     If ``on_interrupt`` returns False, the previous handler is called too.
     """

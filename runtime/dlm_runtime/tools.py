@@ -173,11 +173,12 @@ class Tools:
         return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """Return the calls of these functions in a text.
+        """Return the calls in a text.
 
-        Calls are found in two kinds of text: a text that consists only of calls, and a text with
-        calls between the start and end texts of the format. For any other text, the list is empty.
-        A call counts only if it names one of these functions and its arguments are a JSON object.
+        If the format has texts before and after a call, calls are found between these texts.
+        Otherwise, the whole text must consist of calls. If ``choice`` is "none" or the text contains
+        no calls, the list is empty. A call counts only if its name is the name of a function in
+        ``listed`` and its arguments are a JSON object.
         The arguments are not checked further.
         """
         if text is None or self.choice == "none":

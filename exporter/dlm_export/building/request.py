@@ -245,7 +245,7 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """Return the format of a layer if the recipe requests the format ``name``.
+    """Return the format that a layer gets when the recipe requests the format ``name``.
 
     The result is ``name`` itself if the layer's shape allows this format. Otherwise, the function
     returns the first alternative that the shape allows and that all targets support.

@@ -39,11 +39,10 @@ def effort(
 ) -> None:
     """Fit BUNDLE's effort levels and default loop to data.
 
-    The command stores the levels and the loop in BUNDLE. The levels are called instant, low, medium
-    and high. Each level is a variant of one preset that commits tokens earlier or later. To choose
-    the default loop, the command considers all variants whose quality is as good as with one
-    committed token per pass. The default loop is the considered variant that needs the fewest
-    passes.
+    The command stores the levels and the default decoding loop in BUNDLE. The levels are called
+    instant, low, medium and high. Each level is a variant of one preset that commits tokens earlier
+    or later. The default loop is a variant, too: the variant that needs the fewest passes, among
+    the variants whose quality is as good as with one committed token per pass.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

@@ -223,8 +223,8 @@ void test_merging() {
   Automata automata(e);
   const Node a = e.bytes("a"), b = e.bytes("b"), c = e.bytes("c");
   const Node loop = e.repeat(e.either(a, e.sequence(b, e.either(a, b))), 0, kUnbounded);
-  // The expression contains the same loop twice, with the same end. In one copy, the first round is
-  // unrolled.
+  // `unrolled` accepts the same texts as `loop`, but its first round is written out. If the same
+  // text follows both, they must have the same number of states.
   const Node unrolled =
       e.either(e.empty(), e.sequence(e.either(a, e.sequence(b, e.either(a, b))), loop));
   const size_t plain = automata.of(e.sequence(loop, c)).states();

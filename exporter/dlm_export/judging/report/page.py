@@ -249,10 +249,11 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
 
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.
-    - ``rows``: a list with the ``cells`` and the ``summary`` of each role. A cell is a pair: the
-      index of a block, and the index of the layer's format in ``formats``, or ``None`` if the layer
-      is not quantised. A role outside the blocks has a single cell. ``summary`` contains the number
-      of layers in each format.
+    - ``rows``: a list with one dict per role. ``role`` is the name of the role. ``cells`` contains a
+      pair for each block: the index of the block, and the index of the layer's format in
+      ``formats``. The second index is ``None`` if the layer is not quantised. A role outside the
+      blocks has a single cell, whose first index is ``None``. ``summary`` contains the number of
+      layers in each format.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}

@@ -162,7 +162,8 @@ class TextSums {
   // For each state: the probability that the text is in this state before the current place (mass_)
   // or after the current place (mass_behind_).
   std::vector<double> mass_, mass_behind_;
-  // The probability of each group and class at the current place.
+  // For each group and each class of tokens (see automaton.h): the probability that the token at
+  // the current place belongs to it.
   std::vector<double> group_mass_, class_mass_;
 };
 

@@ -10,9 +10,11 @@
 // The pointers in a dlm_pass point into the Buffers. The dlm_pass is valid until the Buffers are
 // used for the next pass.
 //
-// The scored rows of all requests form one array of shape [B, R]. B is the batch size, and R is the
+// The scored rows are the rows for which the pass predicts tokens. The scored rows of all requests
+// form one array of shape [B, R]. B is the batch size, and R is the
 // number of scored rows for each entry of the batch. The rows of one request follow each other in
-// the order of the request's positions. The first of them has the index Member::first_row. A
+// the order of the request's positions. The first of them has the index Member::first_row. This is
+// an index into the array [B * R]. A
 // request with guidance has two canvases. The rows of the second canvas start at the index
 // first_row + Member::apart.
 #pragma once

@@ -174,8 +174,8 @@ struct MatrixProduct {
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
     // If the number of inputs is not a multiple of kStep, this array contains a copy of the last
-    // weights of the panel. They do not fill a register, and loading a whole register from the
-    // panel could read memory after the panel that is not accessible.
+    // weights of the panel. These weights do not fill a register. Loading a whole register
+    // from the panel could read past the end of the panel, where the memory may be inaccessible.
     alignas(64) uint8_t rest[kStep * kPanel];
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
     __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);

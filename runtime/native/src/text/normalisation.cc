@@ -79,9 +79,9 @@ void sort_marks(std::vector<Point>& points) {
   }
 }
 
-// Composes each character with the last starter before the character, if the two can be composed.
-// They cannot be composed if a mark remains between them, unless the combining class of this mark
-// is lower than the class of the character.
+// Composes each character with the last starter before it, if the table contains a composition of
+// the two. If marks remain between them, the combining class of the last mark must be lower than
+// the class of the character.
 void join(const TextFile& file, std::vector<Point>& points) {
   // `start` is the index of the last starter. Until the first starter is found, `start` is
   // points.size(), which is not a valid index.

@@ -283,7 +283,7 @@ bool Holds::object(const Term& term, const Value& value_) {
                     each.key());
       });
     case Atom::violates: {
-      // This atom is true if at least one property is certainly invalid.
+      // This atom is true if at least one property is certainly invalid (see formula.h).
       const Schema& schema = *term.schema;
       return std::any_of(members.begin(), members.end(), [&](const Value& each) {
         bool is_listed = schema.properties.count(each.key()) != 0, is_invalid = false;
