@@ -104,7 +104,9 @@ def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: i
     In the native library, ``plan.cc`` checks the same rules.
     """
     if draft_block is not None:
-        return policy.cache == "block" and policy.remask != "edit"
+        length = policy.block_length or draft_block
+        is_divisible = length % (policy.sub_block_length or 1) == 0
+        return policy.cache == "block" and policy.remask != "edit" and is_divisible
     if policy in _OF_DRAFTS:
         return False
     if visible_block is None:

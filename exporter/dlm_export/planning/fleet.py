@@ -103,7 +103,8 @@ def _services(
     if each.fits is False:
         return
     given = demand.pass_ms.get(each.target)
-    if given is None and each.is_calibrated and measured is not None and measured.service:
+    is_measured = each.is_calibrated and each.denoiser in plan.measured_denoisers
+    if given is None and is_measured and measured is not None and measured.service:
         yield None, MEASURED, measured.service
         return
     passes = {

@@ -91,6 +91,8 @@ class Plan:
     - ``left_out``: for each target, maps each unsupported precision to the reason.
     - ``growth``: describes how the first denoiser's time per token grows.
     - ``calibration``: the result of ``calibrate``, or ``None`` if there are no measurements.
+    - ``measured_denoisers``: the names of the denoisers that have as many parameters as the measured
+      denoiser.
     """
 
     request: Request
@@ -102,6 +104,7 @@ class Plan:
     left_out: Mapping[str, Mapping[str, str]]
     growth: tuple[Growth, ...]
     calibration: Mapping[str, Any] | None
+    measured_denoisers: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as values for ``--json``."""
@@ -145,6 +148,11 @@ def calibrate(
     }
 
 
+def _is_measured(shape: Shape, measured: Measured) -> bool:
+    """Return True if the denoiser has as many parameters as the measured denoiser."""
+    return shape.network.parameter_count() == measured.parameters
+
+
 def _predict_generation(measured: Measured, shape: Shape) -> float | None:
     """Predict the tokens/s of the measured request.
 
@@ -159,8 +167,7 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         for each in precisions_of(shape, TARGETS["cpu"])[0]
         if measured.precision in (each.name, *each.same_as)
     ]
-    is_same = shape.network.parameter_count() == measured.parameters
-    if not is_same or policy is None or not found or not asked.nfe:
+    if not _is_measured(shape, measured) or policy is None or not found or not asked.nfe:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
     network = shape.network
@@ -264,6 +271,9 @@ def make_plan(
         left_out,
         tuple(growth),
         calibration,
+        tuple(
+            shape.name for shape in shapes if measured is not None and _is_measured(shape, measured)
+        ),
     )
 
 

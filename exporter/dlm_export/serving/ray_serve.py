@@ -123,11 +123,14 @@ def build(settings: Settings) -> serve.Application:
         read_keys(Path(settings.api_key_file))
         path = str(Path(settings.api_key_file).resolve())
         settings = settings.model_copy(update={"api_key_file": path})
+    most = len(settings.paths()) * (settings.max_running + settings.max_waiting)
     deployment = serve.deployment(
         name="dlm-serve",
         ray_actor_options={"num_cpus": settings.threads, "num_gpus": settings.gpus},
-        # A replica rejects requests beyond its own limits with 429, so Ray must not queue first.
-        max_ongoing_requests=settings.max_running + settings.max_waiting,
+        # Ray sends a replica more requests than its schedulers accept, so that the replica answers
+        # 429. Beyond this number, Ray's proxy queues requests, and then answers 503.
+        max_ongoing_requests=2 * most,
+        max_queued_requests=most,
         autoscaling_config={
             "min_replicas": settings.min_replicas,
             "max_replicas": settings.max_replicas,

@@ -15,6 +15,7 @@ with the library that it was written with.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import Any
 
 import dlm_runtime
 from dlm_export.opening import Opening
-from dlm_export.outputs import TakenError, check_outside, claimed, replaced
+from dlm_export.outputs import TakenError, check_outside, claimed, claimed_file
 from dlm_runtime import embedding
 from dlm_runtime.abi import native
 from dlm_runtime.errors import EngineError, RequestError
@@ -132,9 +133,17 @@ def write(bundle: Path, repository: Path, model: Model, *, force: bool) -> Writt
     folder = repository / model.name
     version, config = folder / str(model.version), folder / CONFIG
     check_outside(version, bundle)
+    if model.links and version.resolve() in bundle.resolve().parents:
+        raise TakenError(
+            f"{bundle}: is inside {version}, which would be replaced. Remove --link, or choose another bundle"
+        )
     is_kept = config.is_file() and not force
     if is_kept:
         _check_backend(config, model.backend)
+    elif os.path.lexists(config) and (config.is_symlink() or not config.is_file()):
+        raise TakenError(
+            f"{config}: is not a plain file, so it is not replaced. Remove it, or choose another --name"
+        )
     needed = sum(source.stat().st_size for source in files.values())
     if not model.links:
         needed += _size(bundle)
@@ -147,7 +156,7 @@ def write(bundle: Path, repository: Path, model: Model, *, force: bool) -> Writt
         for name, source in files.items():
             shutil.copyfile(source, new / name)
     if not is_kept:
-        with replaced(config) as new:
+        with claimed_file(config, force=force) as new:
             new.write_text(model.config(), encoding="utf-8")
     return Written(version, config, is_kept, _size(version))
 

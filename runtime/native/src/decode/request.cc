@@ -213,10 +213,18 @@ PassLoad Request::load_of(const Stage& stage, size_t rows) const {
 
 PassLoad Request::usual_load(const PassCost& cost) const {
   PassLoad most;
-  for (size_t number = stage_; number < plan_.size(); ++number) {
-    if (!plan_[number].is_repeated() && !verifies()) continue;
-    const PassLoad load = load_of(plan_[number], plan_[number].decided.tokens());
+  const auto add = [&](const Stage& stage) {
+    const PassLoad load = load_of(stage, stage.decided.tokens());
     if (cost.share(load) > cost.share(most)) most = load;
+  };
+  for (size_t number = stage_; number < plan_.size(); ++number)
+    if (plan_[number].is_repeated()) add(plan_[number]);
+  if (verifies()) {
+    // The blocks are planned later. The passes over the last block cost the most.
+    const auto length = static_cast<int32_t>(canvas_.size());
+    std::vector<Stage> last;
+    plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);
+    for (const Stage& stage : last) add(stage);
   }
   return most;
 }

@@ -24,10 +24,11 @@ TRITONSERVER_Error* guarded(const Function& function) {
   }
 }
 
-Model& model_of(TRITONBACKEND_Model* model) {
+// Returns nullptr if the model could not be loaded.
+Model* model_of(TRITONBACKEND_Model* model) {
   void* state = nullptr;
   check(TRITONBACKEND_ModelState(model, &state));
-  return *static_cast<Model*>(state);
+  return static_cast<Model*>(state);
 }
 
 Instance* instance_of(TRITONBACKEND_ModelInstance* instance) {
@@ -63,7 +64,7 @@ DLM_TRITON_ENTRY TRITONSERVER_Error* TRITONBACKEND_ModelInitialize(TRITONBACKEND
 }
 
 DLM_TRITON_ENTRY TRITONSERVER_Error* TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model* model) {
-  return guarded([model] { delete &dlm::triton::model_of(model); });
+  return guarded([model] { delete dlm::triton::model_of(model); });
 }
 
 DLM_TRITON_ENTRY TRITONSERVER_Error* TRITONBACKEND_ModelInstanceInitialize(
@@ -71,7 +72,7 @@ DLM_TRITON_ENTRY TRITONSERVER_Error* TRITONBACKEND_ModelInstanceInitialize(
   return guarded([instance] {
     TRITONBACKEND_Model* model = nullptr;
     dlm::triton::check(TRITONBACKEND_ModelInstanceModel(instance, &model));
-    auto made = std::make_unique<dlm::triton::Instance>(instance, dlm::triton::model_of(model));
+    auto made = std::make_unique<dlm::triton::Instance>(instance, *dlm::triton::model_of(model));
     dlm::triton::check(TRITONBACKEND_ModelInstanceSetState(instance, made.get()));
     made.release();
   });

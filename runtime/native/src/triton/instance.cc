@@ -142,6 +142,9 @@ void Instance::start(TRITONBACKEND_Request* request) noexcept {
       answer->constraint = model_.find_constraint(answer->asked);
       if (answer->constraint == nullptr) {
         const std::lock_guard<std::mutex> lock(mutex_);
+        if (to_compile_.size() >= static_cast<size_t>(model_.max_waiting()))
+          fail(DLM_BUSY, "%zu requests wait until their constraints are compiled: try again",
+               to_compile_.size());
         to_compile_.push_back(answer);
         has_work_.notify_one();
         return;
@@ -171,6 +174,9 @@ void Instance::compile_all() {
       to_compile_.pop_front();
     }
     try {
+      bool is_cancelled = false;
+      check(TRITONBACKEND_RequestIsCancelled(answer->request, &is_cancelled));
+      if (is_cancelled) fail(DLM_CANCELLED, "the request was cancelled");
       answer->constraint = model_.compile_constraint(answer->asked);
     } catch (...) {
       send_failure(answer->factory, thrown());
@@ -227,6 +233,10 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   request.steps = asked.steps;
   request.max_steps = asked.max_steps;
   request.deadline_ms = asked.deadline_ms;
+  if (asked.deadline_ms > 0) {  // the time for the constraint counts
+    const double waited_ms = static_cast<double>(now_ns() - answer->began_ns) / 1e6;
+    request.deadline_ms = std::max(asked.deadline_ms - waited_ms, 1e-3);
+  }
   request.constraint = answer->constraint.get();
   request.stop_strings = stops.data();
   request.stop_count = stops.size();
@@ -235,13 +245,15 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   request.user = answer.get();
 
   answer->submitted_ns = now_ns();
+  // This list is allocated first, because nothing may fail while the job refers to the answer.
+  std::list<std::shared_ptr<Answer>> added{answer};
   dlm_job* job = nullptr;
   status = dlm_scheduler_submit(scheduler_.get(), &request, message, sizeof message, &job);
   if (status != DLM_OK) throw Error(status, message);
   answer->job.reset(job);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    running_.push_back(answer);
+    running_.splice(running_.end(), added);
   }
   wake();  // the job may have ended before it was in running_
 }
@@ -296,15 +308,14 @@ void Instance::reply() {
 
 void Instance::send_ready() {
   std::vector<Step> steps;
-  std::vector<std::shared_ptr<Answer>> ended;
+  std::list<std::shared_ptr<Answer>> ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     // The steps of a job were added before the job ended, so they are sent before its result.
-    running_.remove_if([&](const std::shared_ptr<Answer>& each) {
-      if (dlm_job_wait(each->job.get(), 0) == 0) return false;
-      ended.push_back(each);
-      return true;
-    });
+    for (auto next = running_.begin(); next != running_.end();) {
+      const auto each = next++;
+      if (dlm_job_wait((*each)->job.get(), 0) != 0) ended.splice(ended.end(), running_, each);
+    }
     steps.swap(steps_);
   }
   for (Step& each : steps) {
@@ -335,29 +346,35 @@ void Instance::cancel_abandoned() {
   }
 }
 
-void Instance::send_result(Answer& answer) {
+void Instance::send_result(Answer& answer) noexcept {
+  Tensors tensors;
+  try {
+    tensors = read_result(answer);
+  } catch (...) {
+    send_failure(answer.factory, thrown());
+    return end(answer, false);
+  }
+  metrics_->add_tokens(tensors.completion_tokens);
+  send_tensors(answer.factory, answer.asked.outputs, tensors, true);
+  end(answer, true);
+}
+
+Tensors Instance::read_result(const Answer& answer) {
   const dlm_result* result = nullptr;
   const dlm_status status = dlm_job_result(answer.job.get(), &result);
-  if (status != DLM_OK) {
-    send_failure(answer.factory, {status, result->message});
-  } else if (result->finish == DLM_FINISH_CANCELLED) {
-    send_failure(answer.factory, {DLM_CANCELLED, "the request was cancelled"});
-  } else {
-    Tensors tensors;
-    const size_t start =
-        answer.asked.max_new_tokens == 0 ? 0 : static_cast<size_t>(result->prompt_tokens);
-    tensors.text.assign(result->text, result->text_size);
-    tensors.text.erase(0, answer.sent);
-    tensors.output_ids.assign(result->tokens + start, result->tokens + result->length);
-    tensors.nfe = result->stats->nfe;
-    tensors.finish = name_of(result->finish);
-    tensors.prompt_tokens = result->prompt_tokens;
-    tensors.completion_tokens = result->completion_tokens;
-    metrics_->add_tokens(result->completion_tokens);
-    send_tensors(answer.factory, answer.asked.outputs, tensors, true);
-    return end(answer, true);
-  }
-  end(answer, false);
+  if (status != DLM_OK) throw Error(status, result->message);
+  if (result->finish == DLM_FINISH_CANCELLED) fail(DLM_CANCELLED, "the request was cancelled");
+  Tensors tensors;
+  const size_t start =
+      answer.asked.max_new_tokens == 0 ? 0 : static_cast<size_t>(result->prompt_tokens);
+  tensors.text.assign(result->text, result->text_size);
+  tensors.text.erase(0, answer.sent);
+  tensors.output_ids.assign(result->tokens + start, result->tokens + result->length);
+  tensors.nfe = result->stats->nfe;
+  tensors.finish = name_of(result->finish);
+  tensors.prompt_tokens = result->prompt_tokens;
+  tensors.completion_tokens = result->completion_tokens;
+  return tensors;
 }
 
 // Reports the statistics of a request whose last response was sent, and releases the request.
@@ -365,6 +382,9 @@ void Instance::end(Answer& answer, bool is_good) noexcept {
   const uint64_t now = now_ns();
   log_error(TRITONBACKEND_ModelInstanceReportStatistics(
       instance_, answer.request, is_good, answer.began_ns, answer.submitted_ns, now, now));
+  if (is_good)
+    log_error(TRITONBACKEND_ModelInstanceReportBatchStatistics(instance_, 1, answer.began_ns,
+                                                               answer.submitted_ns, now, now));
   if (answer.factory != nullptr) log_error(TRITONBACKEND_ResponseFactoryDelete(answer.factory));
   answer.factory = nullptr;
   log_error(TRITONBACKEND_RequestRelease(answer.request, TRITONSERVER_REQUEST_RELEASE_ALL));

@@ -48,7 +48,8 @@ class Instance {
   void reply();
   void send_ready();
   void cancel_abandoned();
-  void send_result(Answer& answer);
+  void send_result(Answer& answer) noexcept;
+  static Tensors read_result(const Answer& answer);
   void end(Answer& answer, bool is_good) noexcept;
   void wake() const;
 

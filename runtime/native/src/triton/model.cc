@@ -88,8 +88,16 @@ Model::Model(TRITONBACKEND_Model* model) {
   dlm_open_options_init(&options, sizeof options);
   options.engine = engine.c_str();
   options.provider = provider.c_str();
-  if (provider.size() < given.size())
-    options.device = std::atoi(given.c_str() + provider.size() + 1);
+  if (provider.size() < given.size()) {
+    const std::string number = given.substr(provider.size() + 1);
+    if (number.empty() || number.size() > 4 ||
+        number.find_first_not_of("0123456789") != std::string::npos)
+      fail(DLM_INVALID_ARGUMENT,
+           "config.pbtxt: parameter provider = %s: give a name such as cuda, or a name and the "
+           "number of a GPU such as cuda:1",
+           json::quoted(given).c_str());
+    options.device = std::atoi(number.c_str());
+  }
   options.threads = config.number("threads", 0);
   options.allow_fallback = config.number("allow_fallback", 0);
   if (is_file(library)) options.engine_library = library.c_str();
