@@ -398,6 +398,10 @@ def policies(draw: st.DrawFn) -> Policy:
         fields["reuse_prompt"] = 0
     if fields["cache"] != "block":
         fields["store"] = "pass"
+    if fields["commit"] == "verify":
+        needed = ("score", "remask", "store", "reserve", "cfg_scale", "sub_block_length")
+        needed += ("steps_per_block", "temperature", "refresh", "reuse_prompt")
+        fields |= {name: properties[name]["default"] for name in needed} | {"cache": "block"}
     fields["select"] = "sample" if fields["temperature"] else "argmax"
     return Policy(**fields)
 
