@@ -21,6 +21,7 @@ from dlm_export.planning.queueing import (
     replay,
     simulate,
 )
+from dlm_export.planning.shapes import scaled_shape
 
 SHARED = Service((1, 1, 2, 8), ((1.0, 10.0), (2.0, 12.0), (4.0, 16.0)))
 LOADS = [
@@ -157,7 +158,9 @@ def test_a_target_below_the_time_of_one_request_has_no_fleet() -> None:
 
 
 def test_measured_requests_share_passes_in_the_plan(tmp_path: Path) -> None:
-    path, bundle = tmp_path / "measured.json", {"precision": "int8", "parameters": 1}
+    path = tmp_path / "measured.json"
+    parameters = scaled_shape("0.5B").network.parameter_count()
+    bundle = {"precision": "int8", "parameters": parameters}
     path.write_text(json.dumps(measurement(requests=REQUESTS, bundle=bundle)))
     arguments = ("--targets", "cpu", "--precisions", "int8,int4", "--measured", path)
     memory = ("--prompt-tokens", 8, "--new-tokens", 8, "--sizes", "0.5B")
@@ -173,6 +176,12 @@ def test_measured_requests_share_passes_in_the_plan(tmp_path: Path) -> None:
     )
     slower = next(row for row in json.loads(server.stdout)["fleets"] if row["precision"] == "int8")
     assert slower["alone_ms"] == row["alone_ms"] + 9
+    path.write_text(
+        json.dumps(measurement(requests=REQUESTS, bundle=bundle | {"parameters": parameters + 1}))
+    )
+    other = invoke("plan", *memory, *arguments, "--fleet", 100, "--p95-ms", 90, "--json")
+    assert all(row["basis"] != "measured" for row in json.loads(other.stdout)["fleets"])
+    path.write_text(json.dumps(measurement(requests=REQUESTS, bundle=bundle)))
     shown = invoke("plan", *memory, *arguments, "--fleet", 100, "--p95-ms", 90).stdout
     assert "Fleet for 100 requests/s with a p95 of at most 90 ms, 16 running per replica" in shown
     assert max(map(len, shown[shown.index("Fleet for") :].splitlines())) <= 100

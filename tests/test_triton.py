@@ -116,6 +116,30 @@ def test_force_keeps_files_that_it_did_not_write(demo_bundle: Path, tmp_path: Pa
     assert "contains 'notes.txt'" in done.output
 
 
+def test_a_link_never_replaces_the_bundle_that_it_points_to(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
+    _write(demo_bundle, tmp_path, "--backend", "python", "--name", "demo")
+    own = tmp_path / "demo" / "1" / "bundle"
+    done = _write(own, tmp_path, "--backend", "python", "--name", "demo", "--link", "--force")
+    assert done.exit_code == ExitCode.WRONG_INPUT
+    assert "which would be replaced" in done.output
+    assert (own / "manifest.json").is_file()
+
+
+def test_a_configuration_behind_a_broken_link_is_not_replaced(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "demo").mkdir()
+    config = tmp_path / "demo" / "config.pbtxt"
+    config.symlink_to(tmp_path / "missing")
+    done = _write(demo_bundle, tmp_path, "--backend", "python", "--name", "demo", "--link")
+    assert done.exit_code == ExitCode.WRONG_INPUT
+    assert "is not a plain file" in done.output
+    assert config.is_symlink()
+    assert not (tmp_path / "demo" / "1").exists()
+
+
 # ---- The backends ----
 
 
