@@ -348,7 +348,7 @@ def test_the_python_programs_of_a_page_run(
     if "import BaseModel" in text:
         pytest.importorskip("pydantic")
     (tmp_path / "build").mkdir()
-    for name in ("demo", "sapiens-heavy"):
+    for name in ("demo", "sapiens-heavy", "nemotron"):
         shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
     shutil.copytree(several_bundle, tmp_path / "build" / "several")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
