@@ -151,8 +151,8 @@ candidate_set_option = option(
     "--candidate-set",
     "candidate_changes",
     multiple=True,
-    metavar="FIELD=VALUE",
-    help="Change a field of the candidate's policy; repeatable.",
+    metavar="F=V",
+    help="Set field F of CANDIDATE's policy to V; repeatable.",
 )
 prompts_option = file("--prompts", "Text file with a prompt per line, instead of random tokens.")
 
