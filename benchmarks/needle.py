@@ -46,7 +46,7 @@ from checkpoint import load_checkpoint, save_checkpoint
 from training import Training, draw_layers
 
 import dlm_runtime
-from dlm_export.network.denoiser import Denoiser, rotate
+from dlm_export.network.denoiser import Denoiser, Turn, rotate
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_runtime import Bundle
 
@@ -158,8 +158,8 @@ def attend(
     k = a.k_norm(a.k(normed).view(heads)).transpose(1, 2)
     v = a.v(normed).view(heads).transpose(1, 2)
     q = a.q_norm(a.q(block.attention_norm(x)).view(B, T, a.spec.heads, a.spec.head_size))
-    q = rotate(q.transpose(1, 2), (table.cos, table.sin, positions), False)
-    k = rotate(k, (table.cos, table.sin, at), False)
+    q = rotate(q.transpose(1, 2), Turn(table.cos, table.sin, positions), False)
+    k = rotate(k, Turn(table.cos, table.sin, at), False)
     is_later = at[:, None] // BLOCK_LENGTH > positions[:, :, None] // BLOCK_LENGTH
     scores = bias[:, None] + is_later * torch.finfo(x.dtype).min
     y = F.scaled_dot_product_attention(q, k, v, scores[:, None].to(q.dtype), enable_gqa=True)

@@ -222,5 +222,5 @@ def test_attention_with_a_mask_of_blocks_of_other_positions_keeps_it() -> None:
     traced.model.graph.insert_before(remainder, [one, later])
     remainder.replace_input_with(0, later.outputs[0])
     assert fuse.fuse(traced).plain == {
-        "blocks.0.attention": "the mask is neither block-causal nor a window"
+        "blocks.0.attention": "the mask is not block-causal, not a window and not that of draft passes"
     }

@@ -34,7 +34,7 @@ from torch import Tensor
 from train import easy_tokens
 from training import Training, out_option, rate_option
 
-from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.denoiser import Denoiser, Turn
 from dlm_export.network.spec import NetworkSpec
 
 BLOCK_LENGTH = 16
@@ -211,7 +211,7 @@ def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
 def _features(denoiser: Denoiser, ids: Tensor, positions: Tensor, is_visible: Tensor) -> Tensor:
     x = denoiser.embed(ids, positions.expand_as(ids))
     table = denoiser.rotary[0]
-    turn = (table.cos, table.sin, positions.expand_as(ids))
+    turn = Turn(table.cos, table.sin, positions.expand_as(ids))
     for block in denoiser.blocks:
         x, _ = block(x, turn, is_visible, None)
     return denoiser.final_norm(x)

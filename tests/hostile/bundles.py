@@ -680,7 +680,7 @@ TEXTS = [
         (
             "a token of a million bytes",
             text_file({"token_starts": [0, 10**6]}, bytes(1) + b"a" * 10**6, token_bytes=10**6),
-            "tokens have one longer than",
+            "tokens contain a token of more than",
         ),
         ("a prefix of no token", text_file({"prefix": [7]}, prefix=1), "prefix holds 7"),
         (
