@@ -28,7 +28,7 @@ from tokenizers import Tokenizer  # noqa: E402
 from train_several import BLOCK_LENGTH, Batch  # noqa: E402
 from training import Training, orthogonal  # noqa: E402
 
-from dlm_export.network.denoiser import Denoiser  # noqa: E402
+from dlm_export.network.denoiser import Denoiser, Turn  # noqa: E402
 from dlm_export.network.spec import AttentionSpec, MlpSpec, NetworkSpec, Rope  # noqa: E402
 
 
@@ -104,7 +104,7 @@ def test_layers_put_between_start_as_the_identity(
     canvases = batch_of(tokenizer).canvases
     train_several.initialise(grown, origin, canvases)
     x = torch.randn(1, 8, 16)
-    turn = (grown.rotary[0].cos, grown.rotary[0].sin, torch.arange(8)[None])
+    turn = Turn(grown.rotary[0].cos, grown.rotary[0].sin, torch.arange(8)[None])
     assert torch.equal(grown.blocks[1](x, turn, None, None)[0], x)
     assert torch.equal(grown.blocks[2].mlp.up.weight, origin.blocks[1].mlp.up.weight)
     # The first layer gets the same input in both networks, so its queries must have the same length
