@@ -204,6 +204,33 @@ def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
     return (a2d_qwen3_config if trunk == "Qwen3" else dream_config)(**named | changes)
 
 
+def stable_diffcoder_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny Stable-DiffCoder, with the released keys of Llama."""
+    return {
+        "architectures": ["StableDiffcoderForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 160,
+    } | changes
+
+
 def llada2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny LLaDA2, with the released keys.
 
@@ -581,6 +608,7 @@ SHAPES = {
     "SDARForCausalLM": a2d_qwen3_shapes,
     "A2DQwen2LMHeadModel": dream_shapes,
     "A2DQwen3LMHeadModel": a2d_qwen3_shapes,
+    "StableDiffcoderForCausalLM": functools.partial(_qwen_shapes, bias=False),
     "A2DLlamaLMHeadModel": functools.partial(_qwen_shapes, bias=False),
     "LLaDAMoEModelLM": llada_moe_shapes,
     "LLaDA2MoeModelLM": llada2_shapes,
@@ -748,3 +776,16 @@ def write_quantised(
         json.dumps({"producer": producer, "quantization": said})
     )
     return path
+
+
+def write_headers(path: Path, config: dict[str, Any]) -> None:
+    """Write config.json, and a safetensors file whose weights are a hole in the file (bf16)."""
+    header, end = {}, 0
+    for name, shape in SHAPES[config["architectures"][0]](config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    packed = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        file.truncate(8 + len(packed) + end)
+    (path / "config.json").write_text(json.dumps(config))

@@ -1,18 +1,19 @@
-"""Writes tests/golden/published_loops.json, which contains the passes and canvases of four
-published decoding loops.
+"""Writes tests/golden/published_loops.json, which contains the passes and canvases of published
+decoding loops.
 
-The authors' code of these loops is not part of this repository. Download these four files, and pass
-their paths:
+The authors' code of these loops is not part of this repository. Download the files, and pass their
+paths. The traces of a loop whose path is missing stay as they are:
 
-    python tests/make_published_loops.py SDAR LLADA2 FAST_DLLM_V2 RND1
+    python tests/make_published_loops.py --sdar FILE --stable-diffcoder FILE
 
-    SDAR          generate.py of github.com/JetAstra/SDAR, commit c2041a8
-    LLADA2        modeling_llada2_moe.py of LLaDA2.0. The copy that was used is in
-                  dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
-    FAST_DLLM_V2  v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
-    RND1          rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
+    --sdar              generate.py of github.com/JetAstra/SDAR, commit c2041a8
+    --llada2            modeling_llada2_moe.py of LLaDA2.0. The copy that was used is in
+                        dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
+    --fast-dllm-v2      v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
+    --rnd1              rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
+    --stable-diffcoder  modeling_stable_diffcoder.py of the release Stable-DiffCoder-8B-Instruct
 
-LLADA2 needs transformers 4.57. The script calls the authors' loops without changes. It only
+--llada2 needs transformers 4.57. The script calls the authors' loops without changes. It only
 replaces the network by a small random network. In SDAR's code, it also replaces random tokens by
 the most likely tokens. A decision of a loop counts as close if two tokens or two positions have
 almost equal scores. Each request is repeated with new random weights until no decision is close.
@@ -178,6 +179,21 @@ class BlockCached(Network):
         return probs.argmax(-1), probs
 
 
+class Cropped(Network):
+    """A network with the interface that Stable-DiffCoder's loop calls.
+
+    Each call stores its rows. The next call overwrites all rows from its first position on, as if
+    the loop's cache had been cropped there.
+    """
+
+    def __call__(self, input_ids: Tensor, *_: Any, **options: Any) -> Any:
+        first = int(options["cache_position"][0])
+        past = [(keys[:, :, :first], values[:, :, :first]) for keys, values in self.stored]
+        logits, present = self.run(input_ids, first, past if first else [])
+        self.stored = self.store(present, past)
+        return SimpleNamespace(logits=logits)
+
+
 Run = Callable[[ModuleType, Network, list[int], int, dict[str, Any]], list[int]]
 
 
@@ -276,6 +292,27 @@ def run_rnd1(
     return found
 
 
+def run_stable_diffcoder(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    released = code.StableDiffcoderForCausalLM
+    network._get_num_transfer_tokens = released._get_num_transfer_tokens.__get__(network)
+    network._make_block_causal_mask = released._make_block_causal_mask.__get__(network)
+    network._get_transfer_index = released._get_transfer_index.__get__(network)
+    out, _ = released.generate_block(
+        network,
+        torch.tensor([prompt]),
+        steps=options["steps"] * (new // options["block"]),
+        gen_length=new,
+        block_length=options["block"],
+        mask_id=MASK,
+        threshold=options["threshold"],
+        eos_id=END,
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
 def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
     """Return the requests: family, length of the prompt, number of new tokens, and options."""
     found: list[tuple[str, int, int, dict[str, Any]]] = []
@@ -302,6 +339,14 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
         for steps in (1, 3, 7, 11, 15, 20):
             for end in (True, False):
                 found.append(("rnd1", length, new, {"steps": steps, "end": end, "pad": 3}))
+    for block, steps in ((4, 4), (8, 8), (4, 2), (8, 3)):
+        for length in (1, block - 1, block, block + 2, 2 * block + 3):
+            for threshold in (0.6, None) if steps == block else (None,):
+                options = {"block": block, "steps": steps, "threshold": threshold}
+                found.append(("stable-diffcoder", length, 2 * block, options))
+    for length in (3, 8):
+        options = {"block": 4, "steps": 4, "threshold": 0.6, "ends": True}
+        found.append(("stable-diffcoder", length, 12, options))
     return found
 
 
@@ -310,6 +355,7 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
     "llada2": (Network, run_llada2),
     "fast-dllm-v2": (BlockCached, run_fast_dllm_v2),
     "rnd1": (Network, run_rnd1),
+    "stable-diffcoder": (Cropped, run_stable_diffcoder),
 }
 
 
@@ -326,13 +372,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for family in RUNS:
-        parser.add_argument(family.replace("-", "_"), type=Path)
+        parser.add_argument(f"--{family}", dest=family, type=Path, metavar="FILE")
     paths = vars(parser.parse_args())
-    traces: list[dict[str, Any]] = []
+    kept = [trace for trace in json.loads(GOLDEN.read_text()) if paths[trace["family"]] is None]
+    traces: list[dict[str, Any]] = kept
     left_out = 0
     for family, length, new, options in requests():
+        if paths[family] is None:
+            continue
         make, run = RUNS[family]
-        code = load(paths[family.replace("-", "_")])
+        code = load(paths[family])
         for seed in range(200):
             shift = int(family in ("fast-dllm-v2", "rnd1"))
             network = make(options.get("block", 0), shift, seed, options.get("threshold"))
@@ -340,7 +389,10 @@ def main() -> None:
             try:
                 with torch.no_grad():
                     tokens = run(code, network, prompt, new, options)
-                if options.get("ends") and END not in tokens[length:12]:
+                if (
+                    options.get("ends")
+                    and END not in tokens[length : length + new - options["block"]]
+                ):
                     raise UnsuitableError
             except UnsuitableError:
                 continue

@@ -5,7 +5,6 @@ in the reference loop and in the native loop.
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import nemotron_config, nemotron_shapes, write_checkpoint
+from checkpoints import nemotron_config, write_checkpoint, write_headers
 from click.testing import CliRunner
 from denoisers import ArithmeticDenoiser, under_native_loop
 from safetensors.torch import load_file
@@ -365,15 +364,7 @@ def test_releases_are_inspected_and_planned_from_their_headers(tmp_path: Path, s
         rope_parameters=nemotron_config()["rope_parameters"]
         | {"factor": 16.0, "original_max_position_embeddings": 16384},
     )
-    header, end = {}, 0
-    for name, shape in nemotron_shapes(config).items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    packed = json.dumps(header).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(packed).to_bytes(8, "little") + packed)
-        file.truncate(8 + len(packed) + end)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_headers(tmp_path, config)
     told = json.loads(_invoke("inspect", tmp_path, "--json"))
     assert told["parameters"] == parameters
     attention = told["network"]["layers"][0]["attention"]

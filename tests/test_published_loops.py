@@ -2,11 +2,11 @@
 and what each pass computes.
 
 ``golden/published_loops.json`` contains the passes of the authors' code on small random networks.
-``make_published_loops.py`` wrote this file. The script's docstring lists the four files of the
-authors' code. Three differences are excluded from the comparison:
+``make_published_loops.py`` wrote this file. The script's docstring lists the files of the authors'
+code. Three differences are excluded from the comparison:
 
-- SDAR's code runs a pass that stores the last block in the cache, although no later pass reads it.
-  The preset has no such pass.
+- The code of SDAR and Stable-DiffCoder runs a pass that stores the last block in the cache, although
+  no later pass reads it. The presets have no such pass.
 - SDAR's sampler replaces a token that is already decided if fewer masked positions are left than a
   step commits. The file contains no request in which this happens.
 - Fast-dLLM v2's code ignores a prompt that is exactly one block long, because it does not store its
@@ -165,12 +165,26 @@ def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
     assert out == trace["tokens"]
 
 
+@pytest.mark.parametrize("trace", traces_of("stable-diffcoder"))
+def test_stable_diffcoder_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """Without a threshold, the authors' code commits a planned number of tokens per pass."""
+    policy = PRESETS["stable-diffcoder"].with_fields({"steps_per_block": trace["steps"]})
+    rule: dict[str, Any] = {"commit": "static"}
+    if trace["threshold"] is not None:
+        rule = {"threshold": trace["threshold"]}
+    prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
+    tokens, passes = run(trace, policy.with_fields(rule), prompt, trace["new"])
+    assert passes == (wanted if MASK in wanted[-1][1] else wanted[:-1])
+    assert until_end(tokens, len(prompt)) == until_end(trace["tokens"], len(prompt))
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("sdar", {"schedule": "masked"}),
         ("llada2", {"schedule": "masked"}),
         ("rnd1", {"schedule": "masked"}),
+        ("stable-diffcoder", {"commit": "static"}),
         ("rnd1", {"reserve": "none"}),
     ],
 )
@@ -184,8 +198,8 @@ def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any])
     for trace in TRACES:
         if trace["family"] != family or not trace.get("end", True):
             continue
-        fields = {"steps_per_block": trace["steps"]} | changes
-        fields |= {name: trace[name] for name in ("threshold",) if name in trace}
+        fields: dict[str, Any] = {"steps_per_block": trace["steps"]} | changes
+        fields |= {"threshold": trace["threshold"]} if trace.get("threshold") else {}
         if "strategy" in trace:
             fields["commit"] = COMMITS[trace["strategy"]]
         policy = PRESETS[family].with_fields(fields)

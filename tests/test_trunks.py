@@ -1,4 +1,5 @@
-"""Tests of denoisers with the layers of Llama, Qwen2 or Qwen3: SDAR, Fast-dLLM v2 and A2D.
+"""Tests of denoisers with the layers of Llama, Qwen2 or Qwen3: SDAR, Fast-dLLM v2, A2D and
+Stable-DiffCoder.
 
 The logits are compared with those of the transformers class with the same layers. The test passes
 the block-causal attention mask to this class. The other side of the comparison uses none of this
@@ -15,16 +16,25 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import a2d_config, fast_dllm_v2_config, sdar_config, write_checkpoint
+from checkpoints import (
+    a2d_config,
+    fast_dllm_v2_config,
+    sdar_config,
+    stable_diffcoder_config,
+    write_checkpoint,
+    write_headers,
+)
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from trunk_logits import trunk_logits
 
+import dlm_runtime
 from dlm_export import families
-from dlm_export.build import build
+from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
+from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 
 MASK = 150  # the mask token of every denoiser below
@@ -60,6 +70,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
         Overrides(attention_block=7),
         7,
     ),
+    "Stable-DiffCoder": (
+        stable_diffcoder_config(),
+        "LlamaForCausalLM",
+        Overrides(mask_token_id=MASK),
+        4,
+    ),
+    "Stable-DiffCoder, blocks of 8": (
+        stable_diffcoder_config(),
+        "LlamaForCausalLM",
+        Overrides(mask_token_id=MASK, attention_block=8),
+        8,
+    ),
 }
 LENGTH = 75
 
@@ -77,7 +99,7 @@ def test_logits_equal_the_trunks_under_a_mask(name: str, tmp_path: Path) -> None
     assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 2e-4
 
 
-@pytest.mark.parametrize("name", ["SDAR", "Fast-dLLM v2", "A2D Llama"])
+@pytest.mark.parametrize("name", ["SDAR", "Fast-dLLM v2", "A2D Llama", "Stable-DiffCoder"])
 def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path: Path) -> None:
     config, _, overrides, block = LAYOUTS[name]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config, seed=5)
@@ -102,6 +124,7 @@ PRESETS = {
     "Fast-dLLM v2": "fast-dllm-v2",
     "A2D Qwen2": "fast-dllm",
     "A2D Qwen2, blocks": "sdar",
+    "Stable-DiffCoder": "stable-diffcoder",
 }
 
 
@@ -131,6 +154,15 @@ def test_the_mask_token_of_fast_dllm_v2_is_found_among_the_added_tokens(tmp_path
     assert families.read_network(Checkpoint(path), Overrides()).mask_token_id == 148
 
 
+def test_the_mask_token_of_stable_diffcoder_is_found_among_the_added_tokens(
+    tmp_path: Path,
+) -> None:
+    path = write_checkpoint(tmp_path, stable_diffcoder_config())
+    _tokenizer_config(path, added_tokens_decoder={"5": {"content": "<[MASK_TOKEN]>"}})
+    network = families.read_network(Checkpoint(path), Overrides())
+    assert (network.mask_token_id, network.eos_token_ids, network.visible_block) == (5, (2,), 4)
+
+
 def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, sdar_config())
     told = CliRunner().invoke(main, ["inspect", str(path)])
@@ -140,6 +172,38 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
     other = CliRunner().invoke(main, ["inspect", str(path), "--attention-block", "16", "--json"])
     attention = json.loads(other.output)["network"]["layers"][0]["attention"]
     assert (attention["visibility"], attention["block_length"]) == ("block", 16)
+
+
+def test_an_int8_bundle_of_stable_diffcoder_is_built_and_runs(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "checkpoint", stable_diffcoder_config(mask_token_id=MASK))
+    options = BuildOptions(
+        precision="int8", quantise=QuantiseOptions(calibration=CalibrationOptions(samples=8))
+    )
+    assert build(path, tmp_path / "bundle", options).parity is not None
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
+        out = bundle.generate(tokens=[5, 17, 9], max_new_tokens=9, stop="none")
+        assert MASK not in out.tokens
+        assert bundle.manifest["loop"]["default_preset"] == "stable-diffcoder"
+
+
+def test_stable_diffcoder_8b_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> None:
+    """The sizes are those of the released config.json. Seed-Coder 8B has as many parameters."""
+    config = stable_diffcoder_config(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=155136,
+        max_position_embeddings=8192,
+    )
+    write_headers(tmp_path, config)
+    arguments = [str(tmp_path), "--mask-token-id", "5", "--json"]
+    told = CliRunner().invoke(main, ["inspect", *arguments])
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.stdout)["parameters"] == 8_250_462_208
+    planned = CliRunner().invoke(main, ["plan", *arguments, "--targets", "h100,rtx5090"])
+    assert planned.exit_code == 0, planned.output
 
 
 def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
@@ -224,6 +288,16 @@ BAD: dict[str, tuple[dict[str, Any], Overrides, str]] = {
     "biases of Qwen3": (
         sdar_config(attention_bias=True),
         Overrides(),
+        "attention_bias = true is not supported",
+    ),
+    "no mask token of Stable-DiffCoder": (
+        stable_diffcoder_config(),
+        Overrides(),
+        r"nor <\[MASK_TOKEN\]> among the added tokens",
+    ),
+    "biases of Stable-DiffCoder": (
+        stable_diffcoder_config(attention_bias=True),
+        Overrides(mask_token_id=MASK),
         "attention_bias = true is not supported",
     ),
     "biases of Llama": (

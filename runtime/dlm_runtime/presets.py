@@ -1,9 +1,8 @@
 """Presets: policies that describe the denoising loops of published papers and released code.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), and the released code of RND1, LLaDA2, Fast-dLLM v2 and
-Nemotron-Labs-Diffusion. ``docs/reference/policies.md``
-describes each preset.
+(arXiv:2510.06303), and the released code of RND1, LLaDA2, Fast-dLLM v2, Stable-DiffCoder and
+Nemotron-Labs-Diffusion. ``docs/reference/policies.md`` describes each preset.
 """
 
 from __future__ import annotations
@@ -60,6 +59,9 @@ PRESETS = {
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
     ),
+    # Each pass commits all tokens whose score reaches the threshold. The authors' published command
+    # sets no threshold. Each of its passes commits one token, as with commit="static".
+    "stable-diffcoder": Policy(commit="threshold", threshold=0.95, cache="block", block_length=0),
     # For networks with draft passes. A causal pass checks the tokens of each draft pass. The text is
     # the text that the causal passes alone would generate.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),

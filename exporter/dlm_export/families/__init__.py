@@ -28,6 +28,7 @@ from dlm_export.families import (
     rnd1,
     roberta,
     sdar,
+    stable_diffcoder,
 )
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.tensors import Tensors
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
+        stable_diffcoder.FAMILY,
         *(nemotron_labs_diffusion.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
     )
 }
