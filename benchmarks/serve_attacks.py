@@ -41,6 +41,8 @@ from typing import Any
 from shapes import machine
 from tables import table
 
+from dlm_export.serving.fields import commas_for
+
 KEY = "a-valid-key"
 CHAT = "/v1/chat/completions"
 MOST_S = 60.0
@@ -68,6 +70,14 @@ class Target:
             length = f"content-length: {len(body)}"
             client.sendall(self.head(path, length, "connection: close", key=key) + b"\r\n" + body)
             return status_of(client)
+
+    def context(self) -> int:
+        """Return the longest context of the server's models, in tokens."""
+        client = HTTPConnection(self.host, self.port, timeout=MOST_S)
+        client.request("GET", "/v1/models", headers={"authorization": f"Bearer {KEY}"})
+        models = json.loads(client.getresponse().read())["data"]
+        client.close()
+        return max(model["context_length"] for model in models)
 
     def chat(self, **fields: Any) -> bytes:
         message = {"role": "user", "content": "play jazz"}
@@ -217,9 +227,12 @@ def many_lists(target: Target) -> Counter[str]:
 
 
 def largest_bodies(target: Target) -> Counter[str]:
-    """Send the largest bodies that the limits allow: 16,000 unknown fields, or 262,000 numbers."""
+    """Send the largest bodies that the limits allow: 16,000 unknown fields, or a long list of
+    numbers.
+    """
     fields = b",".join(b'"%x":0' % number for number in range(16_000))
-    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), b"1," * 261_999)
+    ones = b"1," * (commas_for(target.context()) - 2)
+    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), ones)
     found = repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 10)
     return found + repeated(target, [numbers], 10, path="/v1/completions")
 

@@ -186,10 +186,11 @@ class Server:
         other thread that holds the interpreter's lock.
         """
         content = await self._body(request)
+        most_commas = fields.commas_for(self._models.longest_context)
         if len(content) < QUICK_BYTES:
-            return fields.read(kind, content)
+            return fields.read(kind, content, most_commas)
         async with self._checking:
-            return await asyncio.to_thread(fields.read, kind, content)
+            return await asyncio.to_thread(fields.read, kind, content, most_commas)
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request.

@@ -132,6 +132,11 @@ class Models:
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
+    @property
+    def longest_context(self) -> int:
+        """The longest context of all models, in tokens."""
+        return max(model.bundle.max_canvas_length for model in self)
+
     def named(self, name: str | None) -> Model:
         """Return the model with this name. Raises ApiError.
 
