@@ -87,7 +87,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
 
     path = [point()]
     # For each layer, every step along its hull adds more loss per saved byte than the step before.
-    # Sorting all steps by this number therefore keeps the steps of a layer in order.
+    # Sorting all steps by added loss per saved byte therefore keeps the steps of a layer in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index
         path.append(point())

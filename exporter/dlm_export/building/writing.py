@@ -49,9 +49,10 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokenizer of a bundle, and the manifest's entries for the text files.
+    """The tokenizer of a bundle, and two entries of the manifest.
 
-    The entries ``chat_template`` and ``compiled`` name the files.
+    ``chat_template`` is the entry for the chat template. ``compiled`` is the entry for the compiled
+    form of the tokenizer and the chat template.
     """
 
     tokenizer: Tokenizer | None = None

@@ -5,8 +5,8 @@ Version 4 uses separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or
 This object may contain one object for each type of layer
 (https://huggingface.co/docs/transformers/internal/rope_utils).
 
-Defaults are the defaults of transformers. The module rejects a setting that transformers ignores,
-because such a setting means that the network was trained differently.
+If a setting is missing, the module uses the default of transformers. The module rejects a setting
+that transformers ignores, because such a setting means that the network was trained differently.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield the node of each mixture of experts in a traced graph, with its gate, up and down.
+    """Yield the node of each mixture of experts in a traced graph, with its three stacks.
 
     The caller must replace each node. After the last node, this function removes the definition of
     the traced mixture from the model.

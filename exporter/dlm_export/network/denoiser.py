@@ -245,8 +245,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Past]:
         """Return the output and the new keys and values, which are not rounded.
 
-        With block-causal attention, queries see the new keys and values as a cache of type
-        ``cache_dtype`` stores them. If ``cache_dtype`` is ``None``, these are not rounded.
+        With block-causal or causal attention, queries attend to rounded copies of the new keys and
+        values: the numbers that a cache of type ``cache_dtype`` would contain. If ``cache_dtype``
+        is ``None``, queries attend to the keys and values without rounding.
         """
         B, T, _ = x.shape
         a = self.spec

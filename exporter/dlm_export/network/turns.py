@@ -3,8 +3,9 @@
 A turn is one pass and the commit after it. The reference loop uses this module, and so does code
 that replays the canvases of a finished run. The module needs only numpy and no denoiser.
 
-Two rules are not in the papers: every step commits at least one token, and positions with equal
-scores commit from left to right. Scores are compared with thresholds in float64.
+The papers of the decoding algorithms do not define two rules: every step commits at least one
+token, and positions with equal scores commit from left to right. Scores are compared with
+thresholds in float64.
 """
 
 from __future__ import annotations
@@ -237,9 +238,10 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many of ``masked`` positions Dream's schedule commits in pass ``step``.
+    """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
 
-    There are ``steps`` passes. The last pass commits all positions.
+    ``masked`` is the number of undecided positions before the pass. The last pass commits all of
+    them.
     """
     if step >= steps - 1:
         return masked
@@ -254,7 +256,9 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 def floor_count(masked: int, left: int, steps: int) -> int:
-    """Return how many positions RND1's schedule commits if ``left`` of ``masked`` are undecided.
+    """Return how many positions RND1's schedule commits in the next pass.
+
+    The block started with ``masked`` undecided positions, of which ``left`` are undecided now.
 
     After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
     fp32. In the published code, some passes commit no position. This module skips such passes.
