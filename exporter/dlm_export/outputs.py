@@ -225,10 +225,10 @@ def _claim(output: Path) -> Iterator[Path]:
         # path, and this entry is the user's only copy.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
-            # Remove "owner" last, because no process deletes the contents of a claim without the
-            # file "owner".
+            # Remove "owner" after all other entries, because no process deletes the entries of a
+            # claim that contains no "owner".
             os.unlink(claim / OWNER)
-            with contextlib.suppress(OSError):  # another process already uses the claim
+            with contextlib.suppress(OSError):  # raised if another process already uses the claim
                 os.rmdir(claim)
         os.close(owner)
 

@@ -40,7 +40,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """An open source: the denoiser from which a bundle is built, with its text files and presets."""
+    """A source that was opened: a denoiser with its text files and presets."""
 
     path: Path
     network: NetworkSpec

@@ -71,7 +71,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Check that the weights that an earlier build's solver has rounded can be read.
+    """Check that the files with an earlier build's solved weights can be read.
 
     Raises CalibrationError if a file is damaged.
     """

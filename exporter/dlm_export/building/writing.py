@@ -102,7 +102,7 @@ class Written:
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Create the graph of the denoiser, quantise it, fuse it, and write it with its weights."""
+    """Create the denoiser's graph, quantise it, insert native kernels, and write all weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)

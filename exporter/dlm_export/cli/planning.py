@@ -106,7 +106,7 @@ def plan(
     a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. If SOURCE is on the hub, the command
     downloads the headers of the weight files, but not the weights. If SOURCE is a bundle, the
     command does not need torch. The times are lower limits, which the roofline model computes. With
-    --fleet, the command also plans how many replicas keep the target --p95-ms, and their cost.
+    --fleet, the command also computes how many replicas meet the target --p95-ms, and their cost.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """

@@ -166,7 +166,7 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    """Return True if several matrix products use a value. Residual sums are not counted."""
+    """Return True if more than one node uses a value. Residual sums (Add) are not counted."""
     users = () if value is None else value.uses()
     return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
 
