@@ -253,7 +253,7 @@ class Attention(nn.Module):
         a = self.spec
         q = self.q(x)
         if turn is not None and turn.query_scale is not None:
-            q = q * turn.query_scale.to(q.dtype)  # the order of scaling and rotation does not matter
+            q = q * turn.query_scale.to(q.dtype)  # scaling and rotation commute
         if self.is_plain:  # add an axis for the queries that share a key
             q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
         else:
