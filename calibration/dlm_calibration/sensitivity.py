@@ -17,7 +17,7 @@ class Choice:
     """One format for one layer.
 
     ``loss`` is the mean KL divergence in nats if only this layer is quantised. The mean is over
-    the positions that the reference would commit. ``cost`` is the layer's size in bytes.
+    the positions that the unquantised denoiser would commit. ``cost`` is the layer's size in bytes.
     """
 
     format: str

@@ -95,7 +95,7 @@ def turns(
     steps: int = 0,
     scaffold: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Turn]:
-    """Yield the passes of ``plan`` that fill the undecided positions of a canvas.
+    """Yield the turns that fill the undecided positions of a canvas, in the order of ``plan``.
 
     The caller writes the committed tokens to ``canvas`` before it requests the next turn. If the
     policy stops at end tokens and a finished block contains an end token, all undecided positions
@@ -162,7 +162,7 @@ def turns(
 
 
 def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
-    """Yield the passes of the commit rule "verify" (self-speculation).
+    """Yield the turns of the commit rule "verify" (self-speculation).
 
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
     takes two passes over the same rows: the row before the block, and all rows of the block but the
@@ -203,9 +203,9 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """Yield the passes that may edit the tokens of a finished block (LLaDA2.1).
+    """Yield the turns that may edit the tokens of a finished block (LLaDA2.1).
 
-    The passes end after a pass that changes no token.
+    If a turn changes no token, it is the last turn.
     """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
@@ -223,7 +223,7 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A recorded pass: the canvas before the pass, and the rows that it computed and scored.
+    """A recorded pass: the canvas before it, and the rows that the pass computed and scored.
 
     The canvas is int64 ``[L]``, and the scored rows are ``[R]``.
     """
