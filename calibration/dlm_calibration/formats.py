@@ -1,6 +1,6 @@
 """The number formats of quantised denoisers, in numpy.
 
-The engines that run the denoisers compute the same bits.
+This module computes exactly the same numbers as the engines that run the denoisers.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
 E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group of

@@ -1,8 +1,8 @@
 """Quantises layers in a graph by replacing their MatMul nodes, or the operands of these nodes.
 
 The metadata of a layer's node contains the layer's module path, under ``graph.LAYER_KEY``. While
-this module changes a graph, the graph contains only the shapes and types of the weights.
-``write_graph`` later gets the values from a function, one weight at a time.
+this module changes a graph, the graph contains only the shapes and types of the weights. Later,
+``write_graph`` calls a function that returns the values, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 

@@ -296,7 +296,10 @@ class NetworkSpec:
         return sum(math.prod(shape) for shape in self._parameters.values())
 
     def active_parameter_count(self) -> int:
-        """Return the number of parameters that one token uses, with only the experts chosen for it."""
+        """Return the number of parameters that a pass uses for one token.
+
+        Of the experts, only those that the router chooses for the token are counted.
+        """
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
         )

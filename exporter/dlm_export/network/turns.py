@@ -32,7 +32,7 @@ from dlm_runtime.policy import Policy
 class Canvas:
     """A canvas between two passes: token ids, int64 ``[L]``, and undecided positions, bool ``[L]``.
 
-    At an undecided position, the token id is only what the denoiser gets as its input.
+    At an undecided position, the token id is an input of the denoiser, but not a result.
     """
 
     tokens: np.ndarray
