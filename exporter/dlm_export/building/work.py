@@ -137,7 +137,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of the settings that affect the rounded weights, but not calibration states."""
+    """Return a hash of the settings that change solved weights, but not calibration states."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

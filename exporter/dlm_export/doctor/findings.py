@@ -20,9 +20,9 @@ class Finding:
     - ``note``: the line gives information about a part that is not required.
 
     A part is something that dlm-export uses, such as a library or a GPU. The fields ``part`` and
-    ``name`` identify the part. ``said`` is the message. ``remedy`` tells the user what to do, and may be empty.
-    ``is_needed`` is true if dlm-export cannot work without the part, or if the user named a bundle
-    or target that cannot work without the part.
+    ``name`` identify the part. ``said`` is the message. ``remedy`` tells the user what to do, and
+    may be empty. ``is_needed`` is true if dlm-export cannot work without the part, or if the user
+    named a bundle or target that cannot work without the part.
     """
 
     part: str

@@ -364,7 +364,7 @@ class Positions(nn.Embedding):
 
 
 class TokenTypes(nn.Module):
-    """A table of token types. All tokens of a canvas have type 0."""
+    """A table with one row per token type. All tokens of a canvas have type 0."""
 
     def __init__(self, rows: int, hidden_size: int) -> None:
         super().__init__()
