@@ -303,8 +303,8 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
     """Move ``new`` to ``output``, unless another process has changed ``output``.
 
     ``before`` is the result of an earlier call of ``_look(output)``. If old output is replaced, it
-    is moved to the path ``new``. If ``output`` has changed, OutputError is raised, and ``output`` is
-    not moved.
+    is moved to the path ``new``. If ``output`` has changed, it is not moved, and OutputError is
+    raised.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
