@@ -53,7 +53,10 @@ def quantise(source: Path, path: Path, file_type: str) -> None:
 
 
 def facts() -> dict[str, str]:
-    """Return the versions, and the instruction sets for which llama.cpp was compiled."""
+    """Return the versions of llama-cpp-python and llama.cpp, and llama.cpp's system information.
+
+    The system information lists the instruction sets for which llama.cpp was compiled.
+    """
     llama = quiet_llama()
     return {
         "llama-cpp-python": llama.__version__,
