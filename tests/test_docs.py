@@ -80,10 +80,10 @@ LEFT_OUT = {
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
 }
 
-# A program that runs commands one by one in one process, so that torch is imported only once. Its
-# input is JSON: for each command, a folder and the words of the command. For each command, it
-# prints [exit code, output]. dlm_export is imported from the folder in the first argument, even if
-# a different dlm_export is installed.
+# A program that runs commands one after another in a single process, so that torch is imported only
+# once. Its input is JSON: for each command, a folder and the words of the command. For each
+# command, it prints [exit code, output]. dlm_export is imported from the folder in the first
+# argument, even if a different dlm_export is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder

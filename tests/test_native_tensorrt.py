@@ -287,8 +287,8 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
     tmp_path: Path, drive: Drive
 ) -> None:
-    # Each input or output of the engine gets the usual name of another one. Code that relies on
-    # their order or their usual names would use the wrong one.
+    # Each input or output of the engine gets the usual name of a different input or output. Code
+    # that relies on their order or their usual names would use the wrong one.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
     lines = [f"rename {name} {name}!" for name in called] + [

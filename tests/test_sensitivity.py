@@ -138,8 +138,10 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 
 @dataclass
 class Blended(Quantisation):
-    """Weights between the full-precision weights (``share`` 0) and the quantised weights (``share``
-    1).
+    """Weights that lie between the full-precision weights and the quantised weights.
+
+    With ``share`` 0, they equal the full-precision weights. With ``share`` 1, they equal the
+    quantised weights.
     """
 
     share: float = 1.0

@@ -181,7 +181,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
     case Commit::statically:
     case Commit::timestep:
     case Commit::sequential:
-    case Commit::verify:  // all rows; Request::verify() decides how many of them commit
+    case Commit::verify: // Request::verify() decides how many of the planned rows commit
       taken = planned;
       break;
     case Commit::threshold:
