@@ -300,7 +300,7 @@ typedef struct dlm_open_options {
                                  (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
                                  system's library if this variable is not set */
   int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
-                           never starts more threads than there are cores that the process may
+                           never starts more threads than the number of cores that the process may
                            use */
   int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
                            manifest. A large file is not hashed again if it has not changed since

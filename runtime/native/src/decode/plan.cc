@@ -76,9 +76,9 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// Returns how many tokens the engine can compute in one pass that also reads `cached` cached
-// tokens. The number is a multiple of the block length. If not even one block fits, returns
-// `tokens`.
+// Returns how many of the `tokens` tokens the engine can compute in one pass that also reads
+// `cached` cached tokens. The number is a multiple of the block length. If not even one block fits,
+// returns `tokens`.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;

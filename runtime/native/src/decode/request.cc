@@ -127,8 +127,8 @@ bool Request::fits(const Request& other) const {
   if (!has_cache()) return true;
   // With `reuse`, the last pass of a block also stores the rows of the block. If a faster request
   // ran in lockstep with a slower request, the slower request could make one more pass. This pass
-  // would store different rows for the faster request. Then its result would depend on the slower
-  // request.
+  // would store different rows for the faster request. Then the result of the faster request would
+  // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   // With the commit rule `verify`, later passes depend on the request's tokens.
   if (verifies() || other.verifies()) return false;
