@@ -52,8 +52,9 @@ class Weight(NamedTuple):
         )
 
     def log_ratio(self, other: Weight, temperature: float) -> float:
-        """The logarithm of the ratio of two probabilities: of the texts with this weight, and of
-        the texts with ``other``.
+        """Return ln(p / q), where p and q are probabilities.
+
+        p is the probability of the texts with this weight, and q that of the texts with ``other``.
         """
         if self[:2] != other[:2]:
             return math.inf if self[:2] > other[:2] else -math.inf

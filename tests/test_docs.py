@@ -473,7 +473,7 @@ def test_every_command_line_is_one_that_its_program_takes(
     of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        # The page's reader must have this file. It need not exist in the repository.
+        # This file comes from the reader of the page, so it need not exist in the repository.
         monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):

@@ -338,8 +338,8 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks, which copy keys and values twice, twice and once. After the last
-    # block, no rows are copied back.
+    # There are three blocks. The first two blocks copy keys and values twice, and the last block
+    # copies them once, because no rows are copied back after it.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)

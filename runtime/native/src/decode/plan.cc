@@ -291,7 +291,8 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
 void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start, int32_t length) {
   const auto end =
       static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
-  // The last position of the block is not drafted, because the last row predicts it.
+  // The draft pass does not predict the last position of the block. The last row of the causal pass
+  // predicts it.
   const Range rows{start - 1, end - 1}, block{start, end}, once{};
   if (end - start > 1)
     plan.push_back({rows,
