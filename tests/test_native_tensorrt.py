@@ -358,7 +358,7 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
     # Each request has 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21 cached passes (8
-    # tokens, 21 cached, 8 scored rows), that is two sizes.
+    # tokens, 21 cached, 8 scored rows). So there are passes of two sizes.
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2

@@ -498,8 +498,8 @@ class Subsets {
   // Finds the number of a subset. Subsets of exactly one state are in alone_ instead.
   HashIndex numbers_;
   std::vector<uint32_t> seen_;  // for each state: the value of round_ at the last visit
-  // For each state: the number of the subset of only this state, or -1 if there is no such subset
-  // yet.
+  // For each state: the number of the subset that contains only this state, or -1 if there is no
+  // such subset yet.
   std::vector<int32_t> alone_;
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
