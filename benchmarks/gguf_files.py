@@ -1,5 +1,6 @@
-"""Writes the checkpoints of the benchmarks as GGUF files for llama.cpp, in its LLaDA or Qwen3
-architecture. Each file is written once, under build/.
+"""Writes the checkpoints of the benchmarks as GGUF files, which llama.cpp can open.
+
+The files use llama.cpp's architecture LLaDA or Qwen3. Each file is written once, under build/.
 
 The ``gguf`` package defines the file format. Keys and tensor names are the same as in files from
 llama.cpp's converter for LLaDA (conversion/llada.py) and Qwen3. The benchmarks use token ids, so

@@ -187,8 +187,8 @@ def trajectories(
 
     The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
-    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample in total.
-    The calls are spread evenly over the decided positions.
+    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called as often as there are
+    samples, whenever the next equal share of all positions is decided.
     """
     # Import ``lockstep`` here, because reading data and comparing bundles must work without torch.
     from dlm_export.network import lockstep

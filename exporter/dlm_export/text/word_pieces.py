@@ -159,9 +159,9 @@ def _bert_splits() -> Splits:
     split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
     classes = np.zeros(CODE_POINTS, np.uint8)
     for letters in _chunks():
-        # Put a letter before each character, and let BERT's pre-tokenizer split the result into
-        # parts. A part with a single character is then such a letter, or a character that BERT
-        # splits off.
+        # BERT's pre-tokenizer makes each punctuation mark a separate part. To find these marks, put
+        # the letter "a" before and after each character, and split the result. If the part that
+        # contains the character has length 1, the character is a punctuation mark.
         kinds = np.full(2 * len(letters) + 1, _SPACE, np.uint8)
         for _, (first, last) in split("a" + "".join(f"{letter}a" for letter in letters)):
             kinds[first:last] = _ALONE if last - first == 1 else _WORD

@@ -32,7 +32,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # with fewer samples, bootstrap intervals would be too narrow
+DECIDING_SAMPLES = 8  # fewest samples for an early stop; with fewer, intervals are too narrow
 
 Side = Literal["reference", "candidate"]
 
@@ -41,8 +41,8 @@ class Evidence:
     """Compares a candidate with a reference on the samples of ``pool``.
 
     Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
-    denoiser that generates the decoding runs. ``free`` is the reference as a denoiser that can
-    generate text. If ``free`` is ``None``, the reference generates no text, and only predicts
+    denoiser that generates the decoding runs. ``free`` generates text with the
+    reference. If ``free`` is ``None``, the reference generates no text, and only predicts
     tokens on the candidate's canvases.
     """
 
@@ -66,11 +66,11 @@ class Evidence:
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
-        but computes in the precision of the stored weights. It is compared with the reference in
-        the same way as the candidate. ``free`` generates text for at most ``free_runs`` samples, or
-        for all samples if ``free_runs`` is ``None``. The candidate generates text with
-        ``candidate_policy``, if it is not ``None``. In this case, ``states_of`` must be
-        "reference".
+        but computes in the precision of the stored weights. The class compares ``noise_floor`` with
+        the reference in the same way as it compares the candidate. ``free`` generates text for at
+        most ``free_runs`` samples, or for all samples if ``free_runs`` is ``None``. If
+        ``candidate_policy`` is not ``None``, the candidate generates text with this policy. In this
+        case, ``states_of`` must be "reference".
         """
         assert candidate_policy is None or states_of == "reference"
         if not pool:
