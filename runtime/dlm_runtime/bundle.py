@@ -79,7 +79,7 @@ class Bundle(Decides, UsesPromptCaches):
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
         self.draft_block = handle.draft_block
-        """The block length of block-causal attention. None if attention is full."""
+        """The number of tokens of a draft pass. None if the denoiser has no draft passes."""
         self.max_new_tokens = handle.max_new_tokens
         """The default of a request's option ``max_new_tokens``."""
         self.engine = handle.engine

@@ -1,8 +1,8 @@
 """Limits the number of connections, and the time that slow clients may take.
 
-The limits are needed because some clients are slow on purpose. uvicorn limits neither the number of
-connections nor the time in which a request's headers must arrive. If the application rejects a
-body, uvicorn still receives the rest of the body.
+The limits are needed because some clients are slow on purpose, and uvicorn has no such limits. It
+limits neither the number of connections nor the time in which a request's headers must arrive. If
+the application rejects a body, uvicorn still receives the rest of the body.
 """
 
 from __future__ import annotations

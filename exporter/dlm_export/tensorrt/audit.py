@@ -200,10 +200,10 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
     """Return the formats of layers according to the JSON of IEngineInspector.
 
-    The JSON must be created with detailed verbosity. An engine layer contains one or more nodes of
-    the graph. A layer has its ``expected`` format if the engine layer that contains its node has an
-    input of this format. Otherwise, the result contains the types of the engine layer's inputs
-    instead. Raises AuditError if the JSON contains no layers.
+    The JSON must be created with detailed verbosity. TensorRT may join several nodes of the graph
+    into one engine layer. If the inputs of the engine layer have the format that ``expected``
+    contains for a layer, the result contains this format. Otherwise, the result contains the types
+    of these inputs. Raises AuditError if the JSON contains no layers.
     """
     try:
         layers = json.loads(information).get("Layers")

@@ -119,10 +119,10 @@ def of_word_pieces(
 
 
 def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tuple[str, int]]:
-    """Return each token's text in the middle of a decoded text, and the token's flags.
+    """Return the text to which each token is decoded after another token, and the token's flags.
 
-    At the start of a decoded text, a token may stand for a different text. Raises NotCompiled if
-    the runtime could not derive this text from the returned text.
+    The first token of a sequence may be decoded to a different text. Raises NotCompiled if the
+    runtime could not compute this text from the returned text.
     """
     if [part["type"] for part in decoders] == ["Fuse"]:
         if any(name.startswith(PREFIX) for name in names.values()):

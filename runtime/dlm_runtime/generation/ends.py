@@ -53,7 +53,7 @@ class Ends:
             call()
 
     def forget(self, job: Job, call: Callable[[], None]) -> None:
-        """Take back a call of ``when_ended`` with the same arguments."""
+        """Undo a call of ``when_ended`` that had the same arguments."""
         with self._lock:
             self._waiting.discard((job, call))
 

@@ -124,7 +124,7 @@ class Handle:
             self._busy += 1
 
     def end(self) -> None:
-        """Declare that the use that ``begin`` announced has ended.
+        """Declare that a use has ended, which ``begin`` has declared before.
 
         In a forked process, this does nothing.
         """

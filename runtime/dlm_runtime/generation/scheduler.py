@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-WAIT_S = 0.1  # a thread that waits for a job checks for signals after this many seconds
+WAIT_S = 0.1  # seconds between checks for signals while a thread waits for a job
 EVENT_WAIT_S = 0.02  # seconds between checks whether a request ended without a last event
 
 

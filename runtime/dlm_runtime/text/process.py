@@ -1,12 +1,12 @@
 """Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Tokenizers and templates are like programs. A normaliser can double a text sixty times, and a
-template can loop forever without output. For some texts, the libraries that run tokenizers and
-templates can panic, abort or allocate gigabytes. A check of the files cannot exclude such failures,
-and Python cannot stop a thread that runs too long. Tokenizers and templates therefore run in a
-separate process with ``MEMORY_BYTES`` of address space. For each request, the process gets one
-second of processor time, plus one second per MiB of the request. If the process exceeds a limit,
-only this process ends.
+Tokenizers and templates can be as expensive as programs. A normaliser can double a text sixty
+times, and a template can loop forever without output. For some texts, the libraries that run
+tokenizers and templates can panic, abort or allocate gigabytes. A check of the files cannot exclude
+such failures, and Python cannot stop a thread that runs too long. Tokenizers and templates
+therefore run in a separate process with ``MEMORY_BYTES`` of address space. For each request, the
+process gets one second of processor time, plus one second per MiB of the request. If the process
+exceeds a limit, only this process ends.
 
 The process starts in 30 ms, uses 15 MiB in addition to the vocabulary, and answers in about 50 us.
 The process runs in a separate session (``setsid``), so Ctrl-C does not end the process. The process
@@ -103,7 +103,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # includes Ctrl-C; a later request would read this answer
+        except BaseException:  # also on Ctrl-C; otherwise, a later request would read this answer
             self._stop()
             raise
         if "refused" in reply:
@@ -164,7 +164,8 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     """Kill the tokenizer's process and wait for its end.
 
-    If ``owner`` is another process, only close pipes.
+    ``owner`` is the id of the process that started the tokenizer's process. Any other process,
+    such as a fork, only closes its pipes.
     """
     if os.getpid() == owner:
         process.kill()

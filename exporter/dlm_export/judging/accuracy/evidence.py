@@ -1,13 +1,14 @@
 """Compares two denoisers sample by sample, so that the comparison can stop after any sample.
 
 The candidate is the denoiser whose accuracy is measured. The reference is the denoiser with which
-the candidate is compared. Part of the comparison uses the canvases of a decoding run, which is one
-generation with all its passes. Either the reference or the candidate generates this run:
+the candidate is compared. A decoding run is one generation with all its passes.
+Part of the comparison uses the canvases of decoding runs. Either the reference or the candidate
+generates these runs:
 
-- If the reference generates the run, both denoisers generate text for every sample. Such a
+- If the reference generates the runs, both denoisers generate text for every sample. Such a
   comparison is slow, because the reference makes all passes of its own runs.
-- If the candidate generates the run, only the candidate generates text. The reference predicts
-  which tokens it would commit on each canvas of the candidate's run.
+- If the candidate generates the runs, the reference generates no text. It only predicts which
+  tokens it would commit on each canvas of the candidate's runs.
 
 In the second case, the reference may be a ``Seer``: a denoiser whose layers are loaded one at a
 time. A ``Seer`` must receive the canvases of several samples at once. If the reference would commit
@@ -100,7 +101,7 @@ class Evidence:
             float
             # For each run, the number of passes that the reference needs, either counted or estimated.
         ] = []
-        # For each run of the candidate, true if the reference would make an equal run.
+        # For each run of the candidate, true if the reference would commit the same tokens.
         self._equal: list[bool] = []
         self.judged = self._freely = 0
 

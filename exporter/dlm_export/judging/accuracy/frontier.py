@@ -148,8 +148,8 @@ def meet_within(
 ) -> list[Met]:
     """Generate text for one sample after another, with at most about ``passes`` passes in all.
 
-    The function stops before a run that would probably exceed ``passes``. At least ``least`` runs
-    are always made.
+    The function stops before a run that would probably exceed ``passes``. But it makes at
+    least ``least`` runs.
     """
     runs: list[Met] = []
     for number, sample in samples:
