@@ -6,7 +6,7 @@
 The script tests the models on the germline V genes of human antibodies, from the package
 ``anarci``. It uses the first allele of each gene. Half of the genes calibrate the models. The
 script measures accuracy on the other half. The models were trained on antibodies that descend from
-these genes, so they predict these sequences better than new ones.
+these genes, so they have seen similar sequences.
 
 The script masks different shares of the residues (amino acids). For each share, it prints how many
 masked residues a model predicts correctly, and the cross-entropy, with bootstrap intervals.

@@ -43,8 +43,9 @@ def bundle_of(precision: str) -> Path:
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
     """Run one generation and time its steps.
 
-    Returns the seconds of the generation's first pass, and two medians in ms: of the first passes
-    of later blocks, and of their other passes. Also returns the memory in bytes.
+    Returns the seconds of the generation's first pass. For all later blocks, returns the median ms
+    of their first passes, and the median ms of their other passes. Also returns the memory in
+    bytes.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of

@@ -189,9 +189,9 @@ class Demo(Subject):
 class SmolLM2(Subject):
     """SmolLM2, whose loss is measured on ``count`` passages.
 
-    Its weights are distributed in a four-bit format. With ``fill_steps``, each weight is first
-    moved at random by up to half a step of this format, so that no format can represent the weights
-    exactly.
+    The package contains its weights in a four-bit format. With ``fill_steps``, random noise moves
+    each weight by up to half the distance between two codes of this format. No format can then
+    represent the weights exactly.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

@@ -33,11 +33,10 @@ STEPS = 100  # a replica's load is planned in steps of one hundredth of the high
 class Service:
     """How a replica computes requests.
 
-    - ``nfe``: numbers of passes of requests. A request has each of these numbers with the same
-      probability.
-    - ``pass_ms``: pairs of a number of requests in a pass, and the time of such a pass in ms. The
-      numbers increase. Times of other numbers are interpolated. The last number, rounded, is the
-      largest number of requests in a pass.
+    - ``nfe``: the possible numbers of passes of a request, which are all equally likely.
+    - ``pass_ms``: pairs of a number of requests, and the time in ms of a pass with this many
+      requests. The numbers are in ascending order. Times of other numbers are interpolated. The
+      last number, rounded, is the largest number of requests in a pass.
     - ``overhead_ms``: time that is added to each request. Other requests may run during this time.
     """
 

@@ -78,7 +78,7 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     ``U`` is upper triangular, and ``U^T U`` is the inverse of the damped Gram matrix. "Damped"
     means that a constant was added to the diagonal.
 
-    If an input was always zero, rounding its row with this matrix changes no other row. The
+    If an input was always zero, rounding its row of the weights changes no other row. The
     function needs memory for two matrices ``[K, K]``, which are in float64 if K is at most
     ``EXACT``.
 

@@ -19,7 +19,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of each token, by token id, or None for added tokens, which never occur in a text."""
+    """For each token id, the bytes of the token. None for added tokens, which texts never contain."""
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None

@@ -228,8 +228,9 @@ class Deciding:
         return Decision({name: self._answers[name] for name in self._slots}, text, self._made)
 
     def _texts_of(self, name: str) -> tuple[str, ...]:
-        """Return the legal texts of a question's slot: all options, or only the chosen option if
-        the answer is final.
+        """Return the legal texts of a question's slot.
+
+        If the answer is final, this is only the chosen option. Otherwise, all options are legal.
         """
         slot, answer = self._slots[name], self._answers.get(name)
         if answer is None:
@@ -237,8 +238,9 @@ class Deciding:
         return (slot.written[slot.labels.index(answer.best)],)
 
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
-        """Return an upper limit on the number of tokens of the answer and of what follows it: the
-        end token or the ``rest`` mask tokens.
+        """Return an upper limit on the number of tokens of the answer and of the tokens after it.
+
+        After the answer, there is either an end token or the number ``rest`` of mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
@@ -356,7 +358,7 @@ class Decides:
 
         Returns:
             A ``Deciding`` object. It provides the arguments of each request, and reads the result
-                of each request.
+            of each request.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:

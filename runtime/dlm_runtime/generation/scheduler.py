@@ -143,7 +143,7 @@ class Job:
 
         Returns:
             The result. In ``timings``, the time of a pass is divided among the requests in the
-                pass.
+            pass.
 
         Raises:
             TimeoutError: The job did not end in this time.

@@ -1,7 +1,7 @@
 """Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Tokenizers and templates can be as expensive as programs. A normaliser can double a text sixty
-times, and a template can loop forever without output. For some texts, the libraries that run
+A request to a tokenizer or a template can be arbitrarily expensive. A normaliser can double a text
+sixty times, and a template can loop forever without output. For some texts, the libraries that run
 tokenizers and templates can panic, abort or allocate gigabytes. A check of the files cannot exclude
 such failures, and Python cannot stop a thread that runs too long. Tokenizers and templates
 therefore run in a separate process with ``MEMORY_BYTES`` of address space. For each request, the

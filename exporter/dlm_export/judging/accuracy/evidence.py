@@ -33,7 +33,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # fewest samples for an early stop; with fewer, intervals are too narrow
+DECIDING_SAMPLES = 8  # with fewer samples, the comparison does not stop early
 
 Side = Literal["reference", "candidate"]
 
@@ -42,9 +42,9 @@ class Evidence:
     """Compares a candidate with a reference on the samples of ``pool``.
 
     Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
-    denoiser that generates the decoding runs. ``free`` generates text with the
-    reference. If ``free`` is ``None``, the reference generates no text, and only predicts
-    tokens on the candidate's canvases.
+    denoiser that generates the decoding runs. ``free`` generates text with the reference. If
+    ``free`` is ``None``, the reference generates no text, and only predicts tokens on the
+    candidate's canvases.
     """
 
     def __init__(
