@@ -99,7 +99,7 @@ def judge(
 def judge_model(
     name: str, checkpoint: Path, sequences: list[str], precisions: list[str]
 ) -> list[dict[str, Any]]:
-    """Build a model in each precision, and measure its accuracy. The first is the reference."""
+    """Build a model in each precision, and compare the models. The first is the reference."""
     data = OUTPUT / f"{name}.jsonl"
     data.write_text("".join(json.dumps({"text": each}) + "\n" for each in sequences[1::2]))
     rows: list[dict[str, Any]] = []

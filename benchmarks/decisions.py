@@ -56,7 +56,7 @@ FORMS = {
     "set_climate": ("fan", "zone"),
     "turn": ("direction", "degrees"),
 }
-"""Functions and arguments whose values are from a fixed set."""
+"""For each function, the arguments of a call. Each argument has a fixed set of values."""
 BINS = 10
 ROWS = (
     ("function", 1),

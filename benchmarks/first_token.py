@@ -88,7 +88,7 @@ def read(bundle: Path) -> None:
 def measure(
     command: list[str], bundle: Path, way: str, sizes: tuple[int, int, int], records: str
 ) -> dict[str, Any]:
-    """Run one process, and return the times of its moments."""
+    """Run one process, and return when it reached each moment."""
     check_hashes, hash_files = WAYS[way]
     environment = os.environ | {
         "DLM_ONNXRUNTIME": _native.onnxruntime_library() or "",

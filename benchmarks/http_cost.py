@@ -43,7 +43,9 @@ HEAD = (
     b"content-length: %d\r\n\r\n"
 )
 Ask = Callable[[str], Awaitable[float | None]]
-"""Sends a prompt and waits for the whole answer. Returns when its first text arrived."""
+"""Sends a prompt and waits for the whole answer. Returns the time when the first text arrived.
+
+The result is None if the answer is not streamed."""
 
 
 def percentiles(latencies: list[float], name: str) -> dict[str, float]:

@@ -54,7 +54,7 @@ KINDS = {
     "dense, active size": (ACTIVE, 0),
     "all experts": (COUNT, 1),
 }
-"""The number of experts per token, and whether layers have experts."""
+"""For each denoiser, the number of experts per token, and 1 if the layers have experts."""
 # For each pass: computed tokens, cached tokens, and scored rows.
 PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))
 

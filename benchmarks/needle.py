@@ -51,7 +51,7 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_runtime import Bundle
 
 BLOCK_LENGTH, LONGEST = 8, 8192
-SAMPLED = 160  # number of tokens away from needles to which the second layer attends in training
+SAMPLED = 160  # in training, number of tokens far from needles to which layer 2 attends
 AROUND = range(-4, 12)  # a token at one of these offsets from a marker is near the needle
 NEEDLES, VALUES = 4, 4
 WORDS = 244
@@ -294,7 +294,7 @@ BUNDLES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "unscaled": ({"max_position_embeddings": SCALED}, ("--precision", "fp32")),
 }
-"""For each bundle, the changes of config.json and the options of the build."""
+"""For each bundle, the changes to config.json and the options of the build."""
 
 
 def bundle_of(checkpoint: Path, name: str, folder: Path) -> Path:

@@ -313,7 +313,7 @@ def carry(
 
 
 def carry_headers(folder: Path) -> list[dict[str, Any]]:
-    """Run the steps that need no weights on the headers of 100 B parameters."""
+    """Run ``inspect`` and ``plan`` on a checkpoint of 100 B parameters without weights."""
     checkpoint = folder / "headers"
     size = write_checkpoint(
         checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False

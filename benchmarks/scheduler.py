@@ -96,7 +96,7 @@ class Scheduled:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.told: list[dict[str, float]] = []
-        """Figures about the passes of each round, if the scheduler knows the cost."""
+        """Measurements of the passes of each round, if the scheduler knows the cost."""
 
     def __call__(
         self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]

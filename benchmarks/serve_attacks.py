@@ -46,7 +46,7 @@ KEY = "a-valid-key"
 CHAT = "/v1/chat/completions"
 MOST_S = 60.0
 PAUSE_S = 0.02
-"""Time between two requests of the polite client."""
+"""Seconds between two requests of the polite client."""
 
 
 class Target:

@@ -28,7 +28,9 @@ from shapes import machine
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.1
-"""A client that leaves does so within this time, because most answers take less."""
+"""The maximum number of seconds after which a client disconnects.
+
+After a longer time, most answers would already be complete."""
 PROMPTS = ("turn on the kitchen lights", "remind me to call the garage at seven", "play jazz", "go")
 SCHEMA = {
     "type": "object",

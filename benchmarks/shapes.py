@@ -62,8 +62,8 @@ and a vocabulary of 151,936 tokens.
 
 
 QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
-"""Build options for random weights. They make calibration short, because its ranges do not change
-the time of a pass.
+"""Build options for random weights. Calibration can be short, because its results do not change the
+time of a pass.
 """
 
 

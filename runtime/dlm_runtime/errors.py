@@ -75,5 +75,5 @@ def shown(value: object) -> str:
     """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
-    except Exception:  # such as an integer with more digits than Python prints
+    except Exception:  # for example, Python does not print integers with too many digits
         return f"a value of type {type(value).__name__}"

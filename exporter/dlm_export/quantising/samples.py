@@ -116,7 +116,7 @@ def threshold_preset(
     is no such preset, raises RequestError, which lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # Fast-dLLM v2's preset supports only some block lengths.
+    # The preset of Fast-dLLM v2 supports only some block lengths, so it may be missing.
     if name is None and network.draft_block is not None:
         chosen = "nemotron-diffusion"
     elif name is None and network.visible_block is not None:

@@ -19,7 +19,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """For each token id, the bytes of the token. None for added tokens, which texts never contain."""
+    """For each token id, the bytes of the token. None for added tokens, which no text contains."""
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None

@@ -424,7 +424,7 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """Return a context in which the native scheduler is not destroyed.
+        """Return a context that keeps the native scheduler from being destroyed.
 
         Raises the errors of ``check_open``.
         """

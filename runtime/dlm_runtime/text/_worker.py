@@ -172,7 +172,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # may leave special tokens that overlap
+                text = marks.put(text, places)  # overlapping special tokens may remain
             return text
 
         marked_messages = [
@@ -361,7 +361,7 @@ def main(limits: dict[str, Any]) -> None:
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
     )
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have blocked or ignored it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore this signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     source, out, text = sys.stdin.buffer, sys.stdout.buffer, Text()
     while len(sizes := source.read(16)) == 16:

@@ -10,8 +10,8 @@ exceeds a limit, only this process ends.
 
 The process starts in 30 ms, uses 15 MiB in addition to the vocabulary, and answers in about 50 us.
 The process runs in a separate session (``setsid``), so Ctrl-C does not end the process. The process
-ends when its input is closed. The input is closed when the ``Process`` object is deleted, or when
-the process that owns this object ends.
+ends when its input is closed. The input is closed when the ``TextProcess`` object is deleted, or
+when the process that owns this object ends.
 """
 
 from __future__ import annotations

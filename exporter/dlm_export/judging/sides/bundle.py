@@ -27,7 +27,7 @@ class BundlePredictor:
     """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """``bundle`` must be opened from a folder, because this class needs the manifest."""
+        """``bundle`` must have been opened from a folder, because this class needs the manifest."""
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
