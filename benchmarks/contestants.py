@@ -177,8 +177,8 @@ class Torch(Contestant):
         if len(prompts) > 1:
             raise NotOffered("the reference loop has one sequence")
         loop, steps = Policy(**policy), 0
-        # All blocks cost the same. Within a block, the first pass costs more, because it fills the
-        # cache.
+        # All blocks take the same time, but the first pass of a block takes longer than the others,
+        # because it fills the cache. Therefore end the loop after whole blocks.
         limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
 
         def count(_: object) -> None:

@@ -13,8 +13,8 @@ a process ends, the script prints the reason and continues with the other contes
 The random denoisers run LLaDA's static loop, which commits one token per pass. Blocks have 32
 tokens. All contestants therefore make the same number of passes. This runtime and torch use the
 dual cache. llama.cpp has no cache for LLaDA and computes the whole canvas in each pass. Each
-contestant also runs the trained demo with its best loop: threshold 0.9, with or without the dual
-cache. The script checks the answers.
+contestant also runs the trained demo with the commit threshold 0.9, and with the dual cache if the
+contestant has one. The script checks the answers.
 """
 
 from __future__ import annotations

@@ -42,9 +42,10 @@ class Policy:
         commit: The rule that decides how many positions are committed after a pass: "static",
             "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential" or "verify".
         compare: How a score is compared with the threshold: ">=" or ">".
-        remask: "none", or "edit": extra passes may replace tokens of a finished block.
-        cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for
-            block-causal attention.
+        remask: "none": committed tokens do not change. "edit": extra passes may replace tokens of a
+            finished block.
+        cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
+            "block" or "block-dual".
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
             are filled.
         block_length: Number of tokens in a block. 0 means the block length of the network if
@@ -71,8 +72,8 @@ class Policy:
             above this value.
         top_p: For "sample", 0..1. The token is chosen from the smallest set of most likely tokens
             whose total probability is above this value.
-        top_k: For "sample". The token is chosen from this many of the most likely tokens. 0 means
-            all tokens.
+        top_k: For "sample". The token is chosen from this number of most likely tokens. 0 means all
+            tokens.
         score_of: The distribution from which scores are computed: "prediction", "draw" or
             "marginal".
         cfg_scale: The strength of classifier-free guidance, 0..1000. 0 means no guidance.
@@ -80,9 +81,10 @@ class Policy:
             planned pass commits: "masked", "block" or "floor".
         reserve: "end": the last position holds an end token from the start. "none": the last
             position is generated.
-        reuse_prompt: 1: with full attention, the cache "prefix" or "dual" and ``refresh``, use the
-            keys and values of an earlier request whose prompt starts with the same tokens. This is
-            an approximation. 0: compute the whole prompt.
+        reuse_prompt: For the caches "prefix" and "dual", with ``refresh`` above 0. 1: a request
+        uses
+            the keys and values of an earlier request if its prompt starts with the same tokens.
+            This is an approximation. 0: the whole prompt is computed.
     """
 
     select: str = "argmax"
