@@ -11,7 +11,7 @@ from typing import Any
 from dlm_export.progress import Progress
 from dlm_runtime import Bundle
 
-ROUNDS = 4  # to measure N running requests at a time, run at least ROUNDS * N
+ROUNDS = 4  # to measure N requests that run together, run at least ROUNDS * N
 
 
 def measure_overhead(

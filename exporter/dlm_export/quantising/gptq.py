@@ -38,7 +38,7 @@ decoding uses only the predictions at masked positions.
 _BATCH = 128
 _STEP = 16  # Number of rows in a small batch. Inside a small batch, errors are applied row by row.
 _STRIP = 1024  # number of columns of a Gram matrix that are computed at a time
-# Mean squares below this value are replaced with it, so that a vector of zeros is not divided by
+# A smaller mean square is replaced by this value, so that a vector of zeros causes no division by
 # zero and adds nothing to the Gram matrix.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096

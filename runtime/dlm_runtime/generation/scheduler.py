@@ -317,9 +317,8 @@ class _Runner:
         self._users = 0
         self._is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
-        # All jobs share these callbacks. The callbacks live until the last pass. A callback that
-        # belonged to a job would be too short-lived, because a job may be dropped before its
-        # request has ended.
+        # All jobs share these callbacks, which live until the last pass. A job cannot own its
+        # callbacks, because the job may be dropped before its request has ended.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),

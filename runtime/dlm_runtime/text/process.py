@@ -61,7 +61,7 @@ class TextProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
-        # ``_owner`` is a different id at the first use, and at the first use after a fork. After a
+        # ``_owner`` differs from this process's id at the first use and after a fork. After a
         # fork, the tokenizer's process belongs to the parent, so the child must start a new one.
         if self._owner != os.getpid():
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
@@ -93,7 +93,7 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # If the process has ended and the pipe is broken, its exit code gives the reason below.
+            # If the process has ended, the pipe is broken. The code below then reports the reason.
             with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)

@@ -264,9 +264,9 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This assignment overwrites the incoming gradient, so it must come last. If a layer's
-            # output is added to the block's result, the array of the incoming gradient is also the
-            # layer's gradient, which the code above still needs.
+            # This assignment overwrites the incoming gradient, so it must come last. The code above
+            # still needs this array, because it is also the gradient of each layer whose output is
+            # added to the block's result.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
