@@ -72,9 +72,7 @@ def logits_of(folder: Path, canvases: list[tuple[list[int], Any]]) -> tuple[list
 def judge(
     reference: list[Any], found: list[Any], truth: list[Any], mask_token_id: int
 ) -> dict[str, Any]:
-    """Compare the logits of one precision with the logits of the reference and with the true
-    residues.
-    """
+    """Compare the logits of one precision with the reference's logits and the true residues."""
     parts = [
         metrics.compare_rows(*each, mask_token_id)
         for each in zip(reference, found, truth, strict=True)

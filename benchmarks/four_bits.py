@@ -156,8 +156,9 @@ def qwen3(size: str) -> NetworkSpec:
 
 
 def print_sizes() -> None:
-    """Print the size of all matrices for each choice and shape, in megabytes and relative to Q4_0
-    and Q8_0.
+    """Print the size of all matrices for each choice and shape.
+
+    The sizes are in megabytes, and relative to Q4_0 and Q8_0.
     """
     networks = [qwen3(size) for size in TIED]
     sizes = {name: [choice.bytes(n) for n in networks] for name, choice in CHOICES.items()}

@@ -45,8 +45,10 @@ def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key matrix ``[heads * D, in]``. llama.cpp's RoPE rotates pairs
-    of neighbouring rows. This project's RoPE rotates pairs of rows that are D / 2 apart.
+    """Reorder the rows of a query or key matrix ``[heads * D, in]`` for llama.cpp.
+
+    llama.cpp's RoPE rotates pairs of neighbouring rows. This project's RoPE rotates pairs of rows
+    that are D / 2 apart.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (

@@ -132,8 +132,10 @@ class Llama:
             self.batch.seq_id[i][0] = i // L
 
     def time_prompt(self, tokens: Sequence[int]) -> float:
-        """Return the seconds to compute a prompt. llama.cpp uses its default batches, flash
-        attention, and keys and values in fp16. Only the last token of a batch has logits.
+        """Return the seconds to compute a prompt.
+
+        llama.cpp uses its default batches, flash attention, and keys and values in fp16. Only the
+        last token of a batch has logits.
         """
         llama = self.llama
         self._free_context()

@@ -110,8 +110,7 @@ class Judge:
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """Parse a text such as ``PRECISION+CHANGE+CHANGE``, in which each change is a name in
-    ``CHANGES``.
+    """Parse a text such as ``PRECISION+CHANGE+CHANGE``. Changes are keys of ``CHANGES``.
 
     With ``@random``, the source has no text, so calibration uses random ids.
     """
@@ -141,8 +140,9 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Measure the loss of llama.cpp with a GGUF file of this type. llama.cpp converts the
-    distributed file to F32, and then quantises the F32 file to this type.
+    """Measure the loss of llama.cpp with a GGUF file of this type.
+
+    llama.cpp converts the distributed file to F32, and then quantises the F32 file to this type.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"

@@ -167,8 +167,9 @@ def peak_mib() -> float:
 
 
 def work(name: str, tokenizer: str) -> None:
-    """Read schemas from standard input, one JSON string per line, and answer each with a line of
-    results.
+    """Read schemas from standard input, and answer each with a line of results.
+
+    Each line of the input contains one schema as a JSON string.
     """
     compiler = COMPILERS[name](tokenizer)
     print("ready", flush=True)

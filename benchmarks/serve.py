@@ -178,9 +178,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Clients:
-    """Threads that send one request after another, each on a separate connection, and count the
-    answers.
-    """
+    """Threads that send requests, each on a separate connection, and count the answers."""
 
     def __init__(self, server: Server, folder: Path, count: int) -> None:
         self.server, self.bodies = server, (folder / "bodies").read_text().splitlines()

@@ -84,9 +84,7 @@ def status_of(client: socket.socket) -> str:
 
 
 def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
-    """Send one piece of a request per second on each connection, until the server has closed all
-    connections.
-    """
+    """Send a piece of a request per second on each connection, until the server closes all."""
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:

@@ -118,10 +118,9 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """Round the weights of the layers that match a pattern to one of this project's
-        ``FORMATS``, with a solver.
+        """Round the weights of the layers that match a pattern, with a solver.
 
-        Results are cached.
+        ``name`` is a key of this project's ``FORMATS``. Results are cached.
         """
         key = solver, name, layers
         if key not in self._solved:

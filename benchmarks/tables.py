@@ -64,8 +64,10 @@ def _passes(size: dict[str, Any]) -> str:
 
 
 def _processes(size: dict[str, Any]) -> str:
-    """Return a table with the memory, the time of the first call, and the agreement with the first
-    contestant, for each contestant.
+    """Return a table with a row for each contestant.
+
+    A row contains the memory, the time of the first call, and the agreement with the first
+    contestant.
     """
     first = size["scenarios"][0]
     lines = []

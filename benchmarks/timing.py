@@ -61,9 +61,7 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def show(title: str, rows: dict[str, dict[str, float]], baseline: str) -> None:
-    """Print the medians, the quartiles and the ratios to ``baseline``, which must be one of the
-    rows.
-    """
+    """Print the medians and quartiles, and their ratios to the row ``baseline``."""
     print(title)
     for name, row in rows.items():
         print(

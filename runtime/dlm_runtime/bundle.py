@@ -130,9 +130,7 @@ class Bundle(Decides, UsesPromptCaches):
 
     @property
     def json_layout(self) -> str:
-        """The layout (white space) of the JSON texts that the denoiser was trained on: a name of
-        ``LAYOUTS``.
-        """
+        """The layout of the JSON texts that the denoiser was trained on: a name of ``LAYOUTS``."""
         return self._constraints.json_layout
 
     @property
@@ -228,8 +226,7 @@ class Bundle(Decides, UsesPromptCaches):
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check descriptions of tools, and return an object that many requests can use without
-        another check.
+        """Check descriptions of tools, and return the checked tools for use by many requests.
 
         ``Options`` describes the arguments. Raises RequestError if a description is invalid.
         """

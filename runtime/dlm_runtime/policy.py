@@ -1,5 +1,6 @@
-"""Policies. A policy is the set of fields that control a denoising loop, for example which tokens
-are committed after each pass.
+"""Defines policies, which are the settings of a denoising loop.
+
+For example, a policy determines which tokens are committed after each pass.
 
 Names and definitions follow the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487),
 Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
@@ -145,9 +146,7 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """Return this policy without sampling and guidance, for comparing two denoisers'
-        predictions.
-        """
+        """Return this policy without sampling and guidance, to compare denoisers."""
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:

@@ -266,8 +266,9 @@ def step_tensors(event: dlm_runtime.Event, start: int, prompt_tokens: int) -> di
 
 
 def result_tensors(made: dlm_runtime.Generation, start: int, sent: int) -> dict[str, Any]:
-    """Return the output tensors of the last response. Earlier responses contained the first
-    ``sent`` characters of the text.
+    """Return the output tensors of the last response.
+
+    ``sent`` is the number of characters of the text that earlier responses contained.
     """
     return {
         "TEXT": np.array([(made.text or "")[sent:].encode()], dtype=object),

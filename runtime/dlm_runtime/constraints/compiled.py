@@ -96,9 +96,7 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """Return the bytes that a file of this constraint contains, for programs that read the
-        automaton.
-        """
+        """Return the content of a file with this constraint, for programs that read automata."""
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:

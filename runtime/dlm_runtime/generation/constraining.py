@@ -216,8 +216,9 @@ class Constraints:
             return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
-        """Add the cost of a constrained request to the bundle's total, and warn if the average per
-        token is large.
+        """Add the loss of a constrained request to the bundle's total loss.
+
+        If the average loss per token is large, issue a warning.
 
         The warning appears once per bundle. A large average means that the constraints force texts
         that are far less likely than the denoiser's own choices.

@@ -1,5 +1,6 @@
-"""Decisions: answers to named questions about a state, with a probability for each option of a
-question.
+"""Decisions: answers to named questions about a state.
+
+A decision gives a probability for each option of a question.
 
 The answer to all questions is one text on the canvas, by default a JSON object. The part of this
 text that answers a question is the question's slot. Only the options of the question are legal
@@ -398,8 +399,7 @@ class Decides:
 
 
 def described(questions: Mapping[str, Question]) -> str:
-    """Return a text for the denoiser that lists the questions, instructions, options and
-    descriptions.
+    """Return a text that lists the questions with instructions, options and descriptions.
 
     Returns "" if no question has instructions or descriptions.
     """

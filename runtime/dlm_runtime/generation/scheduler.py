@@ -264,9 +264,7 @@ class Job:
         return self._events
 
     def _event_without_step(self) -> Event:
-        """Return the last event of a request that failed, or of a request whose scheduler was
-        closed.
-        """
+        """Return the last event of a failed request, or of a request of a closed scheduler."""
         result = self.result()
         length = len(result.tokens)
         return Event(
@@ -299,9 +297,7 @@ class Job:
 
 
 class _Runner:
-    """A native scheduler, the thread that runs its passes, and the state that this thread shares
-    with other threads.
-    """
+    """A native scheduler, and the thread that runs its passes."""
 
     def __init__(self, bundle: Handle, options: Any) -> None:
         """Raises RequestError or EngineError, and DlmError if the thread cannot be started."""
@@ -406,8 +402,9 @@ class _Runner:
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
-        """Raise an error if the scheduler cannot be used: ForkError, ClosedError, or the error that
-        ended its thread.
+        """Raise an error if the scheduler cannot be used.
+
+        The error is a ForkError, a ClosedError, or the error that ended the scheduler's thread.
         """
         self.origin.check()
         if self.failure is not None:

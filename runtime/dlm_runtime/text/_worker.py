@@ -326,8 +326,9 @@ class Marks:
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with ``change`` applied to each string, including the names of object
-    members.
+    """Return a JSON value in which ``change`` was applied to each string.
+
+    The names of object members are changed too.
     """
     if isinstance(value, str):
         return change(value)

@@ -67,8 +67,9 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def reused(self) -> tuple[int, int]:
-        """Return the number of prompt tokens of all generated texts so far, and how many of these
-        tokens were reused from earlier prompts.
+        """Return the number of prompt tokens of all generated texts so far.
+
+        Also returns how many of these tokens were reused from earlier prompts.
         """
         return (
             sum(done.prompt_tokens for done in self._spent),
