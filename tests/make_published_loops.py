@@ -11,12 +11,17 @@ paths. The traces of a loop whose path is missing stay as they are:
                         dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
     --fast-dllm-v2      v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
     --rnd1              rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
+    --d3llm             d3llm_LLaDA/d3llm_llada_generate_util.py of github.com/hao-ai-lab/d3LLM,
+                        commit e5bfcac
+    --d3llm-dream       d3llm_DREAM/d3llm_dream_generate_util.py of the same commit
     --stable-diffcoder  modeling_stable_diffcoder.py of the release Stable-DiffCoder-8B-Instruct
 
 --llada2 needs transformers 4.57. The script calls the authors' loops without changes. It only
 replaces the network by a small random network. In SDAR's code, it also replaces random tokens by
 the most likely tokens. A decision of a loop counts as close if two tokens or two positions have
-almost equal scores. Each request is repeated with new random weights until no decision is close.
+almost equal scores. In the pass after an end token is decided, d3LLM's code may choose positions
+that already contain end tokens. The script prevents this: at decided positions, the network predicts
+all tokens with the same probability. Each request is repeated with new random weights until no decision is close.
 Rounding errors on other machines then cannot change a decision.
 """
 
@@ -179,6 +184,32 @@ class BlockCached(Network):
         return probs.argmax(-1), probs
 
 
+class Ahead(Network):
+    """A network with the interface that d3LLM's loops call. Its attention is full.
+
+    The threshold is compared with entropies.
+    """
+
+    def __init__(self, _: int, shift: int, seed: int, threshold: float | None) -> None:
+        super().__init__(0, shift, seed, None)
+        self.bound = threshold
+
+    def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Any:
+        logits, _ = self.run(input_ids, 0, [])
+        scored = logits[0, :-1] if self.shift else logits[0]
+        ids = input_ids[0, self.shift :]
+        probs = scored[ids == MASK].softmax(-1)
+        entropy = -(probs * (probs + 1e-10).log()).sum(-1)
+        if (
+            self.bound is not None
+            and len(probs)
+            and float((entropy - self.bound).abs().min()) < CLOSE
+        ):
+            raise UnsuitableError
+        scored[ids != MASK] = 0
+        return SimpleNamespace(logits=logits)
+
+
 class Cropped(Network):
     """A network with the interface that Stable-DiffCoder's loop calls.
 
@@ -313,6 +344,52 @@ def run_stable_diffcoder(
     return found
 
 
+def run_d3llm(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    out, _ = code.generate_multi_block(
+        network,
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        block_size=options["block"],
+        mask_id=MASK,
+        threshold=options["threshold"],
+        block_add_threshold=options["next_block"],
+        decoded_token_threshold=0.95,
+        eos_token_id=END,
+        early_stop=True,
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
+def run_d3llm_dream(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    (mixin,) = (kind for kind in vars(code).values() if hasattr(kind, "_sample_multi_block"))
+    config = SimpleNamespace(
+        return_dict_in_generate=False,
+        max_length=len(prompt) + new,
+        mask_token_id=MASK,
+        temperature=0.0,
+        alg="entropy_threshold",
+        eos_token_id=END,
+    )
+    out, _ = mixin._sample_multi_block(
+        network,
+        torch.tensor([prompt]),
+        None,
+        config,
+        threshold=options["threshold"],
+        block_size=options["block"],
+        block_add_threshold=options["next_block"],
+        decoded_token_threshold=0.95,
+        early_stop=True,
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
 def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
     """Return the requests: family, length of the prompt, number of new tokens, and options."""
     found: list[tuple[str, int, int, dict[str, Any]]] = []
@@ -344,6 +421,13 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
             for threshold in (0.6, None) if steps == block else (None,):
                 options = {"block": block, "steps": steps, "threshold": threshold}
                 found.append(("stable-diffcoder", length, 2 * block, options))
+    for family in ("d3llm", "d3llm-dream"):
+        for block, next_block in ((4, 0.1), (4, 0.5), (8, 0.25), (8, 0.0), (4, 0.9)):
+            for length in (1, 6):
+                for threshold in (0.5, 2.0):
+                    options = {"block": block, "next_block": next_block, "threshold": threshold}
+                    found.append((family, length, 4 * block, options))
+                found.append((family, length, 4 * block, options | {"ends": True}))
     for length in (3, 8):
         options = {"block": 4, "steps": 4, "threshold": 0.6, "ends": True}
         found.append(("stable-diffcoder", length, 12, options))
@@ -356,13 +440,21 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
     "fast-dllm-v2": (BlockCached, run_fast_dllm_v2),
     "rnd1": (Network, run_rnd1),
     "stable-diffcoder": (Cropped, run_stable_diffcoder),
+    "d3llm": (Ahead, run_d3llm),
+    "d3llm-dream": (Ahead, run_d3llm_dream),
 }
 
 
 def load(path: Path) -> ModuleType:
     """Import a file as a module of a package that consists of its folder, because the file may
     import other files of the folder.
+
+    d3LLM's file for LLaDA imports LLaDA's class, but its loop does not use this class.
     """
+    unused = "utils.utils_LLaDA.model.modeling_llada"
+    for name in (unused.rsplit(".", count)[0] for count in range(3, -1, -1)):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules[unused].LLaDAModelLM = None
     sys.path.insert(0, str(path.resolve().parent.parent))
     return importlib.import_module(f"{path.resolve().parent.name}.{path.stem}")
 
@@ -383,7 +475,7 @@ def main() -> None:
         make, run = RUNS[family]
         code = load(paths[family])
         for seed in range(200):
-            shift = int(family in ("fast-dllm-v2", "rnd1"))
+            shift = int(family in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
             network = make(options.get("block", 0), shift, seed, options.get("threshold"))
             prompt = prompt_of(length, seed)
             try:

@@ -402,6 +402,11 @@ def policies(draw: st.DrawFn) -> Policy:
         needed = ("score", "remask", "store", "reserve", "cfg_scale", "sub_block_length")
         needed += ("steps_per_block", "temperature", "refresh", "reuse_prompt")
         fields |= {name: properties[name]["default"] for name in needed} | {"cache": "block"}
+    if fields["commit"] not in ("threshold", "entropy_threshold"):
+        fields["next_block"] = 1
+    if fields["next_block"] < 1:
+        fields |= {"cache": "none", "remask": "none", "store": "pass"}
+        fields |= {"refresh": 0, "reuse_prompt": 0}
     fields["select"] = "sample" if fields["temperature"] else "argmax"
     return Policy(**fields)
 

@@ -525,6 +525,16 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ({"select": "sample"}, "needs a temperature above 0"),
         ({"top_k": -1}, "top_k = -1 is outside 0"),
         ({"commit": "threshold", "score": "entropy"}, "entropies are not"),
+        ({"next_block": 0.5}, 'needs commit = "threshold" or "entropy_threshold", not "static"'),
+        (
+            {"next_block": 0.5, "commit": "threshold", "cache": "dual"},
+            'needs passes over the whole canvas: use cache = "none"',
+        ),
+        (
+            {"next_block": 0.5, "commit": "threshold", "remask": "edit"},
+            "cannot be combined with edits",
+        ),
+        ({"next_block": 1.5}, "next_block = 1.5 is outside 0..1"),
         ({"steps": 1}, "fewer than the 2 blocks"),
         ({"max_new_tokens": 600}, "longer than the denoiser's 512"),
         ({"tokens": [40]}, "token id 40 at position 0 is outside the vocabulary"),

@@ -64,8 +64,9 @@ def run(
     trace: dict[str, Any], policy: Policy, tokens: list[int], new: int
 ) -> tuple[list[int], Passes]:
     """Run the native loop. Returns the canvas and the passes."""
-    shift = int(trace["family"] in ("fast-dllm-v2", "rnd1"))
-    denoiser = random_network(trace.get("block", 0), shift, trace["seed"])
+    shift = int(trace["family"] in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
+    is_full = trace["family"].startswith("d3llm")
+    denoiser = random_network(0 if is_full else trace.get("block", 0), shift, trace["seed"])
     passes: Passes = []
 
     def note(p: CallbackPass) -> None:
@@ -163,6 +164,25 @@ def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
     assert passes == [made for made, _ in itertools.groupby(wanted)]
     assert len(passes) == min(len(wanted), trace["new"] - 1)
     assert out == trace["tokens"]
+
+
+@pytest.mark.parametrize("trace", [*traces_of("d3llm"), *traces_of("d3llm-dream")])
+def test_d3llm_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """In the first pass after an end token, the authors' code may choose a position that already
+    contains an end token.
+
+    ``make_published_loops.py`` prevents this.
+    """
+    changes = {
+        "block_length": trace["block"],
+        "next_block": trace["next_block"],
+        "entropy_bound": trace["threshold"],
+    }
+    policy = PRESETS[trace["family"]].with_fields(changes)
+    prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
+    tokens, passes = run(trace, policy, prompt, trace["new"])
+    assert passes == wanted
+    assert tokens == trace["tokens"]
 
 
 @pytest.mark.parametrize("trace", traces_of("stable-diffcoder"))

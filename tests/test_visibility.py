@@ -1,4 +1,4 @@
-"""Tests of visibility, that is of which keys each query sees.
+"""Tests of visibility. The visibility of a layer says which keys each query sees.
 
 Torch, both graphs and a built bundle must follow the same rules.
 """

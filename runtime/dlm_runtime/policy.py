@@ -1,5 +1,6 @@
-"""Policies. A policy is the set of fields that control a denoising loop, for example which tokens
-are committed after each pass.
+"""Defines policies, which are the settings of a denoising loop.
+
+For example, a policy determines which tokens are committed after each pass.
 
 Names and definitions follow the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487),
 Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
@@ -40,11 +41,13 @@ class Policy:
             "sample" chooses a random token with ``temperature``.
         score: How positions are ranked: "confidence", "margin", "entropy" or "random".
         commit: The rule that decides how many positions are committed after a pass: "static",
-            "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential" or "verify".
+            "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential", "verify" or
+            "entropy_threshold".
         compare: How a score is compared with the threshold: ">=" or ">".
-        remask: "none", or "edit": extra passes may replace tokens of a finished block.
-        cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for
-            block-causal attention.
+        remask: "none": committed tokens do not change. "edit": extra passes may replace tokens of a
+            finished block.
+        cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
+            "block" or "block-dual".
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
             are filled.
         block_length: Number of tokens in a block. 0 means the block length of the network if
@@ -59,7 +62,8 @@ class Policy:
             committed if its score is at least 1 - factor / (r + 1), and if the positions with
             higher scores are committed.
         entropy_bound: For the rule "entropy_bound": in nats, 0 or more. A pass commits positions,
-            the highest score first, until the sum of their entropies is above this bound.
+            the highest score first, until the sum of their entropies is above this bound. For the
+            rule "entropy_threshold": the largest entropy with which a position is committed.
         timestep_eps: For the rule "timestep": the last timestep of the schedule, 1e-9..1.
         temperature: For "sample", above 0. Logits are divided by this value.
         seed: Seed of the random numbers for "random" and "sample", 0..2^64-1.
@@ -71,8 +75,8 @@ class Policy:
             above this value.
         top_p: For "sample", 0..1. The token is chosen from the smallest set of most likely tokens
             whose total probability is above this value.
-        top_k: For "sample". The token is chosen from this many of the most likely tokens. 0 means
-            all tokens.
+        top_k: For "sample". The token is chosen from this number of most likely tokens. 0 means all
+            tokens.
         score_of: The distribution from which scores are computed: "prediction", "draw" or
             "marginal".
         cfg_scale: The strength of classifier-free guidance, 0..1000. 0 means no guidance.
@@ -80,9 +84,10 @@ class Policy:
             planned pass commits: "masked", "block" or "floor".
         reserve: "end": the last position holds an end token from the start. "none": the last
             position is generated.
-        reuse_prompt: 1: with full attention, the cache "prefix" or "dual" and ``refresh``, use the
-            keys and values of an earlier request whose prompt starts with the same tokens. This is
-            an approximation. 0: compute the whole prompt.
+        reuse_prompt: For the caches "prefix" and "dual", with ``refresh`` above 0. 1: a request
+        uses
+            the keys and values of an earlier request if its prompt starts with the same tokens.
+            This is an approximation. 0: the whole prompt is computed.
     """
 
     select: str = "argmax"
@@ -112,6 +117,7 @@ class Policy:
     schedule: str = "masked"
     reserve: str = "none"
     reuse_prompt: int = 0
+    next_block: float = 1.0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.
@@ -143,9 +149,7 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """Return this policy without sampling and guidance, for comparing two denoisers'
-        predictions.
-        """
+        """Return this policy without sampling and guidance, to compare denoisers."""
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:

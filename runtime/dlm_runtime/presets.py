@@ -1,8 +1,8 @@
 """Presets: policies that describe the denoising loops of published papers and released code.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), and the released code of RND1, LLaDA2, Fast-dLLM v2, Stable-DiffCoder and
-Nemotron-Labs-Diffusion. ``docs/reference/policies.md`` describes each preset.
+(arXiv:2510.06303), d3LLM (arXiv:2601.07568), and the released code of RND1, LLaDA2, Fast-dLLM v2,
+Stable-DiffCoder and Nemotron-Labs-Diffusion. ``docs/reference/policies.md`` describes each preset.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _BLOCKS = Policy(
     cache="block",
     block_length=0,
 )
+
+_D3LLM = Policy(commit="entropy_threshold", score="entropy", entropy_bound=0.5, next_block=0.1)
 
 PRESETS = {
     # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
@@ -38,9 +40,14 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # The loop of Fast-dLLM, for Dream and other denoisers whose output row i predicts position i +
-    # 1.
+    # The loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i + 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
+    # Each pass may commit positions of several blocks. The next block starts when a tenth of the
+    # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats, and
+    # always the token with the lowest entropy, and a token of the first unfinished block.
+    "d3llm": _D3LLM,
+    # The same, but the token with the lowest entropy commits only in the first unfinished block.
+    "d3llm-dream": _D3LLM.with_fields({"compare": ">"}),
     # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
     # positions with the highest entropies stay masked. The released code plans 256 passes by
     # default. For n requested tokens, the released code generates only n - 1 tokens.
@@ -62,10 +69,10 @@ PRESETS = {
     # Each pass commits all tokens whose score reaches the threshold. The authors' published command
     # sets no threshold. Each of its passes commits one token, as with commit="static".
     "stable-diffcoder": Policy(commit="threshold", threshold=0.95, cache="block", block_length=0),
-    # For networks with draft passes. A causal pass checks the tokens of each draft pass. The text is
-    # the text that the causal passes alone would generate.
+    # For networks with draft passes. A draft pass predicts several tokens, and then a causal pass
+    # checks them. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
-    # The same text, one token per pass.
+    # The same text as "self-speculation", but each pass generates one token.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
     # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
     "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),
@@ -113,6 +120,8 @@ def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: i
         return False
     if visible_block is None:
         return not policy.cache.startswith("block")
+    if policy.next_block < 1:
+        return False
     lengths = (
         (policy.block_length or visible_block) % visible_block,
         visible_block % (policy.sub_block_length or 1),

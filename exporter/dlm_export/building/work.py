@@ -71,7 +71,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Check that the weights that an earlier build's solver has rounded can be read.
+    """Check that the files with an earlier build's solved weights can be read.
 
     Raises CalibrationError if a file is damaged.
     """
@@ -137,7 +137,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of the settings that affect the rounded weights, but not calibration states."""
+    """Return a hash of the settings that change solved weights, but not calibration states."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

@@ -49,6 +49,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+UNSUPPORTED = {
+    "WeDLMForCausalLM": "WeDLM computes masked positions after all decided positions, and dlm-export computes positions in "
+    "the order of the canvas",
+}
+"""Maps architectures that are not supported to the reason. The reason is part of an error message."""
+
+
 def find(checkpoint: Checkpoint) -> Family:
     """Find a checkpoint's family by the name in ``architectures[0]``. Raises CheckpointError."""
     architectures = checkpoint.config.get("architectures")
@@ -56,6 +63,11 @@ def find(checkpoint: Checkpoint) -> Family:
     for family in FAMILIES.values():
         if name in family.architectures:
             return family
+    if isinstance(name, str) and name in UNSUPPORTED:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: {name} is not supported, because {UNSUPPORTED[name]}. Use a checkpoint of another "
+            "family: docs/guides/troubleshooting.md lists the reasons, and README lists the families."
+        )
     known = ", ".join(
         architecture for family in FAMILIES.values() for architecture in family.architectures
     )

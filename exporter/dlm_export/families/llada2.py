@@ -32,6 +32,7 @@ BLOCK_LENGTH = 32
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network from a released LLaDA2 config.json. Raises CheckpointError."""
     config = checkpoint.config
+    _refuse_llada2_2(config)
     config.require("hidden_act", "silu")
     config.require("use_qkv_bias", False)
     config.require("use_bias", False)
@@ -71,6 +72,23 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     mlps[:dense] = [MlpSpec(config.integer("intermediate_size"))] * dense
     layers = tuple(LayerSpec(attention, mlp, norm_eps) for mlp in mlps)
     return network_of(checkpoint, overrides, "llada2", layers, norm_eps)
+
+
+OF_LLADA2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
+"""Config keys that only LLaDA2.2 has."""
+
+
+def _refuse_llada2_2(config: Config) -> None:
+    """Reject LLaDA2.2, which has the architecture name of LLaDA2.0 but another router and loop.
+
+    Raises CheckpointError.
+    """
+    found = [key for key in OF_LLADA2_2 if config.get(key) is not None]
+    if found:
+        raise CheckpointError(
+            f"{config.path}: {found[0]} belongs to LLaDA2.2, which is not supported: its router limits the experts of a whole "
+            "block, and its loop deletes and inserts tokens. Use LLaDA2.0 or LLaDA2.1."
+        )
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
@@ -134,7 +152,7 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the origin of each parameter.
+    """Return the tensors that make up each parameter.
 
     Queries, keys and values are consecutive rows of one tensor.
     """

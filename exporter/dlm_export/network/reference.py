@@ -6,7 +6,8 @@ A ``Policy`` selects the algorithm. The algorithms are from these papers:
 - Fast-dLLM (arXiv:2505.22618): threshold, factor, prefix cache and dual cache;
 - Dream (arXiv:2508.15487): timestep schedule, entropy and margin scores;
 - SDAR (arXiv:2510.06303): the commit rule "dynamic";
-- entropy-bounded sampling (arXiv:2505.24857).
+- entropy-bounded sampling (arXiv:2505.24857);
+- d3LLM (arXiv:2601.07568): positions of several blocks in one pass.
 
 This module runs the passes of one request. ``turns`` schedules the passes and decides which
 positions commit. ``proposers`` chooses the tokens of these positions. ``lockstep`` runs many
@@ -155,7 +156,8 @@ class Run:
         if turn.standing is None:
             self.guess[turn.positions] = proposals.tokens
         if is_verified:
-            # The verifying pass reads the drafted tokens. After this pass, they are not needed.
+            # After a draft pass, write the drafted tokens to the canvas, because the next pass
+            # verifies them. After the verifying pass, mask these positions again.
             self.tokens[turn.positions] = (
                 proposals.tokens if turn.span.is_draft else self.network.mask_token_id
             )

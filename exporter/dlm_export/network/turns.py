@@ -3,8 +3,9 @@
 A turn is one pass and the commit after it. The reference loop uses this module, and so does code
 that replays the canvases of a finished run. The module needs only numpy and no denoiser.
 
-Two rules are not in the papers: every step commits at least one token, and positions with equal
-scores commit from left to right. Scores are compared with thresholds in float64.
+The papers of the decoding algorithms do not define two rules: every step commits at least one
+token, and positions with equal scores commit from left to right. Scores are compared with
+thresholds in float64.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dlm_runtime.policy import Policy
 class Canvas:
     """A canvas between two passes: token ids, int64 ``[L]``, and undecided positions, bool ``[L]``.
 
-    At an undecided position, the token id is only what the denoiser gets as its input.
+    At an undecided position, the token id is an input of the denoiser, but not a result.
     """
 
     tokens: np.ndarray
@@ -73,6 +74,8 @@ class Turn:
       tokens.
     - ``drafted``: the drafted tokens of the positions, int64 ``[M]``, if the turn verifies them. The
       last position has no drafted token, and contains -1.
+    - ``first_end``: the end of the first unfinished block, if the turn decides positions of several
+      blocks. At least one position before it commits.
     """
 
     start: int
@@ -85,6 +88,7 @@ class Turn:
     is_forced: bool = False
     standing: np.ndarray | None = None
     drafted: np.ndarray | None = None
+    first_end: int | None = None
 
 
 def turns(
@@ -94,7 +98,7 @@ def turns(
     steps: int = 0,
     scaffold: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Turn]:
-    """Yield the passes of ``plan`` that fill the undecided positions of a canvas.
+    """Yield the turns that fill the undecided positions of a canvas, in the order of ``plan``.
 
     The caller writes the committed tokens to ``canvas`` before it requests the next turn. If the
     policy stops at end tokens and a finished block contains an end token, all undecided positions
@@ -108,6 +112,9 @@ def turns(
     """
     if policy.commit == "verify":
         yield from _verified_turns(canvas, policy, looped)
+        return
+    if policy.next_block < 1:
+        yield from _ahead_turns(canvas, policy, looped, steps)
         return
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -160,8 +167,34 @@ def turns(
                 return
 
 
+def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> Iterator[Turn]:
+    """Yield passes that decide positions of several blocks (d3LLM, arXiv:2601.07568).
+
+    Before each pass, one more block is added to these blocks if the share ``next_block`` of the
+    last block is decided. If the policy stops at end tokens, all generated positions after the first
+    end token become end tokens.
+    """
+    tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
+    blocks = [(stage.first, stage.last) for stage in plan(wanted, policy, looped, steps)]
+    whole, last, passes = Span(0, len(tokens), "drop"), 0, 0
+    while undecided.any():
+        start = next(i for i, block in enumerate(blocks) if undecided[slice(*block)].any())
+        if last < start:
+            last = start
+        elif 1 - undecided[slice(*blocks[last])].mean() >= policy.next_block:
+            last = min(last + 1, len(blocks) - 1)
+        first, end = blocks[start][0], blocks[last][1]
+        positions = first + np.flatnonzero(undecided[first:end])
+        yield Turn(first, end, passes, passes, whole, positions, 1, first_end=blocks[start][1])
+        passes += 1
+        ends = np.flatnonzero(wanted & ~undecided & np.isin(tokens, looped.eos_token_ids))
+        if policy.stop == "eos" and len(ends):
+            after = wanted & (np.arange(len(tokens)) > ends[0])
+            tokens[after], undecided[after] = looped.eos_token_ids[0], False
+
+
 def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
-    """Yield the passes of the commit rule "verify" (self-speculation).
+    """Yield the turns of the commit rule "verify" (self-speculation).
 
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
     takes two passes over the same rows: the row before the block, and all rows of the block but the
@@ -202,9 +235,9 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """Yield the passes that may edit the tokens of a finished block (LLaDA2.1).
+    """Yield the turns that may edit the tokens of a finished block (LLaDA2.1).
 
-    The passes end after a pass that changes no token.
+    If a turn changes no token, it is the last turn.
     """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
@@ -222,7 +255,7 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A recorded pass: the canvas before the pass, and the rows that it computed and scored.
+    """A recorded pass: the canvas before it, and the rows that the pass computed and scored.
 
     The canvas is int64 ``[L]``, and the scored rows are ``[R]``.
     """
@@ -237,9 +270,10 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many of ``masked`` positions Dream's schedule commits in pass ``step``.
+    """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
 
-    There are ``steps`` passes. The last pass commits all positions.
+    ``masked`` is the number of undecided positions before the pass. The last pass commits all of
+    them.
     """
     if step >= steps - 1:
         return masked
@@ -254,7 +288,9 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 def floor_count(masked: int, left: int, steps: int) -> int:
-    """Return how many positions RND1's schedule commits if ``left`` of ``masked`` are undecided.
+    """Return how many positions RND1's schedule commits in the next pass.
+
+    The block started with ``masked`` undecided positions, of which ``left`` are undecided now.
 
     After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
     fp32. In the published code, some passes commit no position. This module skips such passes.
@@ -320,12 +356,13 @@ def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
 def scored_by(turn: Turn, policy: Policy) -> str:
     """Return the kind of score for a turn.
 
-    The result is ``policy.score``, with two exceptions. The rule entropy_bound always uses
-    entropies. Turns that edit always use confidences.
+    The result is ``policy.score``, with two exceptions. The rules entropy_bound and
+    entropy_threshold always use entropies. Turns that edit always use confidences.
     """
     if turn.standing is not None:
         return "confidence"
-    return "entropy" if policy.commit == "entropy_bound" else policy.score
+    is_entropy = policy.commit in ("entropy_bound", "entropy_threshold")
+    return "entropy" if is_entropy else policy.score
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
@@ -338,12 +375,12 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
     order = np.argsort(-score, kind="stable")
     ranked = score[order]
     count = max(1, min(count, len(score)))
-    above = ranked > policy.threshold if policy.compare == ">" else ranked >= policy.threshold
+    above = _reach(ranked, policy)
     if policy.commit in ("static", "timestep"):
         taken = count
     elif policy.commit == "sequential":
         order, taken = np.arange(len(score)), count
-    elif policy.commit == "threshold":
+    elif policy.commit in ("threshold", "entropy_threshold"):
         taken = max(1, int(above.sum()))
     elif policy.commit == "dynamic":
         taken = max(int(above.sum()), count)
@@ -359,6 +396,29 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
         raise ValueError(f"unknown commit rule {policy.commit!r}")
     chosen = np.zeros(len(score), bool)
     chosen[order[:taken]] = True
+    return chosen
+
+
+def _reach(score: np.ndarray, policy: Policy) -> np.ndarray:
+    """Return the positions that commit, whatever the scores of the other positions are."""
+    is_entropy = policy.commit == "entropy_threshold"
+    limit = -policy.entropy_bound if is_entropy else policy.threshold
+    found: np.ndarray = score > limit if policy.compare == ">" else score >= limit
+    return found
+
+
+def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
+    """Choose positions of several blocks, at least one of them in the first unfinished block.
+
+    With ``compare`` ">=", the position with the highest score always commits, as in d3LLM's code
+    for LLaDA. With ">", only positions of the first block commit with too low a score, as in
+    d3LLM's code for Dream.
+    """
+    is_low = policy.compare == ">" and not _reach(score, policy).any()
+    chosen = np.zeros(len(score), bool) if is_low else choose(score, policy, 1)
+    in_first = turn.positions < turn.first_end
+    if not (chosen & in_first).any():
+        chosen[np.argmax(np.where(in_first, score, -np.inf))] = True
     return chosen
 
 
@@ -386,6 +446,8 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return changed
     if not len(score):
         return np.zeros(0, bool)
+    if turn.first_end is not None:
+        return _choose_ahead(turn, score, policy)
     if turn.is_forced:
         score = score.copy()
         # Give the first position the score of a prediction with probability 1.

@@ -127,7 +127,7 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
         assert loop.visible_block is not None
         blocks = max(1, loop.max_tokens // loop.canvases // loop.visible_block)
         end = min(start + blocks * loop.visible_block, turn.start)
-        if end <= start or end >= last:  # one pass computes all positions of a block
+        if end <= start or end >= last:  # one pass computes a whole block
             break
         yield start, end
         start = end

@@ -322,7 +322,7 @@ def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
 
 
 class _Seen:
-    """Gives the layers' inputs and the masked positions to the observers."""
+    """Passes the layers' inputs and the masked positions to the observers."""
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states

@@ -269,6 +269,7 @@ class RequestOptions(TypedDict, total=False):
     schedule: str
     reserve: str
     reuse_prompt: int
+    next_block: float
 
 
 class InfillOptions(RequestOptions, total=False):

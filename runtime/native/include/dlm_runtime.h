@@ -87,10 +87,10 @@ typedef struct dlm_denoiser {
   int32_t mask_token_id;     /* 0..V-1 */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. A bundle from
-                                files may have layers with different numbers of heads; then 0 */
-  int32_t head_size;         /* size of a head in every layer, 1..4096. A bundle from files may have
-                                layers with different sizes; then 0 */
+  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. 0 for a
+                                bundle from files whose layers have different numbers of heads */
+  int32_t head_size;         /* size of a head in every layer, 1..4096. 0 for a bundle from files
+                                whose layers have different head sizes */
   int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
   int32_t kv_element_bytes; /* size in bytes of each number in the cached keys and values: 4 for
                                fp32, 2 for fp16 or bf16, 1 for int8. With int8, each row also
@@ -165,7 +165,7 @@ typedef struct dlm_policy {
                           | "random" */
   const char* commit;  /* the rule that chooses which positions commit: "static" (default) |
                           "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" |
-                          "sequential" | "verify": for denoisers
+                          "sequential" | "entropy_threshold" | "verify": for denoisers
                           with draft passes. A draft pass predicts the tokens of a block, and a
                           causal pass verifies them. The text is the text of the causal passes alone,
                           one token at a time. "verify" needs cache "block" and select "argmax". It
@@ -199,7 +199,9 @@ typedef struct dlm_policy {
   double factor;           /* for commit "factor": a higher factor commits more positions per
                               pass, 0..1e9 (1) */
   double entropy_bound;    /* for commit "entropy_bound": a higher bound commits more positions
-                              per pass; in nats, 0..1e9 (0.1) */
+                              per pass; in nats, 0..1e9 (0.1). For commit "entropy_threshold":
+                              positions commit if their entropy is at most this number (or below
+                              it, with compare ">") */
   double timestep_eps;     /* for commit "timestep": the last time step of the schedule, 1e-9..1
                               (1e-3) */
   double temperature; /* the logits are divided by this number. For select "sample": above 0, up to
@@ -257,6 +259,14 @@ typedef struct dlm_policy {
                            result is an approximation, because reused keys and values also depend
                            on later tokens of the earlier request. 0 (default): the request
                            computes its whole prompt */
+  double next_block;    /* for full attention and cache "none", 0..1 (1). If this share of the
+                           positions of a block is decided, passes also commit positions of the next
+                           block. 1: a block starts when the block before it is finished. Below 1,
+                           the commit rule must be "threshold" or "entropy_threshold". Each pass then
+                           commits at least one position of the first unfinished block. With compare
+                           ">=", it always commits the position with the highest score too. After an
+                           end token, all positions become end tokens. A value below 1 cannot be
+                           combined with edits or constraints */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */
@@ -300,7 +310,7 @@ typedef struct dlm_open_options {
                                  (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
                                  system's library if this variable is not set */
   int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
-                           never starts more threads than there are cores that the process may
+                           never starts more threads than the number of cores that the process may
                            use */
   int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
                            manifest. A large file is not hashed again if it has not changed since
@@ -674,9 +684,9 @@ typedef struct dlm_request {
   size_t prompt_size; /* bytes */
   const dlm_message* messages;
   size_t message_count;
-  int32_t special_tokens; /* 1: if the prompt or a message contains the text of a special token, it
-                             is encoded as this special token. 0 (default): it is encoded as
-                             ordinary text */
+  int32_t special_tokens; /* 1: if the prompt or a message contains the text of a special token,
+                             this text is encoded as the special token. 0 (default): it is encoded
+                             as ordinary text */
 
   /* The tokens that the request generates. */
   int32_t max_new_tokens;   /* number of mask tokens to add after the given tokens, 0 or more;
@@ -743,9 +753,9 @@ typedef struct dlm_stats {
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values were
                             reused from other requests of the same scheduler or session, or from a
                             prompt cache */
-  int32_t verify_passes; /* for commit "verify": causal passes that verify drafted tokens */
-  int32_t verified_tokens; /* for commit "verify": tokens that verify_passes decided.
-                              verified_tokens / verify_passes is the mean acceptance length */
+  int32_t verify_passes; /* for commit "verify": number of causal passes that verify drafts */
+  int32_t verified_tokens; /* for commit "verify": number of tokens that these passes decided. The
+                              mean acceptance length is verified_tokens / verify_passes */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -1028,8 +1038,8 @@ typedef struct dlm_scheduler_stats {
                                            submitted requests. `finished`: requests that have ended.
                                            `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;                       /* sum of the numbers of requests in all passes */
-  double busy_s;                        /* seconds spent in passes and commits */
+  int64_t shares;        /* for each pass, the number of its requests; added up over all passes */
+  double busy_s;         /* seconds spent in passes and commits */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of all requests used at
                             the same time */
   double passes_s;       /* seconds spent in passes, without commits */

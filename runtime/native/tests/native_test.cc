@@ -306,7 +306,7 @@ void test_callback_engine(Tally& tally) {
               "the pass callback is NULL");
 }
 
-// Checks the cached rows that passes read. A pass must see every row outside its own positions
+// Checks which cached rows each pass reads. A pass must see every row outside its own positions
 // exactly once, as the last pass wrote it. The rows may be in any order. The content of a row
 // encodes its layer, its head (counted over all requests of a batch), its position, and the pass
 // that wrote it. Keys and values use different codes. As in some denoisers, layers have different
@@ -474,7 +474,8 @@ std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoise
 }
 
 // Tests every cache, block length and refresh, with a single canvas and with several canvases.
-// Checks the rows that passes read. With a sanitizer, this also checks how rows are moved.
+// Each pass checks the rows that it reads. With a sanitizer, this test also checks how rows are
+// moved.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})

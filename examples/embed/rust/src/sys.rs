@@ -52,6 +52,7 @@ pub struct dlm_policy {
     pub schedule: *const c_char,
     pub reserve: *const c_char,
     pub reuse_prompt: i32,
+    pub next_block: f64,
 }
 
 #[repr(C)]

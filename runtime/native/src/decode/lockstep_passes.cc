@@ -25,7 +25,7 @@ struct LockstepPasses::Lane {
 
   std::unique_ptr<Context> context;
   std::vector<LaneMember*> members;
-  std::vector<Row> rows;  // which canvas each batch row ran in the last pass
+  std::vector<Row> rows;  // the canvas that each row of the batch computed in the last pass
   bool has_begun = false;
   // The range of the last call of keep_outside: the context keeps the cache rows of all positions
   // outside this range. The range is empty if a pass has stored rows since that call. Then

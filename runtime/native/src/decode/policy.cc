@@ -64,6 +64,32 @@ void check_verify(const Policy& policy) {
   if (policy.steps_per_block > 0) refuse("a number of steps", "steps_per_block = 0");
 }
 
+// Checks the fields of a policy whose passes decide positions of several blocks.
+void check_ahead(const Policy& policy, const char* commit) {
+  if (policy.commit != Commit::threshold && policy.commit != Commit::entropy_threshold)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: next_block = %.10g needs commit = \"threshold\" or \"entropy_threshold\", not "
+         "\"%s\": set one of these, or next_block = 1",
+         policy.next_block, commit);
+  if (policy.cache != Cache::none)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: next_block = %.10g needs passes over the whole canvas: use cache = \"none\", or "
+         "next_block = 1",
+         policy.next_block);
+  if (policy.remask != Remask::none)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: next_block = %.10g cannot be combined with edits: use remask = \"none\", or "
+         "next_block = 1",
+         policy.next_block);
+}
+
+// Returns true if a position with this score commits, whatever the other scores are.
+bool reaches(const Policy& policy, double score) {
+  const double limit =
+      policy.commit == Commit::entropy_threshold ? -policy.entropy_bound : policy.threshold;
+  return policy.compare == Compare::above ? score > limit : score >= limit;
+}
+
 }  // namespace
 
 dlm_policy default_policy() {
@@ -116,8 +142,11 @@ Policy check_policy(const dlm_policy& given) {
          "\"confidence\"",
          policy.commit);
   if (out.commit == Commit::verify) check_verify(out);
-  // The commit rule "entropy_bound" compares entropies, so the scores must be entropies.
-  if (out.commit == Commit::entropy_bound) out.score = Score::entropy;
+  if (out.next_block < 1) check_ahead(out, policy.commit);
+  // The commit rules "entropy_bound" and "entropy_threshold" compare entropies, so the scores must
+  // be entropies.
+  if (out.commit == Commit::entropy_bound || out.commit == Commit::entropy_threshold)
+    out.score = Score::entropy;
   return out;
 }
 
@@ -145,8 +174,8 @@ int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
 
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
-  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code computes each value
-  // from the end of the interval that is nearer, with an increment that was rounded to fp32.
+  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code starts from the
+  // nearer end of the interval for each value, and uses an increment that was rounded to fp32.
   const int32_t half = steps / 2 + steps % 2;  // half of steps + 1, which could overflow int32
   const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {
@@ -171,9 +200,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   planned = std::max(1, std::min(planned, size));
   const auto above = [&] {
     int32_t count = 0;
-    while (count < size && (policy.compare == Compare::above ? ranked(count) > policy.threshold
-                                                             : ranked(count) >= policy.threshold))
-      ++count;
+    while (count < size && reaches(policy, ranked(count))) ++count;
     return count;
   };
   int32_t taken = 1;
@@ -181,10 +208,11 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
     case Commit::statically:
     case Commit::timestep:
     case Commit::sequential:
-    case Commit::verify:  // Request decides how many of the planned rows commit
+    case Commit::verify:  // Request::verify() decides how many of the planned rows commit
       taken = planned;
       break;
     case Commit::threshold:
+    case Commit::entropy_threshold:
       taken = std::max(1, above());
       break;
     case Commit::dynamic:
@@ -199,6 +227,18 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
       break;
   }
   return std::min(taken, size);
+}
+
+void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_t first,
+                  std::vector<int32_t>& chosen) {
+  const int32_t taken = choose(policy, scores, 1, chosen);
+  const auto is_first = [&](int32_t row) { return static_cast<size_t>(row) < first; };
+  const int32_t best = *std::find_if(chosen.begin(), chosen.end(), is_first);
+  // With `>`, only the first block takes a position whose score is too low. d3LLM's code for Dream
+  // does this, and its code for LLaDA does not.
+  const bool is_low = policy.compare == Compare::above && !reaches(policy, scores[chosen[0]]);
+  chosen.resize(is_low ? 0 : static_cast<size_t>(taken));
+  if (std::none_of(chosen.begin(), chosen.end(), is_first)) chosen.push_back(best);
 }
 
 }  // namespace dlm

@@ -2,8 +2,9 @@
 // contains the rules that choose which positions commit after a pass.
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
-// (arXiv:2508.15487), SDAR (arXiv:2510.06303) and entropy-bounded sampling (arXiv:2505.24857).
-// exporter/dlm_export/network/reference.py implements the same rules in plain torch.
+// (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857) and
+// d3LLM (arXiv:2601.07568). exporter/dlm_export/network/reference.py implements the same rules in
+// plain torch.
 //
 // A policy is checked twice. check_policy checks the fields of the policy and the combinations of
 // fields. suit_policy (decode/plan.h) checks that the policy suits the denoiser.
@@ -38,11 +39,12 @@ enum class Commit {
   entropy_bound,
   timestep,
   sequential,
-  verify
+  verify,
+  entropy_threshold
 };
-inline constexpr const char* kCommitNames[] = {"static",     "threshold",     "dynamic",
-                                               "factor",     "entropy_bound", "timestep",
-                                               "sequential", "verify",        nullptr};
+inline constexpr const char* kCommitNames[] = {
+    "static",     "threshold", "dynamic",           "factor", "entropy_bound", "timestep",
+    "sequential", "verify",    "entropy_threshold", nullptr};
 enum class Compare { at_least, above };
 inline constexpr const char* kCompareNames[] = {">=", ">", nullptr};
 enum class Remask { none, edit };
@@ -97,7 +99,8 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   NUMBER(cfg_scale, double, 0, 0, 1000)            \
   CHOICE(schedule, Schedule)                       \
   CHOICE(reserve, Reserve)                         \
-  NUMBER(reuse_prompt, int32_t, 0, 0, 1)
+  NUMBER(reuse_prompt, int32_t, 0, 0, 1)           \
+  NUMBER(next_block, double, 1, 0, 1)
 
 // A policy whose fields check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {
@@ -178,5 +181,11 @@ int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 // are the first rows in `order`.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
+
+// Chooses the rows that commit if passes decide positions of several blocks (next_block). The first
+// `first` rows belong to the first block. Fills `chosen` with the chosen rows. At least one of them
+// belongs to the first block.
+void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_t first,
+                  std::vector<int32_t>& chosen);
 
 }  // namespace dlm

@@ -42,6 +42,11 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
     fail(DLM_UNSUPPORTED,
          "policy: commit = \"verify\" generates the most likely tokens, and cannot follow a "
          "constraint or a question: use another rule, such as \"threshold\"");
+  if (is_ahead() && is_constrained_)
+    fail(DLM_UNSUPPORTED,
+         "policy: next_block = %.10g decides positions of several blocks, and cannot follow a "
+         "constraint or a question: use next_block = 1",
+         policy_.next_block);
   reserve();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
@@ -87,7 +92,9 @@ void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
-  // The blocks that verify() will plan need no larger passes than the last block of full length.
+  // verify() plans the later blocks, so the plan does not contain them yet. None of them needs
+  // larger passes than a whole block at the end of the canvas, so this code checks only such a
+  // block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
     plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
                   length);
@@ -98,6 +105,7 @@ void Request::check_limits(const Engine& engine) const {
     // The opening pass of the block (decode/plan.h) decides at least one position. So a later pass
     // of this block scores at least one position less.
     if (is_full && stage.is_repeated()) --rows;
+    if (is_ahead()) rows = count_undecided({stage.decided.first, length});
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
@@ -125,10 +133,10 @@ bool Request::fits(const Request& other) const {
   if (!has_cache()) return true;
   // With `reuse`, the last pass of a block also stores the rows of the block. If a faster request
   // ran in lockstep with a slower request, the slower request could make one more pass. This pass
-  // would store different rows for the faster request. Then its result would depend on the slower
-  // request.
+  // would store different rows for the faster request. Then the result of the faster request would
+  // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
-  // The passes that follow depend on the tokens of the request.
+  // With the commit rule `verify`, later passes depend on the request's tokens.
   if (verifies() || other.verifies()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -197,7 +205,7 @@ int32_t Request::exact_after(int32_t exact) const {
 }
 
 size_t Request::find_positions() {
-  const Range range = is_editing_ ? stage().block : stage().decided;
+  const Range range = is_editing_ ? stage().block : window();
   positions_.clear();
   for (int32_t i = range.first; i < range.last; ++i)
     if (is_editing_ ? !is_given_[i] : undecided_[i] != 0) positions_.push_back(i);
@@ -220,7 +228,7 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   for (size_t number = stage_; number < plan_.size(); ++number)
     if (plan_[number].is_repeated()) add(plan_[number]);
   if (verifies()) {
-    // The blocks are planned later. The passes over the last block cost the most.
+    // verify() plans the later blocks. The passes over the last block cost the most.
     const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
     plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);
@@ -258,7 +266,8 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   is_made_ = true;
   ++(is_editing_ ? edits_ : step_);
   view_start_ = stage().block.first;
-  view_end_ = stage().block.last;
+  view_end_ = is_ahead() ? window().last : stage().block.last;
+  if (is_ahead()) close();
   settle(&predictions);
 }
 
@@ -315,7 +324,13 @@ int32_t Request::planned() const {
 }
 
 void Request::commit(const Predictions& predictions, const Proposals& proposals) {
-  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned(), order_)));
+  if (is_ahead()) {
+    const auto later = std::lower_bound(positions_.begin(), positions_.end(), stage().decided.last);
+    choose_ahead(policy_, proposals.scores, static_cast<size_t>(later - positions_.begin()),
+                 order_);
+  } else {
+    order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned(), order_)));
+  }
   limit(proposals, order_);
   note_guesses(proposals);
   take(predictions, proposals, order_);
@@ -497,7 +512,7 @@ void Request::settle(const Predictions* predictions) {
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     const bool is_first = !is_made_ && !is_idle && (is_stored || is_undecided);
-    if (is_first || count_undecided(now.awaited) > 0) return;
+    if (is_first || count_undecided(now.awaited) > 0) return is_ahead() ? widen() : void();
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes &&
                     (edits_ == 0 || committed_ > 0);
@@ -509,6 +524,32 @@ void Request::settle(const Predictions* predictions) {
     if (done() || stage().decided == now.decided) continue;
     step_ = 0;
     masked_ = count_undecided(stage().decided);
+  }
+}
+
+// Before a pass: lets passes decide positions of one more block, if enough positions of the last
+// such block are decided (d3LLM).
+void Request::widen() {
+  if (last_stage_ < stage_) {
+    last_stage_ = stage_;
+    return;
+  }
+  const Range last = plan_[last_stage_].decided;
+  const double decided = 1 - static_cast<double>(count_undecided(last)) / last.tokens();
+  if (last_stage_ + 1 < plan_.size() && decided >= policy_.next_block) ++last_stage_;
+}
+
+// After a pass over several blocks: if the policy stops at end tokens, all positions after the
+// first generated end token become end tokens, as in d3LLM's code.
+void Request::close() {
+  if (policy_.stop != Stop::eos) return;
+  bool is_ended = false;
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    if (is_given_[at]) continue;
+    if (is_ended)
+      take(static_cast<int32_t>(at), denoiser_.eos_token_ids.front(),
+           std::numeric_limits<double>::quiet_NaN());
+    is_ended = is_ended || (undecided_[at] == 0 && denoiser_.is_end(canvas_[at]));
   }
 }
 

@@ -127,6 +127,16 @@ class Request {
 
  private:
   PassLoad load_of(const Stage& stage, size_t rows) const;
+  // Returns true if passes decide positions of several blocks (next_block). The stages of these
+  // blocks are stage_..last_stage_.
+  bool is_ahead() const { return policy_.next_block < 1; }
+  // The positions that the next pass may decide.
+  Range window() const {
+    return is_ahead() ? Range{stage().decided.first, plan_[last_stage_].decided.last}
+                      : stage().decided;
+  }
+  void widen();
+  void close();
   // The number of passes is planned_nfe(), so that random numbers do not depend on which rows were
   // already stored.
   Turn turn() const {
@@ -163,7 +173,7 @@ class Request {
   std::vector<bool> is_given_;
   bool is_reserved_ = false;
   std::vector<Stage> plan_;
-  size_t stage_ = 0;
+  size_t stage_ = 0, last_stage_ = 0;
   // is_made_: this stage has made a pass. is_editing_: all positions of the block are decided, but
   // passes may still replace their tokens.
   bool is_made_ = false, is_editing_ = false;

@@ -1,0 +1,140 @@
+"""Tests of passes that decide positions of several blocks (next_block below 1).
+
+``test_published_loops`` compares the presets with d3LLM's code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from denoisers import under_native_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published import END, MASK, prompt_of, random_network
+from test_deciding import compile_parts
+
+from dlm_export.network import reference
+from dlm_runtime import DenoiserInfo, DlmError, Policy, from_callback
+from dlm_runtime.presets import PRESETS
+
+policies = st.builds(
+    Policy,
+    commit=st.sampled_from(("threshold", "entropy_threshold")),
+    compare=st.sampled_from((">", ">=")),
+    stop=st.sampled_from(("eos", "none")),
+    block_length=st.integers(0, 9),
+    threshold=st.floats(0.2, 0.9),
+    entropy_bound=st.floats(0.1, 4),
+    next_block=st.floats(0, 0.99),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=policies,
+    new=st.integers(0, 24),
+    gaps=st.sets(st.integers(0, 11), max_size=6),
+    shift=st.integers(0, 1),
+    seed=st.integers(0, 20),
+)
+def test_the_native_loop_equals_the_reference(
+    policy: Policy, new: int, gaps: set[int], shift: int, seed: int
+) -> None:
+    tokens = [MASK if at in gaps else token for at, token in enumerate(prompt_of(12, seed))]
+    denoiser = random_network(0, shift, seed)
+    canvases: list[np.ndarray] = []
+    wanted = reference.generate(
+        denoiser, tokens, policy, new, on_step=lambda canvas: canvases.append(canvas.undecided)
+    )
+    with under_native_loop(denoiser) as bundle:
+        out = bundle.generate(tokens=tokens, max_new_tokens=new, **policy.as_dict())
+    assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+    assert MASK not in out.tokens
+    assert [t for at, t in enumerate(out.tokens[:12]) if at not in gaps] == [
+        t for at, t in enumerate(tokens) if at not in gaps
+    ]
+    _check_progress(tokens, new, policy, canvases)
+
+
+def _check_progress(tokens: list[int], new: int, policy: Policy, after: list[np.ndarray]) -> None:
+    """Every pass decides a position of the first unfinished block."""
+    before = np.array([*tokens, *[MASK] * new]) == MASK
+    if not before.any():
+        return
+    origin = int(before.argmax())
+    for undecided in after:
+        block = policy.block_length or len(before)
+        start = origin + (int(before.argmax()) - origin) // block * block
+        assert undecided[start : start + block].sum() < before[start : start + block].sum()
+        before = undecided
+
+
+def test_later_blocks_start_before_earlier_blocks_are_finished() -> None:
+    """With next_block 1, the same policy finishes each block first, and needs more passes."""
+    ahead, total = 0, {0.1: 0, 1.0: 0}
+    for seed in range(8):
+        denoiser = random_network(0, 0, seed)
+        for next_block in total:
+            policy = PRESETS["d3llm"].with_fields(
+                {"block_length": 8, "next_block": next_block, "entropy_bound": 1.5, "stop": "none"}
+            )
+            seen: list[np.ndarray] = []
+            out = reference.generate(
+                denoiser,
+                prompt_of(4, seed),
+                policy,
+                32,
+                on_step=lambda canvas, seen=seen: seen.append(canvas.undecided),
+            )
+            total[next_block] += out.nfe
+            early = [left for left in seen if left[4:12].any() and not left[12:20].all()]
+            assert next_block < 1 or not early
+            ahead += len(early)
+    assert ahead > 0
+    assert total[0.1] < total[1.0]
+
+
+def test_all_tokens_after_an_end_token_are_end_tokens() -> None:
+    ended = 0
+    for seed in range(40):
+        with under_native_loop(random_network(0, 0, seed)) as bundle:
+            policy = PRESETS["d3llm"].with_fields({"block_length": 4, "entropy_bound": 2.0})
+            out = bundle.generate(
+                tokens=prompt_of(3, seed), max_new_tokens=16, **policy.as_dict()
+            ).tokens[3:]
+        if END in out:
+            ended += 1
+            assert set(out[out.index(END) :]) == {END}
+    assert ended > 0
+
+
+AHEAD = PRESETS["d3llm"].as_dict()
+
+
+def test_block_causal_denoisers_refuse_it_by_name() -> None:
+    with (
+        under_native_loop(random_network(4, 0, 0)) as bundle,
+        pytest.raises(DlmError, match=r"needs full attention.*use next_block = 1"),
+    ):
+        bundle.generate(tokens=[9], max_new_tokens=8, **AHEAD | {"block_length": 4})
+
+
+def test_scores_are_entropies_whatever_the_policy_says() -> None:
+    """The rule compares entropies, so the field ``score`` has no effect."""
+    with under_native_loop(random_network(0, 0, 3)) as bundle:
+        request: dict[str, Any] = {"tokens": prompt_of(5, 3), "max_new_tokens": 12}
+        one = bundle.generate(**request, **AHEAD)
+        other = bundle.generate(**request, **AHEAD | {"score": "margin"})
+    assert (one.tokens, one.nfe) == (other.tokens, other.nfe)
+
+
+def test_constraints_are_refused_by_name() -> None:
+    with (
+        from_callback(DenoiserInfo(8, 7, 64, (6,)), lambda _: None) as bundle,
+        pytest.raises(DlmError, match="cannot follow a constraint or a question"),
+    ):
+        bundle.generate(
+            tokens=[0], max_new_tokens=4, constraint=compile_parts([["a", "b"]]), **AHEAD
+        )
