@@ -231,6 +231,19 @@ def stable_diffcoder_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def wedlm_config(*, like: str = "Qwen3", **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny WeDLM with the layers of Qwen2 (7B) or Qwen3 (8B)."""
+    config = (a2d_qwen3_config if like == "Qwen3" else dream_config)(
+        architectures=["WeDLMForCausalLM"],
+        model_type="wedlm",
+        attention_bias=like == "Qwen2",
+        qk_norm=like == "Qwen3",
+        tie_word_embeddings=False,
+        max_window_layers=28,
+    )
+    return config | changes
+
+
 def llada2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny LLaDA2, with the released keys.
 
@@ -609,6 +622,9 @@ SHAPES = {
     "A2DQwen2LMHeadModel": dream_shapes,
     "A2DQwen3LMHeadModel": a2d_qwen3_shapes,
     "StableDiffcoderForCausalLM": functools.partial(_qwen_shapes, bias=False),
+    "WeDLMForCausalLM": lambda config: (
+        a2d_qwen3_shapes(config) if config["qk_norm"] else dream_shapes(config)
+    ),
     "A2DLlamaLMHeadModel": functools.partial(_qwen_shapes, bias=False),
     "LLaDAMoEModelLM": llada_moe_shapes,
     "LLaDA2MoeModelLM": llada2_shapes,

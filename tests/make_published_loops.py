@@ -14,6 +14,7 @@ paths. The traces of a loop whose path is missing stay as they are:
     --d3llm             d3llm_LLaDA/d3llm_llada_generate_util.py of github.com/hao-ai-lab/d3LLM,
                         commit e5bfcac
     --d3llm-dream       d3llm_DREAM/d3llm_dream_generate_util.py of the same commit
+    --wedlm             hf_compat/modeling_wedlm.py of github.com/Tencent/WeDLM, commit 0216110
     --stable-diffcoder  modeling_stable_diffcoder.py of the release Stable-DiffCoder-8B-Instruct
 
 --llada2 needs transformers 4.57. The script calls the authors' loops without changes. It only
@@ -37,7 +38,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from published import END, MASK, prompt_of, random_network
+from published import END, MASK, VOCABULARY, prompt_of, random_network
 from torch import Tensor
 
 GOLDEN = Path(__file__).parent / "golden" / "published_loops.json"
@@ -210,6 +211,28 @@ class Ahead(Network):
         return SimpleNamespace(logits=logits)
 
 
+class Moved(Network):
+    """A network with the interface that WeDLM's loop calls. The loop moves mask tokens to the end.
+
+    The recorded tokens are in the order of their positions.
+    """
+
+    def __init__(self, _: int, shift: int, seed: int, threshold: float | None) -> None:
+        super().__init__(0, shift, seed, threshold)
+        self.denoiser = random_network(0, shift, seed, has_masks_last=True)
+
+    def model(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+        self.passes.append((0, input_ids[0, position_ids[0].argsort()].tolist()))
+        features, _present = self.denoiser.hidden(input_ids, position_ids)
+        logits = self.denoiser.project(features).float()
+        logits[..., MASK] = -1e4
+        self.check(input_ids[0], logits[0])
+        return SimpleNamespace(last_hidden_state=logits)
+
+    def lm_head(self, features: Tensor) -> Tensor:
+        return features
+
+
 class Cropped(Network):
     """A network with the interface that Stable-DiffCoder's loop calls.
 
@@ -323,6 +346,26 @@ def run_rnd1(
     return found
 
 
+def run_wedlm(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    released = code.WeDLMForCausalLM
+    network._generate_one_block = released._generate_one_block.__get__(network)
+    network._efficient_reorder_sequence = released._efficient_reorder_sequence.__get__(network)
+    out = released.generate_wedlm(
+        network,
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        block_size=options["block"],
+        mask_token_id=MASK,
+        confidence_threshold=options["threshold"],
+        pad_token_id=VOCABULARY,  # no token, so that the loop removes no token of the prompt
+        return_stats=False,
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
 def run_stable_diffcoder(
     code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
 ) -> list[int]:
@@ -421,6 +464,11 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
             for threshold in (0.6, None) if steps == block else (None,):
                 options = {"block": block, "steps": steps, "threshold": threshold}
                 found.append(("stable-diffcoder", length, 2 * block, options))
+    for block in (4, 7):
+        for length in (1, 6, 8):
+            for threshold in (0.0, 0.3, 0.6):
+                for new in (2 * block, 2 * block + 3):
+                    found.append(("wedlm", length, new, {"block": block, "threshold": threshold}))
     for family in ("d3llm", "d3llm-dream"):
         for block, next_block in ((4, 0.1), (4, 0.5), (8, 0.25), (8, 0.0), (4, 0.9)):
             for length in (1, 6):
@@ -440,6 +488,7 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
     "fast-dllm-v2": (BlockCached, run_fast_dllm_v2),
     "rnd1": (Network, run_rnd1),
     "stable-diffcoder": (Cropped, run_stable_diffcoder),
+    "wedlm": (Moved, run_wedlm),
     "d3llm": (Ahead, run_d3llm),
     "d3llm-dream": (Ahead, run_d3llm_dream),
 }

@@ -20,9 +20,9 @@ from dlm_export.network.denoiser import Denoiser
 MASK, END, VOCABULARY = 99, 7, 100
 
 
-def random_network(block: int, shift: int, seed: int) -> Denoiser:
+def random_network(block: int, shift: int, seed: int, *, has_masks_last: bool = False) -> Denoiser:
     """Return a random network with block-causal attention, or with full attention if ``block`` is
-    0.
+    0, or with visibility ``masks-last``.
 
     The weights come from numpy's legacy generator, which gives the same numbers in every version.
     """
@@ -38,6 +38,8 @@ def random_network(block: int, shift: int, seed: int) -> Denoiser:
     )
     if block:
         network = seeing(network, [("block", block)] * 2)
+    if has_masks_last:
+        network = seeing(network, [("masks-last", None)] * 2)
     denoiser = Denoiser(network).eval().requires_grad_(False)
     numbers = np.random.RandomState(seed)
     for name, parameter in sorted(denoiser.named_parameters()):

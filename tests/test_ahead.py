@@ -13,7 +13,8 @@ from denoisers import under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import END, MASK, prompt_of, random_network
-from test_deciding import compile_parts
+from test_deciding import ENDS, VOCAB, compile_parts
+from test_deciding import MASK as OF_TEXTS
 
 from dlm_export.network import reference
 from dlm_runtime import DenoiserInfo, DlmError, Policy, from_callback
@@ -132,7 +133,7 @@ def test_scores_are_entropies_whatever_the_policy_says() -> None:
 
 def test_constraints_are_refused_by_name() -> None:
     with (
-        from_callback(DenoiserInfo(8, 7, 64, (6,)), lambda _: None) as bundle,
+        from_callback(DenoiserInfo(VOCAB, OF_TEXTS, 64, ENDS), lambda _: None) as bundle,
         pytest.raises(DlmError, match="cannot follow a constraint or a question"),
     ):
         bundle.generate(

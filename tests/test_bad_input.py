@@ -402,13 +402,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"architectures": ["MysteryLM"]},
         ("config.json: unknown architecture 'MysteryLM'", "LLaDAModelLM, LLaDAMoEModelLM"),
     ),
-    "unsupported architecture": (
-        {"architectures": ["WeDLMForCausalLM"]},
-        (
-            "config.json: WeDLMForCausalLM is not supported, because WeDLM computes",
-            "another family",
-        ),
-    ),
     "no architecture": ({"architectures": []}, ("unknown architecture None", "LLaDAModelLM")),
     "architecture is an object": (
         {"architectures": [{"a": "b" * 10**6}]},

@@ -65,8 +65,13 @@ def run(
 ) -> tuple[list[int], Passes]:
     """Run the native loop. Returns the canvas and the passes."""
     shift = int(trace["family"] in ("fast-dllm-v2", "rnd1", "d3llm-dream"))
-    is_full = trace["family"].startswith("d3llm")
-    denoiser = random_network(0 if is_full else trace.get("block", 0), shift, trace["seed"])
+    is_full = trace["family"] in ("d3llm", "d3llm-dream", "wedlm")
+    denoiser = random_network(
+        0 if is_full else trace.get("block", 0),
+        shift,
+        trace["seed"],
+        has_masks_last=trace["family"] == "wedlm",
+    )
     passes: Passes = []
 
     def note(p: CallbackPass) -> None:
@@ -183,6 +188,29 @@ def test_d3llm_equals_the_authors_code(trace: dict[str, Any]) -> None:
     tokens, passes = run(trace, policy, prompt, trace["new"])
     assert passes == wanted
     assert tokens == trace["tokens"]
+
+
+@pytest.mark.parametrize("trace", traces_of("wedlm"))
+def test_wedlm_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """The authors' code has no cache, and does not stop at end tokens.
+
+    Each of its passes computes the whole canvas up to the end of the current block. With the
+    threshold 0, each of its passes commits one token.
+    """
+    prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
+    policy = PRESETS["wedlm"].with_fields({"block_length": trace["block"], "stop": "none"})
+    policy = policy.with_fields({"threshold": trace["threshold"] or 1.0})
+    tokens, passes = run(trace, policy, prompt, trace["new"])
+    assert tokens == trace["tokens"]
+    made = [(first + len(ids), ids) for first, ids in passes if MASK in ids]
+    assert made == [
+        (len(ids), ids[-len(own) :]) for (_, own), (_, ids) in zip(made, wanted, strict=True)
+    ]
+    plain, passes = run(trace, policy.with_fields({"cache": "none"}), prompt, trace["new"])
+    assert plain == tokens
+    assert [ids[: len(seen)] for (_, ids), (_, seen) in zip(passes, wanted, strict=True)] == [
+        seen for _, seen in wanted
+    ]
 
 
 @pytest.mark.parametrize("trace", traces_of("stable-diffcoder"))

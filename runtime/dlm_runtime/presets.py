@@ -69,6 +69,9 @@ PRESETS = {
     # Each pass commits all tokens whose score reaches the threshold. The authors' published command
     # sets no threshold. Each of its passes commits one token, as with commit="static".
     "stable-diffcoder": Policy(commit="threshold", threshold=0.95, cache="block", block_length=0),
+    # For networks with causal attention. The released code has no default for the length of a block
+    # and for the threshold. Its other loop has a window of 16 positions.
+    "wedlm": Policy(commit="threshold", cache="block", block_length=16),
     # For networks with draft passes. A draft pass predicts several tokens, and then a causal pass
     # checks them. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
@@ -112,6 +115,8 @@ def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: i
 
     In the native library, ``plan.cc`` checks the same rules.
     """
+    if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
+        return False
     if draft_block is not None:
         length = policy.block_length or draft_block
         is_divisible = length % (policy.sub_block_length or 1) == 0

@@ -29,6 +29,7 @@ from dlm_export.families import (
     roberta,
     sdar,
     stable_diffcoder,
+    wedlm,
 )
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.tensors import Tensors
@@ -43,17 +44,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
-        stable_diffcoder.FAMILY,
+        *(stable_diffcoder.FAMILY, wedlm.FAMILY),
         *(nemotron_labs_diffusion.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
     )
 }
-
-
-UNSUPPORTED = {
-    "WeDLMForCausalLM": "WeDLM computes masked positions after all decided positions, and dlm-export computes positions in "
-    "the order of the canvas",
-}
-"""Maps architectures that are not supported to the reason. The reason is part of an error message."""
 
 
 def find(checkpoint: Checkpoint) -> Family:
@@ -63,11 +57,6 @@ def find(checkpoint: Checkpoint) -> Family:
     for family in FAMILIES.values():
         if name in family.architectures:
             return family
-    if isinstance(name, str) and name in UNSUPPORTED:
-        raise CheckpointError(
-            f"{checkpoint.config.path}: {name} is not supported, because {UNSUPPORTED[name]}. Use a checkpoint of another "
-            "family: docs/guides/troubleshooting.md lists the reasons, and README lists the families."
-        )
     known = ", ".join(
         architecture for family in FAMILIES.values() for architecture in family.architectures
     )

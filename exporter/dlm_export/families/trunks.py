@@ -65,6 +65,7 @@ def trunk_network(
     qk_norm: bool,
     block_length: int | None = None,
     has_drafts: bool = False,
+    has_masks_last: bool = False,
     shift: int = 0,
     longest: int | None = None,
     mask_text: str | None = None,
@@ -73,13 +74,14 @@ def trunk_network(
 
     If ``block_length`` is ``None``, attention is full. If ``has_drafts`` is true, the network has
     draft passes, and config.json also uses the keys of transformers' Ministral 3. If training used
-    shorter canvases than config.json allows, ``longest`` is the length of these canvases. The
-    docstring of ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
+    shorter canvases than config.json allows, ``longest`` is the length of these canvases.
+    ``has_masks_last`` means the visibility ``masks-last``. The docstring of ``special_tokens``
+    explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
     layer = LayerSpec(
-        _attention(config, qkv_bias, qk_norm, block_length, has_drafts),
+        _attention(config, qkv_bias, qk_norm, block_length, has_drafts, has_masks_last),
         MlpSpec(config.integer("intermediate_size")),
         norm_eps,
     )
@@ -183,7 +185,12 @@ def expert_counts(config: Config) -> tuple[int, int]:
 
 
 def _attention(
-    config: Config, qkv_bias: bool, qk_norm: bool, block_length: int | None, has_drafts: bool
+    config: Config,
+    qkv_bias: bool,
+    qk_norm: bool,
+    block_length: int | None,
+    has_drafts: bool,
+    has_masks_last: bool,
 ) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
@@ -208,6 +215,8 @@ def _attention(
             "do not divide evenly"
         )
     visibility = "draft" if has_drafts else "full" if block_length is None else "block"
+    if has_masks_last:
+        visibility = "masks-last"
     rope = read_rope(config, has_query_scale=has_drafts)
     return AttentionSpec(
         heads,

@@ -219,7 +219,8 @@ def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.f
     denoiser.load_state_dict(state, assign=True)
     for rotary, table in zip(denoiser.rotary, network.rotary_tables(), strict=True):
         rotary.cos, rotary.sin = (
-            values.to(dtype) for values in cosines_and_sines(table, network.max_canvas_length)
+            values.to(dtype)
+            for values in cosines_and_sines(table, network.max_canvas_length, network.rotary_copies)
         )
     return denoiser.eval().requires_grad_(False)
 

@@ -48,7 +48,9 @@ def data_bytes(
     """
     c = network
     tables = c.rotary_tables()
-    elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
+    elements = c.parameter_count() + c.max_canvas_length * c.rotary_copies * sum(
+        table.size for table in tables
+    )
     padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
     # routers are always stored in fp32
     routers = sum(
@@ -108,7 +110,9 @@ def write_graph(
     buffers = {"mask_token_bias": mask_token_bias}
     for i, table in enumerate(c.rotary_tables()):
         for name, values in zip(
-            ("cos", "sin"), cosines_and_sines(table, c.max_canvas_length), strict=True
+            ("cos", "sin"),
+            cosines_and_sines(table, c.max_canvas_length, c.rotary_copies),
+            strict=True,
         ):
             buffers[f"rotary.{i}.{name}"] = values.numpy().astype(dtype)
     digest = hashlib.sha256()

@@ -150,6 +150,18 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
+def move_masks(network: NetworkSpec, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Return the position ids that attention uses, ``[B, T]``.
+
+    With visibility ``masks-last``, the length of the longest canvas is added to the position ids of
+    mask tokens.
+    """
+    if not network.has_masks_last:
+        return position_ids
+    is_mask = (input_ids == network.mask_token_id).to(position_ids.dtype)
+    return position_ids + is_mask * network.max_canvas_length
+
+
 def hiding(
     attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype, longest: int
 ) -> Tensor | None:
@@ -329,13 +341,14 @@ class Block(nn.Module):
         return self.mlp_sum_norm(x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))), present
 
 
-def cosines_and_sines(table: RotaryTable, positions: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines ``[positions, size / 2]`` of a rotary table.
+def cosines_and_sines(table: RotaryTable, positions: int, copies: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines ``[copies * positions, size / 2]`` of a rotary table.
 
     The tables are computed in float64 and returned in fp32.
     """
     frequencies = torch.tensor(table.frequencies(), dtype=torch.float64)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    angles = angles.repeat(copies, 1)
     return (table.magnitude * angles.cos()).float(), (table.magnitude * angles.sin()).float()
 
 
@@ -345,9 +358,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, table: RotaryTable, positions: int) -> None:
+    def __init__(self, table: RotaryTable, positions: int, copies: int) -> None:
         super().__init__()
-        cos, sin = cosines_and_sines(table, positions)
+        cos, sin = cosines_and_sines(table, positions, copies)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -442,7 +455,9 @@ class Denoiser(nn.Module):
             else Linear(c.hidden_size, c.vocab_size, c.head.bias)
         )
         tables = c.rotary_tables()
-        self.rotary = nn.ModuleList(Rotary(table, c.max_canvas_length) for table in tables)
+        self.rotary = nn.ModuleList(
+            Rotary(table, c.max_canvas_length, c.rotary_copies) for table in tables
+        )
 
     def hidden(
         self,
@@ -459,6 +474,7 @@ class Denoiser(nn.Module):
         attends to all of them. ``Attention.forward`` explains ``cache_dtype``.
         """
         x = self.embed(input_ids, position_ids)
+        position_ids = move_masks(self.network, input_ids, position_ids)
         turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
         cached = 0 if past is None else past[0][0].shape[2]
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores

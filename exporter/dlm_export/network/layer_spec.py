@@ -11,7 +11,7 @@ from typing import Any
 
 from dlm_export.network.scaling import QueryScale, RotaryTable, Scaling, scaling_from
 
-VISIBILITIES = ("full", "block", "causal", "draft")
+VISIBILITIES = ("full", "block", "causal", "draft", "masks-last")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
 ACTIVATIONS = ("silu", "gelu")
@@ -65,7 +65,10 @@ class AttentionSpec:
       the keys in the query's block and in earlier blocks. A block has ``block_length`` tokens.
       ``causal`` means the keys up to the query's position. ``draft`` means the same as ``causal``,
       except that a query of a draft pass attends to all keys. In training, a draft pass computed
-      ``block_length`` tokens. ``hiding`` in ``denoiser`` explains draft passes.
+      ``block_length`` tokens. ``hiding`` in ``denoiser`` explains draft passes. ``masks-last``
+      means causal attention in a sequence that starts with all decided tokens, and ends with all
+      mask tokens. So decided tokens do not attend to mask tokens, and a mask token attends to all
+      decided tokens.
     - ``window``: if not ``None``, a query attends only to keys that are at most this many tokens
       away. A network with a window cannot use a cache.
     """
@@ -113,7 +116,8 @@ class AttentionSpec:
 
         ``None`` if every query attends to every key. Draft passes are not considered.
         """
-        return 1 if self.visibility in ("causal", "draft") else self.block_length
+        is_causal = self.visibility in ("causal", "draft", "masks-last")
+        return 1 if is_causal else self.block_length
 
     @property
     def draft_block(self) -> int | None:

@@ -34,6 +34,7 @@ from dlm_export.network.denoiser import (
     check_built,
     hiding,
     make_norm,
+    move_masks,
     turns_of,
 )
 from dlm_export.network.experts import Stacked
@@ -122,7 +123,8 @@ class Layered:
         self._rooms: list[Tensor] = []  # buffers for the last loaded layer's converted weights
         tables = network.rotary_tables()
         self._rotary = [
-            Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
+            Rotary(table, network.max_canvas_length, network.rotary_copies).to(self.device, dtype)
+            for table in tables
         ]
         with torch.device("meta"):
             embedding = Embedding(network, is_plain=False)
@@ -197,19 +199,29 @@ class Layered:
         contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
+        positions = move_masks(self.network, ids.to(self.device), positions)
         return self._turn(i, positions), self._hiding(i, positions, past), past
 
     def packed(
-        self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
+        self,
+        i: int,
+        ids: Sequence[Tensor],
+        spans: Sequence[tuple[int, int]],
+        past: Sequence[Past | None],
     ) -> tuple[Turn | None, None, Packed]:
         """Return the arguments of layer ``i`` besides the hidden states, for several passes.
 
         The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
-        ``spans`` contains the positions ``(first, end)`` of the pass, and ``past`` contains the
-        cached keys and values of the pass.
+        ``ids`` contains its tokens ``[T]``, ``spans`` its positions ``(first, end)``, and ``past``
+        its cached keys and values.
         """
         positions = [
-            torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans
+            move_masks(
+                self.network,
+                own.to(self.device).unsqueeze(0),
+                torch.arange(first, last, device=self.device).unsqueeze(0),
+            )
+            for own, (first, last) in zip(ids, spans, strict=True)
         ]
         passes, start = [], 0
         for there, cached in zip(positions, past, strict=True):

@@ -142,7 +142,7 @@ def _make_passes(
     x = layered.embed(torch.cat(ids).unsqueeze(0), positions.unsqueeze(0))
     for i in range(len(layered.network.layers)):
         block = layered.block(i) if held is None else held[i]
-        x, present = block(x, *layered.packed(i, spans, [course.past(i) for course in step]))
+        x, present = block(x, *layered.packed(i, ids, spans, [course.past(i) for course in step]))
         parts = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
         for course, keys, values in zip(step, *parts, strict=True):
             course.keep(i, keys, values)

@@ -136,8 +136,8 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
 
     With full attention, the first block starts at the first undecided position. With block-causal
     attention, blocks start at multiples of the block length, so the first block may begin with
-    tokens of the prompt. If the network has draft passes, the first block starts at the first
-    undecided position. ``turns.turns`` explains ``steps``. The commit rule "verify" has no such
+    tokens of the prompt. With causal attention, the first block starts at the first undecided
+    position. ``turns.turns`` explains ``steps``. The commit rule "verify" has no such
     plan, see ``turns``.
     """
     if not undecided.any():
@@ -145,7 +145,7 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
     length, origin = len(undecided), int(undecided.argmax())
     block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
     block_length = block_length or length - origin
-    if looped.visible_block is not None and looped.draft_block is None:
+    if (looped.visible_block or 1) > 1:
         origin -= origin % block_length
     starts = range(origin, length, block_length)
     shares = (

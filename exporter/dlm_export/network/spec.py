@@ -459,6 +459,21 @@ class NetworkSpec:
         return drafts.pop() if len(drafts) == 1 else None
 
     @property
+    def has_masks_last(self) -> bool:
+        """True if every layer has visibility ``masks-last``.
+
+        Inside the network, ``max_canvas_length`` is added to the positions of mask tokens. Causal
+        attention then sees them after all decided tokens. The rotary tables contain each position
+        twice.
+        """
+        return all(layer.attention.visibility == "masks-last" for layer in self.layers)
+
+    @property
+    def rotary_copies(self) -> int:
+        """How many times a rotary table contains each position."""
+        return 2 if self.has_masks_last else 1
+
+    @property
     def has_window(self) -> bool:
         """True if any layer has attention in a window. Such a network cannot use a cache."""
         return any(layer.attention.window is not None for layer in self.layers)

@@ -61,9 +61,10 @@ class Walked:
                 outside(caches[walk], step.span)
                 for (walk, _), step in zip(batch, steps, strict=True)
             ]
+            ids = [self._ids[walk][number] for walk, number in batch]
             spans = [step.span.ids(self.layered.network.max_canvas_length) for step in steps]
             out, (keys, values) = block(
-                x.unsqueeze(0), *self.layered.packed(i, spans, past), self._cache_dtype
+                x.unsqueeze(0), *self.layered.packed(i, ids, spans, past), self._cache_dtype
             )
             start = 0
             for (walk, number), step in zip(batch, steps, strict=True):

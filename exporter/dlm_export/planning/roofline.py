@@ -235,7 +235,11 @@ def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
 
     The file contains the weights, the rotary tables, and a bias for each token of the vocabulary.
     """
-    rotary = network.max_canvas_length * sum(table.size for table in network.rotary_tables())
+    rotary = (
+        network.max_canvas_length
+        * network.rotary_copies
+        * sum(table.size for table in network.rotary_tables())
+    )
     return weights + element_bytes * rotary + 4 * network.vocab_size
 
 

@@ -26,7 +26,7 @@ std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Poli
       static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
   const int32_t block_length =
       policy.block_length > 0 ? policy.block_length : std::max(1, length - origin);
-  if (denoiser.visible_block > 0 && denoiser.draft_block == 0) origin -= origin % block_length;
+  if (denoiser.visible_block > 1) origin -= origin % block_length;
   const auto count =
       static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
   if (steps > 0 && steps < count)

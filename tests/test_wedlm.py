@@ -1,0 +1,187 @@
+"""Tests of WeDLM, whose attention is causal in a sequence with all mask tokens at the end.
+
+The logits are compared with those of the transformers class with the same layers. There, the test
+moves the mask tokens itself, as the authors' code does. ``test_published_loops`` compares the
+decoding loop with the authors' code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import wedlm_config, write_checkpoint, write_headers
+from click.testing import CliRunner
+from denoisers import under_native_loop
+from published import MASK, prompt_of, random_network
+from safetensors.torch import load_file
+
+import dlm_runtime
+from dlm_export import families
+from dlm_export.build import BuildOptions, QuantiseOptions, build
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.cli import main
+from dlm_export.families.base import Overrides
+from dlm_export.network import reference
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.sources import open_source
+from dlm_runtime.presets import PRESETS, presets_for
+
+
+def moved_logits(checkpoint: Path, like: str, ids: torch.Tensor, mask: int) -> torch.Tensor:
+    """Return the logits ``[L, V]`` of a canvas ``[L]``, computed by transformers.
+
+    Mask tokens are moved to the end of the sequence, and keep their position ids.
+    """
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
+    factory = getattr(transformers, f"{like}ForCausalLM")
+    said = json.loads((checkpoint / "config.json").read_text())
+    config = factory.config_class.from_dict(
+        {key: said[key] for key in said if key not in ("architectures", "model_type")}
+    )
+    config._attn_implementation = "eager"
+    model = factory(config).eval()
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    order = torch.cat([torch.where(ids != mask)[0], torch.where(ids == mask)[0]])
+    with torch.no_grad():
+        found = model(
+            ids[order][None],
+            position_ids=order[None],
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            use_cache=False,
+        ).logits[0]
+    logits = torch.empty_like(found)
+    logits[order] = found
+    return logits
+
+
+@pytest.mark.parametrize("like", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_logits_equal_the_trunks_with_moved_masks(like: str, ratio: float, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, wedlm_config(like=like), seed=5)
+    source = open_source(checkpoint, Overrides())
+    mask = source.network.mask_token_id
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 140, (75,), generator=generator)
+    ids[torch.rand(75, generator=generator) < ratio] = mask
+    expected = moved_logits(checkpoint, like, ids, mask)
+    with torch.no_grad():
+        found = families.load(source.parameters, source.network)(ids[None])[0]
+    assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 2e-4
+
+
+@pytest.mark.parametrize("like", ["Qwen2", "Qwen3"])
+def test_a_bundle_is_built_with_native_attention(like: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", wedlm_config(like=like), seed=5)
+    report = build(checkpoint, tmp_path / "bundle")
+    assert report.parity is not None
+    assert report.parity.misses == []
+    assert report.kernels is not None
+    attention = f"Block{'Normed' * (like == 'Qwen3')}CachedAttention"
+    assert report.kernels["calls"][attention] == 2
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
+        ids = torch.tensor([5, 150, 17, 150, 150, 9, 150])
+        expected = moved_logits(checkpoint, like, ids, 150)
+        found = torch.from_numpy(np.array(bundle.logits(ids.tolist())))
+        assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 2e-4
+        one = bundle.generate(tokens=[5, 17, 9], max_new_tokens=40, stop="none")
+        other = bundle.generate(tokens=[5, 17, 9], max_new_tokens=40, stop="none", cache="none")
+    assert one.tokens == other.tokens
+
+
+def test_an_int8_bundle_is_built_and_judged(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", wedlm_config(), seed=5)
+    options = BuildOptions(
+        precision="int8", quantise=QuantiseOptions(calibration=CalibrationOptions(samples=8))
+    )
+    report = build(checkpoint, tmp_path / "bundle", options)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
+        out = bundle.generate(tokens=[5, 17, 9], max_new_tokens=20, stop="none")
+    assert 150 not in out.tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) -> None:
+    """Decided tokens never attend to mask tokens, so the stored rows are exact."""
+    denoiser = random_network(0, 0, seed, has_masks_last=True)
+    tokens, new = prompt_of(5, seed), 21
+    policy = PRESETS["wedlm"].with_fields({"block_length": 6, "threshold": 0.4, "stop": "none"})
+    outputs = []
+    for changes in ({}, {"cache": "none"}, {"store": "open"}):
+        changed = policy.with_fields(changes)
+        with under_native_loop(denoiser) as bundle:
+            out = bundle.generate(tokens=tokens, max_new_tokens=new, **changed.as_dict())
+        wanted = reference.generate(denoiser, tokens, changed, new)
+        assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+        outputs.append(out.tokens)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert MASK not in outputs[0]
+
+
+def test_blocks_start_after_the_prompt_and_only_causal_denoisers_get_the_preset() -> None:
+    assert presets_for(1, 0)["wedlm"].block_length == 16
+    assert "wedlm" not in presets_for(4, 0)
+    assert "wedlm" not in presets_for(None, 0)
+    assert "wedlm" not in presets_for(1, 0, 32)
+
+
+RELEASES = {
+    # The sizes of Qwen2.5 7B and Qwen3 8B, from which WeDLM was trained.
+    "7B": ("Qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 7_615_616_512),
+    "8B": ("Qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 8_190_735_360),
+}
+
+
+@pytest.mark.parametrize("size", RELEASES)
+def test_releases_are_inspected_and_planned_from_their_headers(size: str, tmp_path: Path) -> None:
+    like, hidden, layers, heads, kv_heads, head_dim, mlp, vocab, parameters = RELEASES[size]
+    config = wedlm_config(
+        like=like,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=mlp,
+        vocab_size=vocab,
+        max_position_embeddings=32768,
+    )
+    write_headers(tmp_path, config)
+    told = CliRunner().invoke(main, ["inspect", str(tmp_path), "--json"])
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    assert found["parameters"] == parameters
+    assert found["network"]["layers"][0]["attention"]["visibility"] == "masks-last"
+    planned = CliRunner().invoke(main, ["plan", str(tmp_path), "--targets", "h100", "--json"])
+    assert planned.exit_code == 0, planned.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false, found 'yes'"),
+        ({"mask_token_id": None}, "no mask_token_id.*Pass --mask-token-id"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+    ids=str,
+)
+def test_a_config_that_we_do_not_compute_is_refused(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path, wedlm_config())
+    (path / "config.json").write_text(json.dumps(wedlm_config(**changes)))
+    with pytest.raises(CheckpointError, match=says):
+        families.read_network(Checkpoint(path), Overrides())
+
+
+def test_blocks_of_attention_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, wedlm_config())
+    with pytest.raises(CheckpointError, match="the attention of WeDLMForCausalLM has no blocks"):
+        families.read_network(Checkpoint(path), Overrides(attention_block=4))
