@@ -121,7 +121,8 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
             stored = stage.start if span.last == stage.end else span.last
         elif span.is_stored and opened != (stage.first, stage.last):
             stored = span.last
-        assert stage.start % size == 0
+        origin = 0 if n > 1 else int(undecided.argmax())  # causal attention has no grid of blocks
+        assert (stage.start - origin) % size == 0
         assert stage.end == min(stage.start + size, length)
         assert stage.start <= stage.first <= stage.last <= stage.end
         decided[stage.first : stage.last] = True
