@@ -1,4 +1,4 @@
-"""Measure how much accuracy each precision costs, with trained weights on real text.
+"""Measure the loss of a trained network in each precision, on real text.
 
 The script also measures llama.cpp's formats.
 

@@ -136,7 +136,7 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
 
 
 def _cached(turn: Turn, start: int, length: int, loop: Loop) -> int:
-    """Return the number of cached tokens that a pass uses, if the pass starts at ``start``."""
+    """Return the number of cached tokens that a pass with the first position ``start`` uses."""
     tokens = turn.span.last - start
     if loop.policy.cache == "none":
         return 0

@@ -522,19 +522,19 @@ typedef struct dlm_constraint {
   size_t struct_size;
   int32_t kind;        /* DLM_CONSTRAINT_... (DLM_CONSTRAINT_REGEX) */
   const char* content; /* the source text of the constraint, in the form that `kind` selects; must
-                          be set (NULL) */
+                          be set, because the default is NULL */
   size_t content_size; /* bytes (0) */
-  const char* before;  /* fixed text before the generated text; NULL: no such text. The constraint
-                          applies to both fixed texts and the generated text together (NULL) */
-  const char* behind;  /* fixed text after the generated text; NULL: no such text (NULL) */
+  const char* before;  /* fixed text before the generated text. NULL (default): no such text. The
+                          constraint applies to both fixed texts and the generated text together */
+  const char* behind;  /* fixed text after the generated text. NULL (default): no such text */
 
   /* Options for JSON. */
   const char* item_separator; /* text between the items of an array, and between the properties
                                  of an object (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
   int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64. Each
-                        item is then on a separate line. -1: the JSON text has no line breaks
-                        (-1) */
+                        item is then on a separate line. -1 (default): the JSON text has no line
+                        breaks */
   int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
                         (0) */
   int32_t max_depth; /* largest number of times that a recursive schema may contain itself,
@@ -556,8 +556,8 @@ typedef struct dlm_constraint {
 
   /* The vocabulary. Only programs that have their own tokenizer set these fields. */
   const char* const* tokens; /* [token_count], the bytes of each token; NULL for a token that never
-                                occurs in a text. If `tokens` itself is NULL, the bundle's
-                                vocabulary is used (NULL) */
+                                occurs in a text. If `tokens` itself is NULL (default), the
+                                bundle's vocabulary is used */
   const size_t* token_sizes; /* [token_count], the size of each element of `tokens` in bytes
                                 (NULL) */
   size_t token_count;        /* (0) */
@@ -566,12 +566,12 @@ typedef struct dlm_constraint {
   const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
                                      (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text; NULL: the library does not
-                                     know how the tokenizer splits texts (NULL) */
+  dlm_first_token_fn first_token; /* finds the first token of a text. NULL (default): the library
+                                     does not know how the tokenizer splits texts */
   void* user;                     /* passed to first_token (NULL) */
 
   const uint8_t* made_of; /* 32 bytes that identify the source of the constraint;
-                             dlm_automaton_write stores them. NULL: 32 zeros (NULL) */
+                             dlm_automaton_write stores them. NULL (default): 32 zeros */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
@@ -825,10 +825,10 @@ typedef struct dlm_result {
                                  allowed texts. The probability of a text is the product of the
                                  probabilities of its tokens at temperature 1. If the text is in
                                  several blocks, the probabilities in a later block depend on the
-                                 tokens that were committed in earlier blocks. If a block ends
-                                 before the text shows which option it contains, the possible
-                                 options share the probability equally. NULL if the constraint
-                                 has another kind, or if the library made no pass */
+                                 tokens that were committed in earlier blocks. If several options
+                                 are still possible at the end of a block, they share the
+                                 probability equally. NULL if the constraint has another kind, or
+                                 if the library made no pass */
   size_t option_count;
 } dlm_result;
 

@@ -35,8 +35,8 @@ struct Tally {
 };
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
-// Checks that the expression `code` throws Error(status) with the message `message`. If `message`
-// starts with "...", the message of the error must contain the text after the dots.
+// Checks that the expression `code` throws an Error with status `status` and message `message`.
+// If `message` starts with "...", the error's message must contain the text after the dots.
 #define CHECK_ERROR(code, status, message) \
   check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
@@ -711,9 +711,9 @@ void test_tensorrt_plans(Tally& tally) {
       is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
     }
   CHECK(is_right);
-  // The result is at least the smallest number of rows of the profile.
+  // One row is needed, but the profile does not accept fewer than 4 rows.
   CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);
-  // The result is at least the number of rows that are needed.
+  // Three rows are needed, even though the pass has only one token.
   CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);
 
   const auto sizes = dlm::trt::largest(engine);

@@ -110,7 +110,7 @@ class Met:
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Return the passes of this run, as an element of ``walks`` for ``Seer.see``."""
+        """Return the passes of this run for the argument ``walks`` of ``Seer.see``."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states

@@ -136,10 +136,11 @@ class LayerRow:
 
     - ``input_relative`` compares the layer's inputs, to check the operators between the previous
       layer and this layer.
-    - ``output_relative`` compares the layer's outputs. Differences caused by an input halfway
-      between two codes are subtracted. If the layer is part of a fused operator,
-      ``output_relative`` is ``None``, because the layer's output cannot be read. In this case, the
-      comparison of the next layer's inputs also checks this layer.
+    - ``output_relative`` compares the layer's outputs. An input near the boundary between two
+      codes may get either code. The difference that this may cause in an output is subtracted. If
+      the layer is part of a fused operator, ``output_relative`` is ``None``, because the layer's
+      output cannot be read. In this case, the comparison of the next layer's inputs also checks
+      this layer.
 
     The result named ``LOGITS`` checks everything after the last quantised layer.
     """
