@@ -90,10 +90,10 @@ inline int32_t causal_shift(const Denoiser& denoiser) {
 
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
 // come from suit_policy. The first block starts at the first undecided position, or at a
-// multiple of the block length with block-causal attention (visible_block above 1). If `steps` is above 0, `steps` is the number of
-// passes planned for all blocks together. The plan stores the cache rows of the prompt before the
-// first block in as few passes as the engine allows. Throws an Error with status
-// DLM_INVALID_ARGUMENT.
+// multiple of the block length with block-causal attention (visible_block above 1). If `steps` is
+// above 0, `steps` is the number of passes planned for all blocks together. The plan stores the
+// cache rows of the prompt before the first block in as few passes as the engine allows. Throws an
+// Error with status DLM_INVALID_ARGUMENT.
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine);
 
