@@ -27,7 +27,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
-from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.quantising.samples import CalibrationOptions, threshold_preset
 from dlm_export.sources import open_source
 from dlm_runtime.presets import PRESETS, presets_for
 
@@ -122,6 +122,12 @@ def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) 
         outputs.append(out.tokens)
     assert outputs[0] == outputs[1] == outputs[2]
     assert MASK not in outputs[0]
+
+
+def test_calibration_uses_the_preset_of_the_family(tmp_path: Path) -> None:
+    source = open_source(write_checkpoint(tmp_path, wedlm_config()), Overrides())
+    name, policy = threshold_preset(source.network, source.presets, None)
+    assert (name, policy.block_length) == ("wedlm", 16)
 
 
 def test_blocks_start_after_the_prompt_and_only_causal_denoisers_get_the_preset() -> None:

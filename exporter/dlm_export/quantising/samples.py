@@ -121,6 +121,8 @@ def threshold_preset(
         chosen = "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
+    if name is None and network.has_masks_last:
+        chosen = "wedlm"  # with "sdar", the blocks of causal attention would have one token
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: choose one of {', '.join(presets)}")
     return chosen, presets[chosen].greedy()
