@@ -53,7 +53,7 @@ def run(server: HubServer, tmp_path: Path, *arguments: str) -> subprocess.Comple
     (tmp_path / "temporary").mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.run(
-        [sys.executable, "-m", "dlm_export.cli", *arguments],
+        [sys.executable, Path(__file__).with_name("traces.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=600,
