@@ -28,6 +28,7 @@ from dlm_export.families import (
     rnd1,
     roberta,
     sdar,
+    torch_encoder,
 )
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.tensors import Tensors
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Family] = {
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
         *(nemotron_labs_diffusion.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
+        torch_encoder.FAMILY,
     )
 }
 
