@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import tokenizer_files
 import torch
@@ -321,6 +322,14 @@ def test_quantised_layers_without_a_silu_gate_are_computed_by_kernels(
     assert kernels["calls"] == kernels["calls"] | merged
     gates = {f"blocks.{i}.mlp" for i in range(5 if name == "modern" else 0)}
     assert kernels["plain"].keys() == gates
+
+
+def test_a_graph_contains_no_relu(bundles: dict[str, Path]) -> None:
+    """ONNX Runtime 1.31.1 removes a Relu before a QuantizeLinear to FP8, so the graph uses Max."""
+    graph = onnx.load(bundles["torch"] / "bundle" / "denoiser.onnx", load_external_data=False)
+    operators = {node.op_type for node in graph.graph.node}
+    assert "Max" in operators
+    assert "Relu" not in operators
 
 
 def test_a_window_has_no_cache_and_its_presets_use_none(bundles: dict[str, Path]) -> None:
