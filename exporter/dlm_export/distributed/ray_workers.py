@@ -1,0 +1,177 @@
+"""Runs pieces of work as tasks of Ray (https://docs.ray.io/), on one machine or on a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dlm_export.distributed.record import Record
+from dlm_export.distributed.workers import Kept, Work, WorkerError, WorkerInputError, single_thread
+from dlm_runtime.errors import DlmError
+
+LOCAL = "local"
+RETRIES = 3  # how often Ray runs a task again after its worker died
+_CONNECT_SECONDS = 5.0
+_STORE_BYTES = 1 << 30  # size of the object store of a local Ray; Ray writes more data to disk
+
+
+class RayWorkers:
+    """Implements ``Workers`` with Ray."""
+
+    def __init__(self, record: Record | None = None, device: torch.device | None = None) -> None:
+        """Ray reserves one core for each task, and also one GPU if ``device`` is a GPU."""
+        self.record = record
+        self._gpus = 1 if device is not None and device.type == "cuda" else 0
+
+    def recording(self, record: Record | None, device: torch.device) -> RayWorkers:
+        """Return workers that store results in ``record``, and compute on ``device``."""
+        return RayWorkers(record, device)
+
+    def each(
+        self,
+        stage: str,
+        work: Work,
+        shared: Any,
+        pieces: Sequence[Any],
+        kept: Sequence[Kept] | None = None,
+        *,
+        keep: bool = False,
+    ) -> Iterator[tuple[Any, Kept]]:
+        """See ``Workers``."""
+        import ray
+
+        task = ray.remote(_run).options(
+            num_cpus=1, num_gpus=self._gpus, num_returns=2, max_retries=RETRIES, name=stage
+        )
+        common = ray.put(shared)
+        started: list[Any] = []  # the two results of each task, or None
+        for number, piece in enumerate(pieces):
+            if self._is_recorded(stage, number, keep=keep):
+                started.append(None)
+            else:
+                handle = None if kept is None else kept[number]
+                started.append(task.remote(work, common, piece, handle))
+        try:
+            for number, refs in enumerate(started):
+                if refs is None:
+                    yield self._recorded(stage, number, keep=keep)
+                    continue
+                result = _fetched(refs[0], stage)
+                if self.record is not None:
+                    if keep:
+                        self.record[f"{stage}/{number}-kept"] = _fetched(refs[1], stage)
+                    self.record[f"{stage}/{number}"] = result
+                started[number] = None  # lets Ray free the result
+                yield result, refs[1] if keep else None
+        finally:
+            for refs in started:
+                if refs is not None:
+                    ray.cancel(refs[0])
+
+    def held(self, stage: str, count: int) -> list[Kept] | None:
+        """See ``Workers``."""
+        names = [f"{stage}/{number}-kept" for number in range(count)]
+        if self.record is None or not all(name in self.record for name in names):
+            return None
+        import ray
+
+        return [ray.put(self.record[name]) for name in names]
+
+    def _is_recorded(self, stage: str, number: int, *, keep: bool) -> bool:
+        name = f"{stage}/{number}"
+        return (
+            self.record is not None
+            and name in self.record
+            and (not keep or f"{name}-kept" in self.record)
+        )
+
+    def _recorded(self, stage: str, number: int, *, keep: bool) -> tuple[Any, Kept]:
+        import ray
+
+        assert self.record is not None
+        name = f"{stage}/{number}"
+        return self.record[name], ray.put(self.record[f"{name}-kept"]) if keep else None
+
+
+def _run(work: Work, shared: Any, piece: Any, kept: Any) -> tuple[Any, Any]:
+    single_thread()
+    return work(shared, piece, kept)
+
+
+def _fetched(ref: Any, stage: str) -> Any:
+    """Wait for the result of a task. Raises the task's DlmError, or WorkerError."""
+    import ray
+
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as err:
+        if isinstance(err.cause, DlmError):
+            raise err.cause from err
+        said = f"{type(err.cause).__name__}: {err.cause}"
+        raise WorkerError(f"--ray: a worker failed in the stage {stage} ({said})") from err
+    except ray.exceptions.RayError as err:
+        raise WorkerError(
+            f"--ray: the workers of the stage {stage} died {1 + RETRIES} times ({type(err).__name__}). See Ray's logs; if "
+            "memory is short, use machines with more memory per core."
+        ) from err
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[RayWorkers | None]:
+    """Connect to Ray while the ``with`` block runs. Yields ``None`` if ``address`` is ``None``.
+
+    The address ``local`` starts Ray on this machine. Other addresses are HOST:PORT of a cluster to
+    which this machine belongs. If this process is already connected to Ray, the function uses this
+    connection. Raises WorkerInputError.
+    """
+    if address is None:
+        yield None
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise WorkerInputError(
+            "--ray: Ray is not installed. Run: pip install -c constraints.txt '.[ray]'"
+        )
+    host, _, port = address.rpartition(":")
+    if address != LOCAL and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise WorkerInputError(f"--ray {address}: write local, or HOST:PORT, such as 10.0.0.5:6379")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield RayWorkers()
+        return
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address == LOCAL:
+        settings |= {
+            "num_cpus": len(os.sched_getaffinity(0)),
+            "object_store_memory": _STORE_BYTES,
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+        }
+    else:
+        settings["address"] = address
+        _check_reachable(address, host, int(port))
+    try:
+        ray.init(**settings)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as err:
+        raise WorkerInputError(f"--ray {address}: cannot connect to Ray ({err})") from err
+    try:
+        yield RayWorkers()
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str, host: str, port: int) -> None:
+    """Raise WorkerInputError if nothing listens at the address. Ray itself would wait for minutes."""
+    try:
+        socket.create_connection((host.strip("[]"), port), _CONNECT_SECONDS).close()
+    except OSError as err:
+        raise WorkerInputError(
+            f"--ray {address}: no answer ({err.strerror or err}). Start Ray there with `ray start --head`, or use --ray local."
+        ) from err
