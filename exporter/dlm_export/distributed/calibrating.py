@@ -128,6 +128,8 @@ class Remote:
         record, because its matrices are rounded already.
         """
         i, record = wanted.layer, self._workers.record
+        if not wanted.sites and i == len(self._source.network.layers):
+            return Observed(Observers())
         stage = f"{self._name}/{i}" if wanted.keep else f"{self._name}/{i}-scales"
         keep = wanted.keep and i < len(self._source.network.layers)
         done = f"{stage}-merged"

@@ -33,6 +33,7 @@ _CLASSES = frozenset(
         ("dlm_export.judging.accuracy.frontier", "FrontierState"),
         ("dlm_export.judging.accuracy.frontier", "Met"),
         ("dlm_export.judging.accuracy.masked", "Masked"),
+        ("dlm_export.judging.precision_search.sensitivity", "Sums"),
         ("dlm_export.judging.sides.bundle", "Spent"),
         ("dlm_export.network.turns", "Canvas"),
         ("dlm_export.network.turns", "Turn"),
