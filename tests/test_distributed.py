@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,15 @@ from checkpoints import llada_config, write_checkpoint
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.recipes import HIGH, RECIPES, Recipe
 from dlm_calibration.states import State
-from dlm_export.distributed import calibrating, ray_workers
+from dlm_export import families
+from dlm_export.distributed import ray_workers
 from dlm_export.distributed.record import Record
 from dlm_export.distributed.workers import Kept, Shared, WorkerInputError
 from dlm_export.judging.accuracy import run as judging
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.progress import Silent
-from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising import calibrate, in_pieces, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source, open_source
 from dlm_export.workplace import Remote, Workplace
@@ -79,7 +81,7 @@ class InProcess:
 
 @pytest.fixture
 def source(llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(calibrating, "PART_TOKENS", 60)
+    monkeypatch.setattr(in_pieces, "PART_TOKENS", 60)
     monkeypatch.setattr(samples, "RANDOM_LENGTH", 24)
     return open_source(llada_checkpoint)
 
@@ -185,14 +187,14 @@ def test_results_of_other_states_are_not_reused(source: Source, tmp_path: Path) 
 def test_states_in_pieces_equal_states_in_one_piece(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrating, "SAMPLES", 2)
+    monkeypatch.setattr(in_pieces, "SAMPLES", 2)
     options = samples.CalibrationOptions(samples=5, states_per_sample=4)
     data = samples.load_data(source.network, source.path, None, options)
     _, policy = samples.threshold_preset(source.network, source.presets, None)
-    layered = calibrate.families.layered(source.parameters, source.network)
+    layered = families.layered(source.parameters, source.network)
     here = samples.trajectories(layered, policy, None, lambda: None)
     told: list[None] = []
-    there = calibrating.trajectories(
+    there = in_pieces.trajectories(
         InProcess(),
         Shared.of(source, torch.device("cpu")),
         torch.float32,
@@ -238,7 +240,7 @@ def test_a_worker_that_cannot_read_the_checkpoint_says_so(source: Source, tmp_pa
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:", ":6379", "host:0", "host:65536"])
 def test_wrong_addresses_are_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_workers.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     with (
         pytest.raises(WorkerInputError, match="write local, or HOST:PORT"),
         ray_workers.connected(address),
@@ -247,7 +249,7 @@ def test_wrong_addresses_are_refused(address: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_ray_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_workers.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with (
         pytest.raises(WorkerInputError, match=r"Ray is not installed\. Run: pip install"),
         ray_workers.connected("local"),

@@ -29,7 +29,7 @@ from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
-from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising import calibrate, in_pieces, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
@@ -209,10 +209,8 @@ def _runs(
     if remote is None:
         layered = families.layered(source.parameters, source.network, dtype, workplace.device)
         return samples.trajectories(layered, policy, workplace.activation_bytes, advance)
-    from dlm_export.distributed import calibrating
-
     name = f"states-{samples_sha256(data.calibration)}"
-    return calibrating.trajectories(remote.workers, remote.source, dtype, policy, name, advance)
+    return in_pieces.trajectories(remote.workers, remote.source, dtype, policy, name, advance)
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:

@@ -1,5 +1,6 @@
-"""Divides the slow stages of a build or a comparison into pieces, which run as Ray tasks.
+"""Runs pieces of a build's or a comparison's work as Ray tasks.
 
 ``workers`` defines the interface, and ``ray_workers`` implements it. ``record`` stores the results
-of finished pieces, so that a stopped build can continue. The other modules divide one stage each.
+of finished pieces, so that a stopped build can continue. The modules ``in_pieces`` in other folders
+divide the stages.
 """

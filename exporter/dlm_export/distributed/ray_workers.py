@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class RayWorkers:
         kept: Sequence[Kept] | None = None,
         *,
         keep: bool = False,
-    ) -> Iterator[tuple[Any, Kept]]:
+    ) -> Generator[tuple[Any, Kept], None, None]:
         """See ``Workers``."""
         import ray
 

@@ -38,7 +38,7 @@ _CLASSES = frozenset(
         ("dlm_export.network.turns", "Canvas"),
         ("dlm_export.network.turns", "Turn"),
         ("dlm_export.network.passes", "Span"),
-        ("dlm_export.distributed.calibrating", "Observation"),
+        ("dlm_export.quantising.in_pieces", "Observation"),
     }
 )
 

@@ -38,7 +38,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import Stacked
 from dlm_export.network.linear import TiedHead, has_bf16_kernels
 from dlm_export.network.spec import STACKS, LinearSpec, NetworkSpec
-from dlm_export.quantising import experts, gptq, modelopt
+from dlm_export.quantising import experts, gptq, in_pieces, modelopt
 from dlm_export.quantising.experts import Entered, Reached, member
 from dlm_export.quantising.folding import AWQ_ROWS, fold
 from dlm_export.quantising.numbers import Folded, Quantisation, by_site
@@ -257,15 +257,13 @@ def _here(
 
 def _elsewhere(done: Quantisation, states: Sequence[State], remote: Remote) -> Observe:
     """Run the states with the workers of ``--ray``, in parts."""
-    from dlm_export.distributed import calibrating
-
     dtype = computing_dtype(done.parameters.network, remote.source.torch_device)
     described = [remote.solving, sorted(done.formats.items()), done.recipe.as_dict()]
     digest = hashlib.sha256(json.dumps(described).encode())
     for state in states:
         digest.update(state.sha256.encode())
     name = f"calibrate-{digest.hexdigest()}"
-    return calibrating.Remote(remote.workers, remote.source, dtype, done, states, name).observe
+    return in_pieces.Remote(remote.workers, remote.source, dtype, done, states, name).observe
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:

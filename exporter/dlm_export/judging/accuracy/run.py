@@ -34,8 +34,8 @@ from dlm_runtime.policy import Policy
 if TYPE_CHECKING:
     import torch
 
-    from dlm_export.distributed.judging import Opened
     from dlm_export.distributed.workers import Shared, Workers
+    from dlm_export.judging.accuracy.in_pieces import Opened
     from dlm_export.judging.sides.layerwise import SweptPredictor
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
@@ -105,7 +105,7 @@ def judge_source(
         ours = BundlePredictor(bundle, name)
         elsewhere = None
         if workplace is not None and workplace.remote is not None:
-            from dlm_export.distributed.judging import Opened
+            from dlm_export.judging.accuracy.in_pieces import Opened
 
             assert folder is not None
             of, opened = workplace.remote, Opened.of(ours, folder, options.opening)
@@ -157,7 +157,7 @@ def _judge(
     def compute(pair: Pair) -> Compute:
         if elsewhere is None:
             return pair
-        from dlm_export.distributed.judging import Comparison, RemotePair
+        from dlm_export.judging.accuracy.in_pieces import Comparison, RemotePair
 
         comparison = Comparison(
             elsewhere.reference,
@@ -269,7 +269,7 @@ def compare_bundles(
         pilot, on_done = PILOT_SAMPLES, progress.advance
         elsewhere = None
         if workers is not None:
-            from dlm_export.distributed.judging import Opened
+            from dlm_export.judging.accuracy.in_pieces import Opened
 
             sides = (
                 Opened.of(theirs, reference, options.opening),

@@ -29,7 +29,7 @@ from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError
-from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.precision_search import in_pieces, sensitivity
 from dlm_export.judging.precision_search.assigned import Assigned
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
@@ -240,9 +240,7 @@ def search(
     def measure(point: Point) -> float:
         chosen = _by_layer(layers, point.formats)
         if place.remote is not None:
-            from dlm_export.distributed import sweeping
-
-            increase = loss.increase(sweeping.masked(place.remote, ready, chosen, loss.canvases))
+            increase = loss.increase(in_pieces.masked(place.remote, ready, chosen, loss.canvases))
         else:
             layered = Assigned(source.parameters, source.network, ready, chosen, place.device)
             increase = loss.of(

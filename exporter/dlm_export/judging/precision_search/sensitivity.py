@@ -442,10 +442,10 @@ def losses(
     """
     place = workplace or Workplace()
     if place.remote is not None:
-        from dlm_export.distributed import sweeping
+        from dlm_export.judging.precision_search import in_pieces
 
         chosen = swept(states) if exact else swept(states, _most(network))
-        return sweeping.losses(place.remote, choices, chosen, on_done, exact=exact)
+        return in_pieces.losses(place.remote, choices, chosen, on_done, exact=exact)
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
