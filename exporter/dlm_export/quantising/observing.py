@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to observe during a run of layer ``layer``, or of the head after the last layer.
+    """Says what to observe during a run of layer ``layer``, or of the head after the last layer.
 
     - ``sites``: the layers whose inputs are observed, grouped by input.
     - ``seeds``: for each of the sites, the seed of its observer.
