@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+import ray_machine  # noqa: E402
 from ray import cloudpickle  # noqa: E402
 
 from dlm_export.build import BuildOptions, QuantiseOptions, build  # noqa: E402
@@ -37,13 +38,7 @@ register(sys.modules[__name__])  # workers cannot import the tests
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[RayWorkers]:
-    ray.init(
-        num_cpus=2,
-        object_store_memory=100 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
+    ray_machine.start(cores=2)
     try:
         with connected(LOCAL) as found:
             assert found is not None

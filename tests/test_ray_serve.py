@@ -17,6 +17,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 import httpx  # noqa: E402
 import openai  # noqa: E402
+import ray_machine  # noqa: E402
 from ray import serve  # noqa: E402
 
 import dlm_runtime  # noqa: E402
@@ -67,13 +68,7 @@ def url(demo_bundle: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.init(
-        num_cpus=4,
-        object_store_memory=100 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
+    ray_machine.start(cores=4)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(settings(demo_bundle)), name="dlm", route_prefix="/")

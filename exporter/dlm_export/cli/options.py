@@ -329,9 +329,7 @@ target_option = text("--target", "Device, or GPUs separated by commas.  [default
 PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
 calib_option = file("--calib", "JSONL or text for calibration; a quarter is used for judging.")
 resume_option = folder("--resume", "Folder that keeps finished stages for a later build.")
-ray_option = text(
-    "--ray", "Run slow stages in Ray: local, or a cluster's HOST:PORT.", "ADDRESS"
-)
+ray_option = text("--ray", "Run slow stages in Ray: local, or a cluster's HOST:PORT.", "ADDRESS")
 verify_option = flag("--no-verify", help="Do not compare the bundle with torch.")
 machine_group = group(
     "Machine and memory",

@@ -128,7 +128,7 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
 
     The address ``local`` starts Ray on this machine. Other addresses are HOST:PORT of a cluster to
     which this machine belongs. If this process is already connected to Ray, the function uses this
-    connection. Raises WorkerInputError.
+    connection. Raises WorkerInputError, or WorkerError if Ray does not start on this machine.
     """
     if address is None:
         yield None
@@ -159,7 +159,10 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
         _check_reachable(address, host, int(port))
     try:
         ray.init(**settings)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as err:
+    except Exception as err:  # Ray raises many kinds of errors, and Exception itself
+        ray.shutdown()
+        if address == LOCAL:
+            raise WorkerError(f"--ray local: Ray did not start ({err})") from err
         raise WorkerInputError(f"--ray {address}: cannot connect to Ray ({err})") from err
     try:
         yield RayWorkers()
