@@ -81,7 +81,7 @@ class InProcess:
 
 @pytest.fixture
 def source(llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(in_pieces, "PART_TOKENS", 60)
+    monkeypatch.setattr(in_pieces, "PART_TOKENS", (60, 60))
     monkeypatch.setattr(samples, "RANDOM_LENGTH", 24)
     return open_source(llada_checkpoint)
 

@@ -128,7 +128,7 @@ def test_a_bundle_built_with_ray_equals_one_built_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert workers is not None
-    monkeypatch.setattr(in_pieces, "PART_TOKENS", 200)
+    monkeypatch.setattr(in_pieces, "PART_TOKENS", (200, 200))
     monkeypatch.setattr(samples, "RANDOM_LENGTH", 24)
     made: list[dict[str, Any]] = []
     for name in (None, LOCAL):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import socket
@@ -46,7 +47,7 @@ class RayWorkers:
         """See ``Workers``."""
         import ray
 
-        task = ray.remote(_run).options(
+        task = _task().options(
             num_cpus=1, num_gpus=self._gpus, num_returns=2, max_retries=RETRIES, name=stage
         )
         common = ray.put(shared)
@@ -97,6 +98,14 @@ class RayWorkers:
         assert self.record is not None
         name = f"{stage}/{number}"
         return self.record[name], ray.put(self.record[f"{name}-kept"]) if keep else None
+
+
+@functools.cache
+def _task() -> Any:
+    """Return the remote function that runs all pieces. Ray exports each such function once."""
+    import ray
+
+    return ray.remote(_run)
 
 
 def _run(work: Work, shared: Any, piece: Any, kept: Any) -> tuple[Any, Any]:
@@ -161,9 +170,10 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
         ray.init(**settings)
     except Exception as err:  # Ray raises many kinds of errors, and Exception itself
         ray.shutdown()
+        said = (str(err).splitlines() or [type(err).__name__])[0]
         if address == LOCAL:
-            raise WorkerError(f"--ray local: Ray did not start ({err})") from err
-        raise WorkerInputError(f"--ray {address}: cannot connect to Ray ({err})") from err
+            raise WorkerError(f"--ray local: Ray did not start ({said})") from err
+        raise WorkerInputError(f"--ray {address}: cannot connect to Ray ({said})") from err
     try:
         yield RayWorkers()
     finally:

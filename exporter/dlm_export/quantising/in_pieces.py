@@ -26,8 +26,11 @@ from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.quantising.observing import Observed, Part, Run, Wanted
 from dlm_runtime.policy import Policy
 
-SAMPLES = 16  # number of samples in a piece of trajectory states
-PART_TOKENS = 16384  # number of tokens in a piece of a layer's run, unless one batch has more
+SAMPLES = 8  # number of samples in a piece of trajectory states
+PARTS = 8
+"""The states are divided into about this many parts, unless a limit of ``PART_TOKENS`` applies."""
+PART_TOKENS = (2048, 16384)
+"""The smallest and the largest number of tokens of a part, unless a single batch has more."""
 
 
 # ---- Trajectory states ----
@@ -117,7 +120,9 @@ class Remote:
         """``name`` identifies the source, the recipe and the states in the workers' record."""
         self._workers, self._source, self._dtype, self._done = workers, source, dtype, done
         positions = observing.predicted_positions(states, source.network.mask_token_id)
-        self._parts = observing.split(states, positions, PART_TOKENS)
+        least, most = PART_TOKENS
+        tokens = sum(len(state.canvas) for state in states)
+        self._parts = observing.split(states, positions, min(most, max(least, tokens // PARTS)))
         self._kept: list[Kept] | None = None
         self._name = name
 
