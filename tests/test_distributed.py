@@ -29,7 +29,7 @@ from dlm_export.judging.accuracy import run as judging
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.progress import Silent
-from dlm_export.quantising import calibrate, in_pieces, samples
+from dlm_export.quantising import calibrate, gptq, in_pieces, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source, open_source
 from dlm_export.workplace import Remote, Workplace
@@ -176,6 +176,30 @@ def test_a_stopped_calibration_continues_with_the_pieces_that_are_done(
     assert again.ran == []
 
 
+@pytest.mark.parametrize("solves", [0, 3, 6])
+def test_a_calibration_that_stopped_in_a_solver_repeats_no_piece(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, solves: int
+) -> None:
+    recipe = replace(RECIPES["int8-static"], solver="gptq")
+    whole, stopped = InProcess(), InProcess(Record(tmp_path / "pieces"))
+    expected = calibrated(source, recipe, whole)
+    solve, left = gptq.inverse_factor, [None] * solves
+
+    def failing(matrix: torch.Tensor) -> torch.Tensor:
+        if not left:
+            raise Stopped
+        left.pop()
+        return solve(matrix)
+
+    monkeypatch.setattr(gptq, "inverse_factor", failing)
+    with pytest.raises(Stopped):
+        calibrated(source, recipe, stopped, tmp_path / "solved")
+    monkeypatch.setattr(gptq, "inverse_factor", solve)
+    resumed = InProcess(stopped.record)
+    assert_equal(calibrated(source, recipe, resumed, tmp_path / "solved"), expected, exact=True)
+    assert [*stopped.ran, *resumed.ran] == whole.ran
+
+
 def test_results_of_other_states_are_not_reused(source: Source, tmp_path: Path) -> None:
     record, recipe = Record(tmp_path), RECIPES["int8-static"]
     calibrated(source, recipe, InProcess(record))
@@ -262,27 +286,34 @@ def test_a_missing_ray_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["default", "full"])
 def test_a_comparison_in_pieces_equals_one_in_this_process(
-    llada_bundle: Path, name: Any, monkeypatch: pytest.MonkeyPatch
+    llada_bundle: Path, name: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(samples, "RANDOM_LENGTH", 24)
     options = judging.JudgingOptions(effort=Effort(name, judged=6))
     changes = {"threshold": 0.01, "commit": "threshold"}
     here = judging.compare_bundles(llada_bundle, llada_bundle, options, Silent(), print, changes)
-    workers = InProcess()
+    record = Record(tmp_path)
+    workers = [InProcess(record), InProcess(record)]
+    left = list(workers)
 
     @contextmanager
     def connected(_: str | None) -> Iterator[InProcess]:
-        yield workers
+        yield left.pop(0)
 
     monkeypatch.setattr(ray_workers, "connected", connected)
-    there = judging.compare_bundles(
-        llada_bundle, llada_bundle, options, Silent(), print, changes, "local"
-    )
-    assert len(workers.ran) >= 3
-    ours, theirs = asdict(there), asdict(here)
-    for found in (ours, theirs):
-        del found["speed"]["ms_per_pass"], found["speed"]["ms_per_prompt"]
-    assert ours == theirs
+    compared = [here]
+    for _ in workers:
+        compared.append(
+            judging.compare_bundles(
+                llada_bundle, llada_bundle, options, Silent(), print, changes, "local"
+            )
+        )
+    assert len(workers[0].ran) >= 3
+    assert workers[1].ran == []  # all results come from the record
+    told = [asdict(each) for each in compared]
+    for each in told:
+        del each["speed"]["ms_per_pass"], each["speed"]["ms_per_prompt"]
+    assert told[0] == told[1] == told[2]
 
 
 # ---- Sweeps ----
@@ -290,12 +321,12 @@ def test_a_comparison_in_pieces_equals_one_in_this_process(
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_losses_of_layers_in_pieces_equal_those_in_one_piece(
-    source: Source, exact: bool
+    source: Source, exact: bool, tmp_path: Path
 ) -> None:
     recipe = RECIPES["int4-rtn"]
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(source.parameters, source.network, recipe, formats, [], lambda: None)
-    workers = InProcess()
+    workers = InProcess(Record(tmp_path))
     remote = Remote(workers, Shared.of(source, torch.device("cpu")), "")
     (ours,), (theirs,) = (
         sensitivity.losses(
@@ -310,6 +341,7 @@ def test_the_losses_of_layers_in_pieces_equal_those_in_one_piece(
         for place in (Workplace(remote=remote), Workplace())
     )
     assert len(workers.ran) >= 3
+    assert all(name in workers.record for name in workers.ran)
     assert ours
     assert ours.keys() == theirs.keys()
     for layer, losses in ours.items():

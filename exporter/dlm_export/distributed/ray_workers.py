@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import socket
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -117,16 +119,17 @@ def _fetched(ref: Any, stage: str) -> Any:
     """Wait for the result of a task. Raises the task's DlmError, or WorkerError."""
     import ray
 
+    shown = stage.partition("-")[0]
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as err:
         if isinstance(err.cause, DlmError):
             raise err.cause from err
         said = f"{type(err.cause).__name__}: {err.cause}"
-        raise WorkerError(f"--ray: a worker failed in the stage {stage} ({said})") from err
+        raise WorkerError(f"--ray: a worker failed in the stage {shown} ({said})") from err
     except ray.exceptions.RayError as err:
         raise WorkerError(
-            f"--ray: the workers of the stage {stage} died {1 + RETRIES} times ({type(err).__name__}). See Ray's logs; if "
+            f"--ray: the workers of the stage {shown} died {1 + RETRIES} times ({type(err).__name__}). See Ray's logs; if "
             "memory is short, use machines with more memory per core."
         ) from err
 
@@ -166,6 +169,7 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
     else:
         settings["address"] = address
         _check_reachable(address, host, int(port))
+    ours = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**settings)
     except Exception as err:  # Ray raises many kinds of errors, and Exception itself
@@ -174,6 +178,10 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
         if address == LOCAL:
             raise WorkerError(f"--ray local: Ray did not start ({said})") from err
         raise WorkerInputError(f"--ray {address}: cannot connect to Ray ({said})") from err
+    finally:
+        # Ray's own handler would end this process before the build has removed its unfinished files.
+        if ours is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
     try:
         yield RayWorkers()
     finally:

@@ -142,7 +142,7 @@ class Remote:
             if keep:
                 self._kept = self._workers.held(stage, len(self._parts))
             return Observed(record[done])
-        if i and self._kept is None:
+        if i and self._kept is None and not self._is_finished(stage):
             raise CalibrationError(
                 f"--resume: the results of layer {i - 1} are missing. Remove the folder's subfolder pieces, and build again."
             )
@@ -155,6 +155,12 @@ class Remote:
                 record.remove(f"{self._name}/{i - 1}")
                 record.remove(f"{self._name}/{i - 1}-scales")
         return merged
+
+    def _is_finished(self, stage: str) -> bool:
+        """Return True if the record contains the results of all pieces of a stage."""
+        record = self._workers.record
+        names = [f"{stage}/{number}" for number in range(len(self._parts))]
+        return record is not None and all(name in record for name in names)
 
     def _run(self, stage: str, wanted: Wanted, *, keep: bool) -> tuple[Observed, list[Kept]]:
         folded = self._done.parameters
