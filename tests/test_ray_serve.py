@@ -165,7 +165,8 @@ def test_a_killed_replica_loses_only_its_own_requests(url: str) -> None:
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: sum(one[0] > killed_at + 1 for one in load.sent) > 4 * CLIENTS)
     assert all(began <= killed_at <= ended for began, ended, *_ in load.failed())
-    # Clients got all answers of the other replica, so the failed requests ran on the killed one.
+    # Clients got all answers of the surviving replica, so all failed requests ran on the killed
+    # replica.
     assert answered(url, survivor) - before == sum(one[4] == survivor for one in load.sent)
     wait_for(lambda: bool(replicas() - {victim, survivor}))
     assert victim not in replicas()

@@ -1,4 +1,4 @@
-"""Tests of visibility, that is of which keys each query sees.
+"""Tests of visibility. The visibility of a layer says which keys each query sees.
 
 Torch, both graphs and a built bundle must follow the same rules.
 """
@@ -34,7 +34,7 @@ KINDS = ("key", "value")
 
 
 def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
-    """Return the same network with other visibility: ``rules`` contains one rule for each layer."""
+    """Return a copy of the network with other visibility. ``rules`` has one rule for each layer."""
     layers = (
         replace(
             layer,
@@ -46,7 +46,7 @@ def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> Network
 
 
 def turning(network: NetworkSpec, fraction: float) -> NetworkSpec:
-    """Return the same network, in which only a fraction of each head is rotated."""
+    """Return a copy of the network that rotates only a fraction of each head."""
     ropes = (replace(layer.attention, rope=Rope(1e4, fraction)) for layer in network.layers)
     layers = tuple(
         replace(layer, attention=rope) for layer, rope in zip(network.layers, ropes, strict=True)

@@ -14,7 +14,7 @@ _traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
 
 
 def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
-    """Return the same as ``trace_pass``, but trace each network in each precision only once.
+    """Return the result of ``trace_pass``, but trace each network in each precision only once.
 
     The result is a copy of the stored graph, so the caller may change it.
     """

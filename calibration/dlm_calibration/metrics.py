@@ -24,7 +24,7 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-# Number of resamples of a bootstrap; a 95% interval excludes the lowest 25 and the highest 25.
+# Number of resamples of a bootstrap. A 95% interval excludes the 25 lowest and 25 highest results.
 RESAMPLES = 1000
 LEVEL = 0.95
 TOP = 5

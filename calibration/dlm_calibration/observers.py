@@ -55,7 +55,7 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # TensorRT's INT8 calibration has the same values (Migacz, GTC 2017).
+)  # These are the values that TensorRT's INT8 calibration uses (Migacz, GTC 2017).
 
 
 class Observer:

@@ -40,7 +40,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """An open source: the denoiser from which a bundle is built, with its text files and presets."""
+    """A source that was opened: a denoiser with its text files and presets."""
 
     path: Path
     network: NetworkSpec
@@ -150,8 +150,8 @@ def _check_config(
 ) -> None:
     """Raise CheckpointError if the checkpoint's config.json describes a different network.
 
-    The function compares the networks only if the bundle records a different hash of config.json.
-    It does not compare their mask tokens. It first reads the checkpoint with the checkpoint's own
+    If the bundle records the same hash of config.json, or no hash, nothing is compared. The mask
+    tokens are never compared. The function first reads the checkpoint with the checkpoint's own
     mask token, because the bundle's mask token may be outside the checkpoint's vocabulary.
     """
     checkpoint = Checkpoint(path)
@@ -175,7 +175,7 @@ def _check_config(
 
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
-    """Return the presets for a network. If the network has a window, they use no cache."""
+    """Return the presets for a network. If its attention has a window, no preset uses a cache."""
     presets = presets_for(network.visible_block, network.shift, network.draft_block)
     if not network.has_window:
         return presets

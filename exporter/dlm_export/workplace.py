@@ -44,8 +44,8 @@ class Remote:
 class Workplace:
     """The resources that a build may use.
 
-    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. If the states
-    need more, the build stores them in a file in ``folder``. ``None`` means no limit.
+    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. If the hidden
+      states need more, they are stored in a file in ``folder``. ``None`` means no limit.
     - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps these weights in
       memory.
     - ``states``: file for the calibration states, which are canvases on which the build observes

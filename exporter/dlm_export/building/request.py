@@ -114,8 +114,9 @@ class Job:
 
     @property
     def is_judged(self) -> bool:
-        """True if the build measures how much accuracy quantisation costs. Networks with draft
-        passes cannot be judged, see ``judging.sides.side.check_judged``.
+        """True if the build measures how much accuracy quantisation costs.
+
+        The value is False for networks with draft passes (see ``judging.sides.side.check_judged``).
         """
         return self.request.is_judged and self.source.network.draft_block is None
 

@@ -44,8 +44,8 @@ back.
 def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     """Define the attention function ``name``.
 
-    The name says whether the attention is block-causal, and whether the function applies norms to
-    queries and keys.
+    The name says which keys a query sees, and whether the function applies norms to queries and
+    keys. ``store`` converts rows to the form in the cache, and ``read`` converts them back.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -131,7 +131,7 @@ def rms_norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
 def _own(
     body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Find the rows that belong to the same request as each token.
+    """For each token, find the rows that belong to the same request.
 
     Returns two bool arrays: ``[T, S]`` for the S cached rows, and ``[T, T]`` for the rows of the T
     tokens.

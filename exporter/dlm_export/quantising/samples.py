@@ -116,7 +116,7 @@ def threshold_preset(
     is no such preset, raises RequestError, which lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # Fast-dLLM v2's preset supports only some block lengths.
+    # The preset of Fast-dLLM v2 supports only some block lengths, so it may be missing.
     if name is None and network.draft_block is not None:
         chosen = "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
@@ -187,8 +187,8 @@ def trajectories(
 
     The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
-    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample in total.
-    The calls are spread evenly over the decided positions.
+    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called as often as there are
+    samples, whenever the next equal share of all positions is decided.
     """
     # Import ``lockstep`` here, because reading data and comparing bundles must work without torch.
     from dlm_export.network import lockstep

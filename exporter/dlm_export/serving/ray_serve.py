@@ -3,11 +3,11 @@
     serve run dlm_export.serving.ray_serve:build bundles=build/demo max_replicas=4
 
 Each replica opens all bundles and answers all paths of the server. Ray's proxy receives the
-requests, and sends each request to one of two random replicas, whichever has fewer requests. With
-``routing=session``, requests with the same header ``x-session-id`` go to the same replica. If a
-replica is killed, its requests fail with status 500, and the proxy sends later requests to other
-replicas. Only replicas check keys and limits, the proxy does not. The header ``x-replica`` of a
-response names the replica.
+requests. For each request, it chooses two random replicas, and sends the request to the replica
+that has fewer requests. With ``routing=session``, it sends requests with the same header
+``x-session-id`` to the same replica. If a replica is killed, its requests fail with status 500, and
+the proxy sends later requests to other replicas. The replicas check keys and limits. The proxy does
+not check them. The header ``x-replica`` of a response names the replica.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Settings(BaseModel):
     - ``gpus``: number of GPUs that Ray reserves for each replica. A fraction is possible.
     - ``provider``: the execution provider, as in ``dlm-export serve``.
     - ``api_key_file``: a file with one API key per line.
-    - ``shutdown_s``: seconds that running requests get before a replica ends.
+    - ``shutdown_s``: maximum number of seconds that a replica waits for running requests before it
+      ends.
     - ``routing``: ``load`` sends a request to the replica with fewer requests. ``session`` sends
       all requests with the same header ``x-session-id`` to the same replica, which can then reuse
       their prompts.

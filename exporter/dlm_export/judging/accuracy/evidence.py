@@ -1,13 +1,14 @@
 """Compares two denoisers sample by sample, so that the comparison can stop after any sample.
 
 The candidate is the denoiser whose accuracy is measured. The reference is the denoiser with which
-the candidate is compared. Part of the comparison uses the canvases of a decoding run, which is one
-generation with all its passes. Either the reference or the candidate generates this run:
+the candidate is compared. A decoding run is one generation with all its passes.
+Part of the comparison uses the canvases of decoding runs. Either the reference or the candidate
+generates these runs:
 
-- If the reference generates the run, both denoisers generate text for every sample. Such a
+- If the reference generates the runs, both denoisers generate text for every sample. Such a
   comparison is slow, because the reference makes all passes of its own runs.
-- If the candidate generates the run, only the candidate generates text. The reference predicts
-  which tokens it would commit on each canvas of the candidate's run.
+- If the candidate generates the runs, the reference generates no text. It only predicts which
+  tokens it would commit on each canvas of the candidate's runs.
 
 In the second case, the reference may be a ``Seer``: a denoiser whose layers are loaded one at a
 time. A ``Seer`` must receive the canvases of several samples at once. If the reference would commit
@@ -33,7 +34,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # with fewer samples, bootstrap intervals would be too narrow
+DECIDING_SAMPLES = 8  # with fewer samples, the comparison does not stop early
 
 Side = Literal["reference", "candidate"]
 
@@ -202,9 +203,9 @@ class Evidence:
     """Compares a candidate with a reference on the samples of ``pool``.
 
     Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
-    denoiser that generates the decoding runs. ``free`` is the reference as a denoiser that can
-    generate text. If ``free`` is ``None``, the reference generates no text, and only predicts
-    tokens on the candidate's canvases.
+    denoiser that generates the decoding runs. ``free`` generates text with the reference. If
+    ``free`` is ``None``, the reference generates no text, and only predicts tokens on the
+    candidate's canvases.
     """
 
     def __init__(
@@ -228,12 +229,12 @@ class Evidence:
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
-        but computes in the precision of the stored weights. It is compared with the reference in
-        the same way as the candidate. ``free`` generates text for at most ``free_runs`` samples, or
-        for all samples if ``free_runs`` is ``None``. The candidate generates text with
-        ``candidate_policy``, if it is not ``None``. In this case, ``states_of`` must be
-        "reference". ``compute`` returns what compares the denoisers on samples. By default, this
-        process compares them.
+        but computes in the precision of the stored weights. The class compares ``noise_floor`` with
+        the reference in the same way as it compares the candidate. ``free`` generates text for at
+        most ``free_runs`` samples, or for all samples if ``free_runs`` is ``None``. If
+        ``candidate_policy`` is not ``None``, the candidate generates text with this policy. In this
+        case, ``states_of`` must be "reference". ``compute`` returns the object that compares the
+        denoisers on samples. By default, this process compares them.
         """
         assert candidate_policy is None or states_of == "reference"
         if not pool:

@@ -195,7 +195,7 @@ def _judge(
 
 
 def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
-    """Describe the decoding loop that only the candidate ran, and how many tokens it reused."""
+    """Describe the decoding loop that only the candidate ran, and its reuse of prompt tokens."""
     prompt_tokens, cached_tokens = candidate.reused()
     return {
         "policy": policy.as_dict(),

@@ -10,10 +10,10 @@ turn and runs the whole denoiser. The estimate computes the losses of all layers
 and one backward pass, and needs memory for one transformer block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of
-``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is
-not. ``g`` is a random gradient at the layer's output. The module samples random gradients at the
-logits, with the Fisher information as their covariance. The gradients are then backpropagated to
-each layer (as in K-FAC, arXiv:1503.05671).
+``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input
+stays the same. ``g`` is a random gradient at the layer's output. The module samples random
+gradients at the logits, with the Fisher information as their covariance. The gradients are then
+backpropagated to each layer (as in K-FAC, arXiv:1503.05671).
 
 A tied head uses the embedding table. Quantising the table changes both the head's output and the
 table rows that are looked up at the start of a pass. The head's loss is the sum of the losses from
@@ -314,9 +314,9 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This assignment overwrites the incoming gradient, so it must come last. If a layer's
-            # output is added to the block's result, the array of the incoming gradient is also the
-            # layer's gradient, which the code above still needs.
+            # This assignment overwrites the incoming gradient, so it must come last. The code above
+            # still needs this array, because it is also the gradient of each layer whose output is
+            # added to the block's result.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -438,7 +438,7 @@ def losses(
 ) -> list[Losses]:
     """Measure the loss of each quantised layer, for each quantisation in ``choices``.
 
-    All of them must have been computed from the same ``parameters``.
+    All quantisations must have been computed from the same ``parameters``.
     """
     place = workplace or Workplace()
     if place.remote is not None:

@@ -40,7 +40,7 @@ class BundlePredictor:
     """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """``bundle`` must be opened from a folder, because this class needs the manifest."""
+        """``bundle`` must have been opened from a folder, because this class needs the manifest."""
         self.bundle, self.name = bundle, name
         self.spent: list[Spent] = []  # one element for each generated text
         self.shift = int(bundle.manifest["loop"]["shift"])
@@ -80,8 +80,9 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def reused(self) -> tuple[int, int]:
-        """Return the number of prompt tokens of all generated texts so far, and how many of these
-        tokens were reused from earlier prompts.
+        """Return the number of prompt tokens of all generated texts so far.
+
+        Also returns how many of these tokens were reused from earlier prompts.
         """
         return (
             sum(done.prompt_tokens for done in self.spent),
