@@ -1,10 +1,19 @@
-"""Starts Ray on this machine for tests."""
+"""Starts Ray on this machine for tests.
+
+Import this module before ``ray.serve``, which reads its time limits when it is imported.
+"""
 
 from __future__ import annotations
+
+import os
 
 import ray
 
 ATTEMPTS = 4
+# Ray Serve replaces a proxy that does not answer for a few seconds. The requests of the proxy then
+# fail. While other programs use all cores, a healthy proxy can take longer.
+for name in ("READY", "HEALTH"):
+    os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "120")
 
 
 def start(cores: int) -> None:
