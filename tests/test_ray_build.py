@@ -17,7 +17,6 @@ import torch
 from click.testing import CliRunner
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
-import ray_machine  # noqa: E402
 from ray import cloudpickle  # noqa: E402
 
 from dlm_export.build import BuildOptions, QuantiseOptions, build  # noqa: E402
@@ -38,13 +37,9 @@ register(sys.modules[__name__])  # workers cannot import the tests
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[RayWorkers]:
-    ray_machine.start(cores=2)
-    try:
-        with connected(LOCAL) as found:
-            assert found is not None
-            yield found
-    finally:
-        ray.shutdown()
+    with connected(LOCAL, cores=2) as found:
+        assert found is not None
+        yield found
 
 
 def squared(folder: Path, number: int, kept: int | None) -> tuple[int, int]:

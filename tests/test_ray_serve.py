@@ -68,14 +68,13 @@ def url(demo_bundle: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray_machine.start(cores=4)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(settings(demo_bundle)), name="dlm", route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with ray_machine.started(cores=4):
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(build(settings(demo_bundle)), name="dlm", route_prefix="/")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
 
 
 def send(url: str, text: str, session: str | None = None) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from dlm_runtime.errors import DlmError
 LOCAL = "local"
 RETRIES = 3  # how often Ray runs a task again after its worker died
 _CONNECT_SECONDS = 5.0
-_STORE_BYTES = 1 << 30  # size of the object store of a local Ray; Ray writes more data to disk
+_STARTS = 4  # how often Ray is started before the command gives up
 
 
 class RayWorkers:
@@ -135,12 +135,13 @@ def _fetched(ref: Any, stage: str) -> Any:
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[RayWorkers | None]:
+def connected(address: str | None, cores: int | None = None) -> Iterator[RayWorkers | None]:
     """Connect to Ray while the ``with`` block runs. Yields ``None`` if ``address`` is ``None``.
 
-    The address ``local`` starts Ray on this machine. Other addresses are HOST:PORT of a cluster to
-    which this machine belongs. If this process is already connected to Ray, the function uses this
-    connection. Raises WorkerInputError, or WorkerError if Ray does not start on this machine.
+    The address ``local`` starts Ray on this machine, with ``cores`` cores or with all cores. Other
+    addresses are HOST:PORT of a cluster to which this machine belongs. If this process is already
+    connected to Ray, the function uses this connection. Raises WorkerInputError, or WorkerError if
+    Ray does not start on this machine.
     """
     if address is None:
         yield None
@@ -161,8 +162,7 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address == LOCAL:
         settings |= {
-            "num_cpus": len(os.sched_getaffinity(0)),
-            "object_store_memory": _STORE_BYTES,
+            "num_cpus": cores or len(os.sched_getaffinity(0)),
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
         }
@@ -171,9 +171,8 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
         _check_reachable(address, host, int(port))
     ours = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**settings)
+        _start(settings)
     except Exception as err:  # Ray raises many kinds of errors, and Exception itself
-        ray.shutdown()
         said = (str(err).splitlines() or [type(err).__name__])[0]
         if address == LOCAL:
             raise WorkerError(f"--ray local: Ray did not start ({said})") from err
@@ -186,6 +185,24 @@ def connected(address: str | None) -> Iterator[RayWorkers | None]:
         yield RayWorkers()
     finally:
         ray.shutdown()
+
+
+def _start(settings: Mapping[str, Any]) -> None:
+    """Call ``ray.init``.
+
+    Ray gives up if a process of its own does not start within 30 s, which happens while other
+    programs use all cores. The function then tries again.
+    """
+    import ray
+
+    for attempt in range(_STARTS):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as err:  # Ray has no class for this error
+            ray.shutdown()
+            if "timed out during startup" not in str(err) or attempt == _STARTS - 1:
+                raise
 
 
 def _check_reachable(address: str, host: str, port: int) -> None:
