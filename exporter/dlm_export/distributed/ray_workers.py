@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -65,7 +66,7 @@ class RayWorkers:
                 if refs is None:
                     yield self._recorded(stage, number, keep=keep)
                     continue
-                result = _fetched(refs[0], stage)
+                result = _writable(_fetched(refs[0], stage))
                 if self.record is not None:
                     if keep:
                         self.record[f"{stage}/{number}-kept"] = _fetched(refs[1], stage)
@@ -112,7 +113,12 @@ def _task() -> Any:
 
 def _run(work: Work, shared: Any, piece: Any, kept: Any) -> tuple[Any, Any]:
     single_thread()
-    return work(shared, piece, kept)
+    return work(shared, _writable(piece), kept)
+
+
+def _writable(value: Any) -> Any:
+    """Copy a value, because numpy arrays that come from Ray's object store are read-only."""
+    return pickle.loads(pickle.dumps(value))
 
 
 def _fetched(ref: Any, stage: str) -> Any:

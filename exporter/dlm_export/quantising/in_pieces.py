@@ -101,7 +101,7 @@ class Observation:
         found = Observed(self.observers)
         for of, matrix in self.grams.items():
             found.grams[of] = Gram(len(matrix), torch.device("cpu"))
-            found.grams[of].matrix = torch.from_numpy(np.array(matrix))
+            found.grams[of].matrix = torch.from_numpy(matrix)
         return found
 
 
