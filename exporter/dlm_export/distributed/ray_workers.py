@@ -144,9 +144,9 @@ def _fetched(ref: Any, stage: str) -> Any:
 def connected(address: str | None, cores: int | None = None) -> Iterator[RayWorkers | None]:
     """Connect to Ray while the ``with`` block runs. Yields ``None`` if ``address`` is ``None``.
 
-    The address ``local`` starts Ray on this machine, with ``cores`` cores or with all cores. Other
-    addresses are HOST:PORT of a cluster to which this machine belongs. If this process is already
-    connected to Ray, the function uses this connection. Raises WorkerInputError, or WorkerError if
+    The address ``local`` starts Ray on this machine, with ``cores`` cores or with all cores. If this
+    process is already connected to Ray, ``local`` uses this connection. Other addresses are
+    HOST:PORT of a cluster to which this machine belongs. Raises WorkerInputError, or WorkerError if
     Ray does not start on this machine.
     """
     if address is None:
@@ -162,7 +162,7 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[RayWork
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    if ray.is_initialized():
+    if address == LOCAL and ray.is_initialized():
         yield RayWorkers()
         return
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -196,7 +196,7 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[RayWork
 def _start(settings: Mapping[str, Any]) -> None:
     """Call ``ray.init``.
 
-    Ray gives up if a process of its own does not start within 30 s, which happens while other
+    Ray gives up if one of its processes does not start within 30 s, which happens while other
     programs use all cores. The function then tries again.
     """
     import ray
