@@ -123,7 +123,7 @@ def denoiser(tmp_path_factory: pytest.TempPathFactory) -> Denoiser:
 
 def test_the_reference_loop_generates_the_greedy_text(denoiser: Denoiser) -> None:
     policy = PRESETS["self-speculation"]
-    for number in range(20):
+    for number in range(8):
         draw = random.Random(number)
         tokens = [draw.randrange(150) for _ in range(draw.randint(1, 40))]
         wanted = greedy(denoiser, tokens, 30)

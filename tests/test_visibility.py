@@ -160,8 +160,15 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
     assert (found[4:] != changed[4:]).any(1).all()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "is_plain"),
+    [
+        ("fp16", False),
+        pytest.param("fp16", True, marks=pytest.mark.slow),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
+        ("bf16", True),
+    ],
+)
 def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain: bool) -> None:
     rules = [("block", 4), ("block", 4), ("causal", None), ("block", 4)]
     traced = trace_once(small(*rules), precision, is_plain=is_plain)
