@@ -77,7 +77,7 @@ def antiberty_checkpoint(package: Path, folder: Path) -> Path:
 
 
 def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
-    """Convert a RoBERTa of Sapiens, for heavy or light chains. fairseq wrote its files."""
+    """Convert a RoBERTa of Sapiens, for heavy or light chains, from its fairseq files."""
     source = package / "models" / "v1"
     with torch.serialization.safe_globals([argparse.Namespace]):
         stored = torch.load(source / SAPIENS_CHAINS[chain], map_location="cpu", weights_only=True)
@@ -87,8 +87,8 @@ def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
         for theirs, ours in _FAIRSEQ.items():
             name = name.replace(theirs, ours)
         made[name] = value
-    # fairseq's RoBERTa has no embedding of token types, but transformers' has. An embedding of
-    # zeros changes nothing.
+    # In contrast to fairseq's RoBERTa, the RoBERTa of transformers has an embedding of token types.
+    # An embedding of zeros does not change the results.
     hidden = args["encoder_embed_dim"]
     made["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, hidden)
     residues = [line.split()[0] for line in (source / "dict.txt").read_text().splitlines()]
@@ -218,7 +218,7 @@ def package_folder(name: str) -> Path:
 
 
 def write_model(name: str, folder: Path, loops: Mapping[str, int] = BETA_LOOPS) -> Path:
-    """Write the checkpoint of an entry of ``MODELS``. ``loops`` is for SCEPTR only."""
+    """Write the checkpoint of a model. ``loops`` is for SCEPTR only."""
     package, _, variant = name.partition("-")
     source = package_folder(package)
     if package == "antiberty":

@@ -595,7 +595,7 @@ def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, s
     for name, policy in PRESETS.items():
         if name in suiting:
             bundle.generate(tokens=[1], max_new_tokens=80, **suiting[name].as_dict())
-        elif name != "nemotron-diffusion":  # suits other denoisers, but is not published for them
+        elif name != "nemotron-diffusion":  # would run, but is published for other denoisers only
             with pytest.raises(RequestError):
                 bundle.generate(tokens=[1], max_new_tokens=80, **policy.as_dict())
     assert ("llada" in suiting) == (block != 64)

@@ -308,7 +308,7 @@ def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
 
 
 def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWeight:
-    """Return the same weight with its scales rounded to ``scale_dtype``. The codes do not change."""
+    """Return the weight with its scales rounded to ``scale_dtype``. The codes do not change."""
     if weight.global_scale is not None:
         rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
         return replace(weight, global_scale=np.float32(float(rounded)))

@@ -291,7 +291,9 @@ def find_all(names: Sequence[str]) -> list[Target]:
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """Return the recipe that ``precision`` means on ``targets``, which must come from ``find_all``.
+    """Return the recipe that ``--precision`` selects on ``targets`` if its value is ``precision``.
+
+    ``targets`` must come from ``find_all``.
 
     Returns ``None`` if ``precision`` is not a recipe: a full precision, "auto" or "stored". Raises
     RecipeError if the recipe is invalid. Raises TargetError if a target does not support

@@ -157,13 +157,14 @@ class Layout:
     """The names of a family's tensors, as patterns.
 
     ``layer`` is the prefix of the tensor names in a layer. In ``layer``, ``{i}`` is replaced by the
-    layer's index. ``names`` maps the path of a module inside a layer to the released name without
-    ``.weight`` or ``.bias``. For a released name with another ending, ``names`` maps the path of
-    the parameter to the whole released name. Released matrices are ``[out, in]``, and the
-    denoiser's matrices are ``[in, out]``.
+    layer's index. ``names`` maps the path of a module inside a layer to the tensor's name in the
+    released checkpoint, without ``.weight`` or ``.bias``. If the name has another ending, ``names``
+    maps the path of the parameter to the whole name. The checkpoint's matrices are ``[out, in]``,
+    and the denoiser's matrices are ``[in, out]``.
 
-    ``embed``, ``final_norm`` and ``head`` are the released names of the modules outside layers.
-    ``outside`` does the same as ``names`` for all other modules and parameters outside layers.
+    ``embed``, ``final_norm`` and ``head`` are the names of modules outside layers in the released
+    checkpoint, also without ``.weight`` or ``.bias``. ``outside`` does the same as ``names`` for
+    all other modules and parameters outside layers.
 
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither

@@ -78,7 +78,7 @@ class Tensors:
     def _expected(self) -> dict[str, Expected]:
         """Return the types and shapes of the tensors that the denoiser needs.
 
-        The keys are the tensors' released names.
+        The keys are the tensors' names in the released checkpoint.
         """
         expected: dict[str, Expected] = {}
         read: dict[

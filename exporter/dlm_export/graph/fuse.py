@@ -380,7 +380,7 @@ def _number(value: ir.Value) -> float | None:
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """Return the node that computes ``value``, if the node's operator is ``op_type``.
+    """Return the node that computes ``value``. The node's operator must be ``op_type``.
 
     Otherwise, raises _Unlike with the message ``otherwise``.
     """

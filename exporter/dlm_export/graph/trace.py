@@ -216,7 +216,14 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
     # Hide torch's warnings and log lines, which do not help users. One example is the warning that
     # torchvision is missing.
-    with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
+    with (
+        warnings.catch_warnings(),
+        _quiet_logger("torch.onnx"),
+        torch.no_grad(),
+        definitions.few(),
+        # With symbolic shapes, torch's cache of operator results takes more time than it saves.
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+    ):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module,

@@ -1,4 +1,4 @@
-"""Measures how much time a scheduler saves if prompts that start alike share keys and values.
+"""Measures how much time a scheduler saves if prompts with the same start share keys and values.
 
 ``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
 """
@@ -111,7 +111,7 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
     block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
     if (
         bundle.draft_block is not None
-    ):  # blocks start after the prompt, and its last row is computed
+    ):  # here, blocks start after the prompt, and its last token is computed again
         block_length, shift = 1, 1
     if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
         raise RequestError(

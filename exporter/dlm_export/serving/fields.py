@@ -262,8 +262,8 @@ class DetokenizeBody(Body):
 def commas_for(context: int) -> int:
     """Return the maximum number of commas outside strings in a body.
 
-    ``context`` is the longest context of the server's models, in tokens. The limit allows the
-    maximum number of prompts of this length as token IDs.
+    ``context`` is the longest context of the server's models, in tokens. The result is enough
+    for the maximum number of prompts, each of ``context`` token IDs, but at most ``MOST_COMMAS``.
     """
     return min(MOST_VALUES + MOST_PROMPTS * context, MOST_COMMAS)
 

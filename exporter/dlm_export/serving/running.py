@@ -118,8 +118,8 @@ def serve(
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
         prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-            after its requests have ended. If None, they may use all memory for keys and values that
-            no running request needs.
+            after its requests have ended. If None, the limit is the memory for keys and values that
+            running requests do not need.
         connections: The limits that apply to all connections.
         shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.
