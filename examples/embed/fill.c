@@ -1,7 +1,8 @@
 /* Fills the masked tokens of a text in C: fill BUNDLE PASSES TEXT
  * TEXT contains the bundle's mask token, such as [MASK] or <mask>, once for each unknown token.
  * PASSES is the number of passes; 0 fills one mask token per pass. Prints the whole text to stdout,
- * and the number of passes and the seconds to stderr. README.md explains how to build this program. */
+ * and the number of passes and the seconds to stderr. README.md explains how to build this program.
+ */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
