@@ -127,11 +127,10 @@ def test_masked_residues_are_filled_as_in_python(
 ) -> None:
     done = run(fill, protein_bundle, str(steps), SEQUENCE, **LEAKS)
     with dlm_runtime.open(protein_bundle) as bundle:
-        wanted = bundle.infill(SEQUENCE, steps=steps or None, block_length=0)
+        wanted = bundle.infill(SEQUENCE, steps=steps, block_length=0)
     assert (done.returncode, done.stdout) == (0, wanted.text + "\n"), done.stderr
     assert re.fullmatch(rf"{nfe} passes, \d+\.\d+ s\n", done.stderr)
     assert wanted.generation.nfe == nfe
-    assert len(wanted.text) == len(SEQUENCE.replace("[MASK]", "X"))
 
 
 @pytest.mark.parametrize(
