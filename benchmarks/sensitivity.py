@@ -76,7 +76,9 @@ def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data,
         source.network, source.path, write_text(source.text, folder).tokenizer, options
     )
     layered = families.layered(source.parameters, source.network)
-    return data, list(samples.calibration_states(source, layered, data, options, lambda: None))
+    _, policy = samples.threshold_preset(source.network, source.presets, options.preset)
+    runs = samples.trajectories(layered, policy, None, lambda: None)
+    return data, list(samples.calibration_states(source, data, options, runs))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

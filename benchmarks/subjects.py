@@ -143,9 +143,9 @@ class Subject(ABC):
             source, options = self.source, self.options
             data = samples.load_data(source.network, source.path, self.tokenizer(), options)
             layered = families.layered(source.parameters, source.network)
-            self._states = list(
-                samples.calibration_states(source, layered, data, options, lambda: None)
-            )
+            _, policy = samples.threshold_preset(source.network, source.presets, options.preset)
+            runs = samples.trajectories(layered, policy, None, lambda: None)
+            self._states = list(samples.calibration_states(source, data, options, runs))
         return self._states
 
 

@@ -332,6 +332,21 @@ def roberta_config(**changes: Any) -> dict[str, Any]:
     return bert_config(**other | {"pad_token_id": 1, "eos_token_id": 2} | changes)
 
 
+def torch_encoder_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny model with the layers of ``torch.nn.TransformerEncoder``."""
+    return {
+        "architectures": ["TransformerEncoderForMaskedLM"],
+        "d_model": 64,
+        "nhead": 4,
+        "num_layers": 2,
+        "dim_feedforward": 96,
+        "vocab_size": 160,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "mask_token_id": 150,
+    } | changes
+
+
 def modern_bert_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny ModernBERT, with the keys of the release.
 
@@ -599,6 +614,25 @@ def _qwen_shapes(
     return shapes
 
 
+def torch_encoder_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensor names and shapes of ``test_masked_models.TorchEncoder``."""
+    d, inner, vocab = (config[name] for name in ("d_model", "dim_feedforward", "vocab_size"))
+    matrices = {"head": (vocab, d)}
+    norms = ["encoder.norm"] * config.get("norm_first", False)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocab, d)}
+    shapes["positions.weight"] = (config["max_position_embeddings"], d)
+    for i in range(config["num_layers"]):
+        layer = f"encoder.layers.{i}."
+        attention = f"{layer}self_attn."
+        shapes |= {f"{attention}in_proj_weight": (3 * d, d), f"{attention}in_proj_bias": (3 * d,)}
+        matrices |= {f"{attention}out_proj": (d, d)}
+        matrices |= {f"{layer}linear1": (inner, d), f"{layer}linear2": (d, inner)}
+        norms += [f"{layer}norm1", f"{layer}norm2"]
+    shapes |= {f"{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    return shapes | {f"{norm}.{kind}": (d,) for norm in norms for kind in ("weight", "bias")}
+
+
 def nemotron_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of Nemotron-Labs-Diffusion: those of Llama, with other names."""
     renamed = {"model.": "encoder.", "lm_head.": "diffusion_head."}
@@ -615,6 +649,7 @@ SHAPES = {
     "BertForMaskedLM": bert_shapes,
     "RobertaForMaskedLM": roberta_shapes,
     "ModernBertForMaskedLM": modern_bert_shapes,
+    "TransformerEncoderForMaskedLM": torch_encoder_shapes,
     "LLaDAModelLM": llada_shapes,
     "DreamModel": dream_shapes,
     "Fast_dLLM_QwenForCausalLM": dream_shapes,

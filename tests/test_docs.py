@@ -53,7 +53,7 @@ PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
 # The most columns and lines of README, so that a line fits into a terminal, and a new reader can
 # read the whole file.
-COLUMNS, LINES = 100, 150
+COLUMNS, LINES = 100, 160
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
 # the samples that need a server.

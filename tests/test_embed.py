@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizer_files
+from checkpoints import bert_config, write_checkpoint
 from test_native import (  # noqa: F401  (fixtures)
     EXAMPLE,
     HEADER,
@@ -44,6 +46,7 @@ from test_native import (  # noqa: F401  (fixtures)
 )
 
 import dlm_runtime
+from dlm_export.build import BuildOptions, build
 from dlm_runtime import embedding
 from dlm_runtime.abi import native as _native
 
@@ -95,6 +98,58 @@ def answers(demo_bundle: Path) -> dict[str, str]:
 
 
 # ---- C ----
+
+
+@pytest.fixture(scope="session")
+def fill(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    return compile_c(
+        tmp_path_factory.mktemp("embed") / "fill", EXAMPLE / "fill.c", sanitized, *SANITIZE
+    )
+
+
+@pytest.fixture(scope="session")
+def protein_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A masked language model with random weights, whose tokens are the residues of a protein."""
+    folder = tmp_path_factory.mktemp("protein")
+    config = bert_config(vocab_size=25, mask_token_id=4)
+    checkpoint = write_checkpoint(folder / "checkpoint", config)
+    (checkpoint / "tokenizer.json").write_text(tokenizer_files.made("residues"))
+    build(checkpoint, folder / "bundle", BuildOptions(check_parity=False))
+    return folder / "bundle"
+
+
+SEQUENCE = "QV[MASK]LVQ[MASK]GAEV[MASK][MASK]PG"
+
+
+@pytest.mark.parametrize(("steps", "nfe"), [(1, 1), (2, 2), (0, 4)])
+def test_masked_residues_are_filled_as_in_python(
+    fill: Path, protein_bundle: Path, steps: int, nfe: int
+) -> None:
+    done = run(fill, protein_bundle, str(steps), SEQUENCE, **LEAKS)
+    with dlm_runtime.open(protein_bundle) as bundle:
+        wanted = bundle.infill(SEQUENCE, steps=steps, block_length=0)
+    assert (done.returncode, done.stdout) == (0, wanted.text + "\n"), done.stderr
+    assert re.fullmatch(rf"{nfe} passes, \d+\.\d+ s\n", done.stderr)
+    assert wanted.generation.nfe == nfe
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        ([], 2, "usage: fill BUNDLE PASSES TEXT"),
+        (["{bundle}", "-1", "Q"], 2, "usage: "),
+        (["{bundle}", "1 ", "Q"], 2, "usage: "),
+        (["/no/such/bundle", "1", "Q"], 1, "fill: NOT_FOUND: /no/such/bundle"),
+        (["{bundle}", "1", "Q" * 70], 1, "fill: INVALID_ARGUMENT: "),
+    ],
+)
+def test_a_text_that_cannot_be_filled_says_why(
+    fill: Path, protein_bundle: Path, arguments: list[str], code: int, sentence: str
+) -> None:
+    given = [argument.replace("{bundle}", str(protein_bundle)) for argument in arguments]
+    done = run(fill, *given, **LEAKS)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert sentence in done.stderr
 
 
 @pytest.fixture(scope="session")

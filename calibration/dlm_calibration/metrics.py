@@ -286,6 +286,15 @@ class Frontier:
         self._kl.append(rows.kl)
         self._frontier_kl.append(rows.kl[reference.is_chosen])
 
+    def merge(self, later: Frontier) -> None:
+        """Add the states of a different ``Frontier`` after the states of this one."""
+        self._buckets += later._buckets
+        self._jaccard += later._jaccard
+        self._committed += later._committed
+        self._flips += later._flips
+        self._kl += later._kl
+        self._frontier_kl += later._frontier_kl
+
     @property
     def kl(self) -> float:
         """The mean KL divergence in nats, over all masked positions of the blocks that are being

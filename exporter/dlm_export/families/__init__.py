@@ -29,6 +29,7 @@ from dlm_export.families import (
     roberta,
     sdar,
     stable_diffcoder,
+    torch_encoder,
     wedlm,
 )
 from dlm_export.families.base import Family, Overrides
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
         *(stable_diffcoder.FAMILY, wedlm.FAMILY),
         *(nemotron_labs_diffusion.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
+        torch_encoder.FAMILY,
     )
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -232,3 +232,26 @@ class Layout:
         _, i, inner = module.split(".", 2)  # blocks.I.INNER
         own = self.names.get(f"{inner}.{kind}")
         return self.layer.format(i=i) + (f"{self.names[inner]}.{kind}" if own is None else own)
+
+
+def split_rows(
+    origins: Mapping[str, Origin], network: NetworkSpec, roles: Collection[str]
+) -> dict[str, Origin]:
+    """Split fused tensors, which contain the rows of several matrices or biases.
+
+    The matrices with the given roles are rows of fused tensors, in the order of
+    ``network.linear_layers()``, and so are the biases. The argument ``origins`` maps each of these
+    parameters to the whole fused tensor. Returns all origins, with the rows of each parameter.
+    """
+    found = dict(origins)
+    rows: dict[str, int] = {}  # the number of rows of each fused tensor that earlier parameters use
+    for linear in network.linear_layers():
+        for parameter in (linear.weight, f"{linear.path}.bias") if linear.role in roles else ():
+            if parameter not in found:
+                continue
+            (piece,) = found[parameter].pieces
+            first = rows.get(piece.tensor, 0)
+            rows[piece.tensor] = first + linear.outputs
+            part = Piece(piece.tensor, (first, rows[piece.tensor]))
+            found[parameter] = Origin((part,), transpose=parameter == linear.weight)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides
 from dlm_export.families.reading import special_tokens
 from dlm_export.network.spec import (
@@ -140,12 +140,6 @@ def _read_network(
     norms = ("attention_sum_norm", "mlp_sum_norm")
     layer = LayerSpec(attention, mlp, norm_eps, norms, "layer-bias")
     rows = config.integer("max_position_embeddings", low=first_position + 1)
-    longest = rows - first_position
-    if (overrides.max_canvas_length or 0) > longest:
-        raise CheckpointError(
-            f"{config.path}: --max-canvas-length {overrides.max_canvas_length} is more than the {longest} positions "
-            "that the checkpoint learned"
-        )
     vocab_size = config.integer("vocab_size")
     tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
     decoder, table = layout.head, layout.embed
@@ -157,7 +151,7 @@ def _read_network(
         layers=(layer,) * config.integer("num_hidden_layers", high=1024),
         norm_eps=norm_eps,
         tied_head=is_tied(checkpoint, f"{decoder}.weight", f"{table}.weight"),
-        max_canvas_length=overrides.max_canvas_length or longest,
+        max_canvas_length=max_canvas_length(config, overrides, rows - first_position),
         shift=0,
         mask_token_id=tokens.mask,
         # No end tokens, because the token at the end of each training text does not mark the end of
@@ -168,6 +162,20 @@ def _read_network(
         embedding=EmbeddingSpec(rows, first_position, config.integer("type_vocab_size"), norm=True),
         head=HeadSpec(final_norm=False, transform="gelu", transform_bias=True, bias=True),
     )
+
+
+def max_canvas_length(config: Config, overrides: Overrides, learned: int) -> int:
+    """Return the maximum length of a canvas, for a checkpoint with ``learned`` positions.
+
+    Raises CheckpointError if the user wants longer canvases.
+    """
+    wanted = overrides.max_canvas_length
+    if wanted is not None and wanted > learned:
+        raise CheckpointError(
+            f"{config.path}: --max-canvas-length {wanted} is more than the {learned} positions "
+            "that the checkpoint learned"
+        )
+    return wanted or learned
 
 
 def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:

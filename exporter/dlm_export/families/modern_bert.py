@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
-from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
+from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
 from dlm_export.families.masked import PRESET, is_tied
 from dlm_export.families.reading import special_tokens
 from dlm_export.network.spec import (
@@ -161,20 +161,8 @@ def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     Queries, keys and values are rows of one tensor, in this order. Gate and up are rows of another
     tensor.
     """
-    found = LAYOUT.origins(network, checkpoint)
-    rows: dict[str, int] = {}  # the number of rows of each fused tensor that earlier parameters use
-    for linear in network.linear_layers():
-        if linear.role not in ("q", "k", "v", "gate", "up"):
-            continue
-        for parameter in (linear.weight, f"{linear.path}.bias"):
-            if parameter not in found:
-                continue
-            (piece,) = found[parameter].pieces
-            first = rows.get(piece.tensor, 0)
-            rows[piece.tensor] = first + linear.outputs
-            part = Piece(piece.tensor, (first, rows[piece.tensor]))
-            found[parameter] = Origin((part,), transpose=parameter == linear.weight)
-    return found
+    fused = ("q", "k", "v", "gate", "up")
+    return split_rows(LAYOUT.origins(network, checkpoint), network, fused)
 
 
 FAMILY = Family(

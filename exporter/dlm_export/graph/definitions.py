@@ -44,6 +44,7 @@ OPERATORS = frozenset(
             "layer_norm",
             "log",
             "matmul",
+            "maximum",
             "mean.dim",
             "mul.Tensor",
             "permute",

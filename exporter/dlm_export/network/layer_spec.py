@@ -14,7 +14,7 @@ from dlm_export.network.scaling import QueryScale, RotaryTable, Scaling, scaling
 VISIBILITIES = ("full", "block", "causal", "draft", "masks-last")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
-ACTIVATIONS = ("silu", "gelu")
+ACTIVATIONS = ("silu", "gelu", "relu")
 """Activation functions of MLPs. ``gelu`` is the exact function, computed with erf."""
 NORMS = (
     "attention_norm",

@@ -76,6 +76,10 @@ def activate(x: Tensor, activation: str, is_plain: bool) -> Tensor:
     """Apply an activation function, a name in ``ACTIVATIONS``."""
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu":
+        # Not F.relu: ONNX Runtime 1.31.1 removes a Relu before a QuantizeLinear to FP8, which makes
+        # the results wrong.
+        return torch.maximum(x, torch.zeros((), dtype=x.dtype, device=x.device))
     if is_plain:  # elementary operators, for engines that have no GELU
         return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
     return F.gelu(x)

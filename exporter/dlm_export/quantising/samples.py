@@ -227,23 +227,14 @@ def trajectories(
 
 
 def calibration_states(
-    source: Source,
-    layered: Layered,
-    data: Data,
-    options: CalibrationOptions,
-    on_sample: Callable[[], None],
-    memory_bytes: int | None = None,
+    source: Source, data: Data, options: CalibrationOptions, runs: Trajectories
 ) -> Iterator[State]:
     """Return the calibration states of ``data.calibration``.
 
     Trajectory states are canvases from generations of the denoiser. If ``options.source`` asks for
-    trajectory states, this function runs the denoiser.
+    trajectory states, ``runs`` generates text for samples (see ``trajectories``).
     """
-    _, policy = threshold_preset(source.network, source.presets, options.preset)
-    runs = (
-        trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
-    )
-    return _states(source, data, options, runs)
+    return _states(source, data, options, runs if MIXES[options.source][1] else None)
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:

@@ -148,15 +148,27 @@ def meet_within(
 ) -> list[Met]:
     """Generate text for one sample after another, with at most about ``passes`` passes in all.
 
-    The function stops before a run that would probably exceed ``passes``. But it makes at
-    least ``least`` runs.
+    See ``within``.
     """
-    runs: list[Met] = []
-    for number, sample in samples:
-        if len(runs) >= least and sum(run.nfe for run in runs) + runs[-1].nfe > passes:
+    made = (
+        meet(predictor, sample, number, policy, max_new_tokens, limit) for number, sample in samples
+    )
+    return within(made, passes=passes, least=least)
+
+
+def within(runs: Iterator[Met], *, passes: int, least: int = 1) -> list[Met]:
+    """Take runs from an iterator, with at most about ``passes`` passes in all.
+
+    The function stops before a run that would probably exceed ``passes``. But it takes at least
+    ``least`` runs, if there are as many.
+    """
+    taken: list[Met] = []
+    while len(taken) < least or sum(run.nfe for run in taken) + taken[-1].nfe <= passes:
+        run = next(runs, None)
+        if run is None:
             break
-        runs.append(meet(predictor, sample, number, policy, max_new_tokens, limit))
-    return runs
+        taken.append(run)
+    return taken
 
 
 @dataclass(frozen=True)

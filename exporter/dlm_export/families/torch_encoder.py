@@ -1,0 +1,103 @@
+"""Defines the family of masked language models whose layers are a ``torch.nn.TransformerEncoder``.
+
+Such a model adds learned positions to the embeddings of the tokens, runs the encoder, and applies
+one matrix with a bias. config.json has the argument names of ``torch.nn.TransformerEncoderLayer``,
+and the tensors have the names of ``state_dict()``. docs/guides/masked-models.md shows the module.
+"""
+
+from __future__ import annotations
+
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
+from dlm_export.families.masked import PRESET, max_canvas_length
+from dlm_export.families.reading import special_tokens
+from dlm_export.network.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+)
+
+ARCHITECTURE = "TransformerEncoderForMaskedLM"
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """Read the network from config.json. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("bias", True)
+    config.get("dropout")  # only used in training
+    config.require("activation", "relu", "gelu")
+    activation = config.get("activation") or "relu"  # the default of TransformerEncoderLayer
+    hidden_size = config.integer("d_model")
+    heads = config.integer("nhead", high=4096)
+    if hidden_size % heads:
+        raise CheckpointError(
+            f"{config.path}: d_model {hidden_size} is not a multiple of nhead {heads}"
+        )
+    attention = AttentionSpec(
+        heads, heads, hidden_size // heads, rope=None, qkv_bias=True, out_bias=True
+    )
+    mlp = MlpSpec(config.integer("dim_feedforward"), activation, is_gated=False, bias=True)
+    norm_eps = config.number("layer_norm_eps", 1e-5)  # the default of TransformerEncoderLayer
+    norms = (
+        ("attention_norm", "mlp_norm")
+        if config.flag("norm_first")
+        else ("attention_sum_norm", "mlp_sum_norm")
+    )
+    layer = LayerSpec(attention, mlp, norm_eps, norms, "layer-bias")
+    positions = config.integer("max_position_embeddings")
+    vocab_size = config.integer("vocab_size")
+    tokens = special_tokens(checkpoint, vocab_size, overrides, "[MASK]")
+    return NetworkSpec(
+        family=FAMILY.name,
+        architecture=ARCHITECTURE,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=(layer,) * config.integer("num_layers", high=1024),
+        norm_eps=norm_eps,
+        tied_head=False,
+        max_canvas_length=max_canvas_length(config, overrides, positions),
+        shift=0,
+        mask_token_id=tokens.mask,
+        # No end tokens: as in BERT, a token after the text does not mark the end of an answer.
+        eos_token_ids=(),
+        pad_token_id=tokens.pad,
+        norm_kind="layer-bias",
+        embedding=EmbeddingSpec(positions),
+        head=HeadSpec(final_norm="encoder.norm.weight" in checkpoint.tensors, bias=True),
+    )
+
+
+LAYOUT = Layout(
+    embed="embed",
+    layer="encoder.layers.{i}.",
+    names={
+        "attention_norm": "norm1",
+        **{f"attention.{x}.weight": "self_attn.in_proj_weight" for x in "qkv"},
+        **{f"attention.{x}.bias": "self_attn.in_proj_bias" for x in "qkv"},
+        "attention.out": "self_attn.out_proj",
+        "attention_sum_norm": "norm1",
+        "mlp_norm": "norm2",
+        "mlp.up": "linear1",
+        "mlp.down": "linear2",
+        "mlp_sum_norm": "norm2",
+    },
+    final_norm="encoder.norm",
+    head="head",
+    outside={"embed.positions": "positions"},
+)
+
+
+def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+    """Return the tensors that make up each parameter.
+
+    Queries, keys and values are rows of one tensor, in this order.
+    """
+    return split_rows(LAYOUT.origins(network, checkpoint), network, ("q", "k", "v"))
+
+
+FAMILY = Family(
+    "torch-encoder", (ARCHITECTURE,), "torch.nn.TransformerEncoder", PRESET, read_network, origins
+)
