@@ -36,7 +36,7 @@ from dlm_export.graph import (
     repeat,
 )
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.routed import MIXTURE
+from dlm_export.graph.routed import GELU, MIXTURE, MIXTURES
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import Router
 from dlm_export.network.spec import STACKS, NetworkSpec
@@ -264,8 +264,9 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         # Remove the parameter's tensor, which has no values. ``write`` supplies the values later.
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
-    if any(node.domain == DOMAIN for node in model.graph):
-        functions.declare(model, MIXTURE)
+    for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
+        assert name in MIXTURES, name
+        functions.declare(model, name)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
     if is_plain:  # the remaining operators are the same in both opsets
@@ -273,17 +274,18 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     return Graph(model, network, dtype)
 
 
-def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
+def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any], activation: str) -> Any:
     """Translate the operator of ``network.experts`` to one node of the graph."""
+    name = MIXTURE if activation == "silu" else f"{GELU}{MIXTURE}"
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
     outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
     schema = onnx.defs.OpSchema(
-        MIXTURE, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
+        name, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
     )
-    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), MIXTURE, schema)
+    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
     return operator(x, chosen, weights, *stacks)
 
 

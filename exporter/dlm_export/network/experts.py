@@ -20,7 +20,8 @@ from dlm_export.network.norms import RMSNorm
 from dlm_export.network.spec import BRANCH_NORMS, ExpertsSpec, MlpSpec
 
 torch.library.define(
-    "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
+    "dlm_export::experts",
+    "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks, str activation) -> Tensor",
 )
 _NO_SUM = 1e-20
 """Routers normalise routing weights by dividing them by their sum.
@@ -30,7 +31,9 @@ As in released routers, this number is added to the sum, so that the sum is neve
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
-def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
+def _shape_of_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor], activation: str
+) -> Tensor:
     """Return an empty tensor with the shape of the output of ``RoutedMLPs``.
 
     torch.export needs this shape, because ``RoutedMLPs`` becomes a single graph node.
@@ -200,7 +203,9 @@ class RoutedMLPs(nn.Module):
         """
         if torch.compiler.is_exporting():
             stacks = [self.gate.weight, self.up.weight, self.down.weight]
-            y: Tensor = torch.ops.dlm_export.experts(x, chosen, weights, stacks)
+            y: Tensor = torch.ops.dlm_export.experts(
+                x, chosen, weights, stacks, self.spec.activation
+            )
             return y
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
