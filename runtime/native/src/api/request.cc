@@ -142,6 +142,10 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
   std::unique_ptr<Proposer> proposer;
+  if (wanted.constraint != nullptr && !denoiser.has_mask_token())
+    fail(DLM_UNSUPPORTED,
+         "this denoiser starts from random tokens, and cannot follow a constraint or a question: "
+         "use a denoiser that has a mask token");
   if (wanted.constraint != nullptr)
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);

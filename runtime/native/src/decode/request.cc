@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "decode/random.h"
 
 namespace dlm {
 namespace {
@@ -42,7 +43,12 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
     fail(DLM_UNSUPPORTED,
          "policy: commit = \"verify\" generates the most likely tokens, and cannot follow a "
          "constraint or a question: use another rule, such as \"threshold\"");
+  if (renoises() && is_constrained_)
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"noise\" starts each block from random tokens, and cannot follow a "
+         "constraint or a question: use remask = \"none\" with a denoiser that has a mask token");
   reserve();
+  if (denoiser_.conditioning_size > 0) check_order();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
     if (engine.max_batch() < 2)
@@ -76,6 +82,16 @@ void Request::reserve() {
   canvas_.back() = denoiser_.eos_token_ids.front();
   undecided_.back() = 0;
   is_reserved_ = true;
+}
+
+// A denoiser with self-conditioning predicts every row of a draft pass.
+void Request::check_order() const {
+  const auto first = std::find(undecided_.begin(), undecided_.end(), 1);
+  if (std::find(first, undecided_.end(), 0) != undecided_.end())
+    fail(DLM_UNSUPPORTED,
+         "this denoiser generates whole blocks from left to right, but position %d is to be filled "
+         "before tokens that are given: give tokens only before the first position to fill",
+         static_cast<int32_t>(first - undecided_.begin()));
 }
 
 int32_t Request::count_undecided(Range range) const {
@@ -140,7 +156,7 @@ int32_t Request::reusable() const {
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
   // a pass must compute this row.
-  return std::max(0, plan_.front().block.first - causal_shift(denoiser_));
+  return std::max(0, plan_.front().block.first - causal_shift(policy_, denoiser_));
 }
 
 void Request::skip_stored(int32_t rows) {
@@ -233,6 +249,7 @@ Needs Request::needs() const {
   if (positions_.empty()) return {};
   if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
+  found.conditioning = denoiser_.conditioning_size > 0;
   // If the caller wants at most top_k alternatives for each position, the candidates are enough,
   // and the pass need not return logits.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
@@ -245,7 +262,9 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
     propose(predictions, proposals);
-    if (is_editing_)
+    if (renoises())
+      renoise(predictions, proposals);
+    else if (is_editing_)
       edit(predictions, proposals);
     else if (!verifies())
       commit(predictions, proposals);
@@ -352,6 +371,61 @@ void Request::verify(const Predictions& predictions, const Proposals& proposals)
   const int32_t next = positions_[order_.size() - 1] + 1;
   const auto length = static_cast<int32_t>(canvas_.size());
   if (next < length) plan_verified(plan_, policy_, next, length);
+}
+
+void Request::write_noise(int32_t step) {
+  const Range range = stage().decided;
+  for (int32_t i = range.first; i < range.last; ++i)
+    if (undecided_[i] != 0)
+      canvas_[i] = random_token(policy_.seed, static_cast<uint32_t>(step), static_cast<uint32_t>(i),
+                                denoiser_.vocab_size, denoiser_.mask_token_id);
+}
+
+// The chosen positions get their proposed tokens, and all others get new random tokens
+// (DiffusionGemma). The result of the block is the most likely tokens of its last pass.
+void Request::renoise(const Predictions& predictions, Proposals& proposals) {
+  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, 0, order_)));
+  const bool is_last = is_stable(predictions, proposals) || step_ + 1 >= stage().steps;
+  if (!is_last) {
+    write_noise(step_ + 1);
+    for (const int32_t row : order_) canvas_[positions_[row]] = proposals.tokens[row];
+  }
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const size_t best = row * denoiser_.top_k;
+    proposals.tokens[row] = predictions.tokens[best];
+    proposals.probs[row] = predictions.probs[best];
+  }
+  note_guesses(proposals);
+  if (is_last) {
+    order_.resize(positions_.size());
+    std::iota(order_.begin(), order_.end(), 0);
+    take(predictions, proposals, order_);
+    conditioning_.clear();
+  } else if (predictions.next_conditioning != nullptr) {
+    conditioning_.assign(
+        predictions.next_conditioning,
+        predictions.next_conditioning + positions_.size() * denoiser_.conditioning_size);
+  }
+}
+
+bool Request::is_stable(const Predictions& predictions, const Proposals& proposals) {
+  if (policy_.stable_entropy == 0) return false;
+  bool is_equal = step_ > 0;
+  best_.resize(positions_.size());
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const int32_t token = predictions.tokens[row * denoiser_.top_k];
+    is_equal = is_equal && best_[row] == token;
+    best_[row] = token;
+  }
+  stable_ = is_equal ? stable_ + 1 : 0;
+  double entropy = 0;
+  for (const double score : proposals.scores) entropy -= score;
+  return stable_ >= policy_.stable_passes &&
+         entropy / static_cast<double>(positions_.size()) < policy_.stable_entropy;
+}
+
+float Request::graph_temperature() const {
+  return static_cast<float>(std::clamp(temperature(), 1e-30, 1e30));
 }
 
 // Replaces decided tokens for which another token is clearly more likely (as in LLaDA2.1).
@@ -497,7 +571,10 @@ void Request::settle(const Predictions* predictions) {
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     const bool is_first = !is_made_ && !is_idle && (is_stored || is_undecided);
-    if (is_first || count_undecided(now.awaited) > 0) return;
+    if (is_first || count_undecided(now.awaited) > 0) {
+      if (renoises() && now.is_repeated() && step_ == 0) write_noise(0);
+      return;
+    }
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes &&
                     (edits_ == 0 || committed_ > 0);
