@@ -129,9 +129,9 @@ class Policy:
 
         ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
         value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
-        ``temperature`` becomes 0. With "argmax", ``temperature_drop`` becomes 0. ``beside`` contains
-        the names of the caller's other arguments. The error message for an unknown field may suggest
-        one of these names.
+        ``temperature`` becomes 0. If ``temperature`` changes but not ``temperature_drop``, the drop
+        changes by the same factor. ``beside`` contains the names of the caller's other arguments.
+        The error message for an unknown field may suggest one of these names.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
@@ -152,8 +152,13 @@ class Policy:
             )
         elif changes.get("select") == "argmax" and "temperature" not in changes:
             changes["temperature"] = 0.0
-        if changes.get("select") == "argmax":
-            changes.setdefault("temperature_drop", 0.0)
+        if "temperature_drop" not in changes:
+            if changes.get("select") == "argmax":
+                changes["temperature_drop"] = 0.0
+            elif self.temperature_drop and isinstance(changes.get("temperature"), Real):
+                changes["temperature_drop"] = (
+                    self.temperature_drop * float(changes["temperature"]) / self.temperature
+                )
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
