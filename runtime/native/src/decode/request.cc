@@ -495,10 +495,10 @@ void Request::end(int32_t why) {
   proposer_->complete(canvas_, undecided_, guess);
   for (size_t at = 0; at < canvas_.size(); ++at) {
     if (undecided_[at] == 0) continue;
-    if (guess[at] >= 0)
-      canvas_[at] = guess[at];
-    else if (!denoiser_.eos_token_ids.empty())
-      canvas_[at] = denoiser_.eos_token_ids.front();
+    // The canvas may contain a random token or a drafted token here, which the mask token replaces.
+    canvas_[at] = guess[at] >= 0                    ? guess[at]
+                  : denoiser_.eos_token_ids.empty() ? denoiser_.mask_token_id
+                                                    : denoiser_.eos_token_ids.front();
   }
   finish_ = why;
   stage_ = plan_.size();
