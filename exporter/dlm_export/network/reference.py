@@ -282,7 +282,7 @@ def fill(
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~run.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
-    is_conditioned = getattr(denoiser.network, "conditioning", None) is not None
+    is_conditioned = denoiser.network.conditioning is not None
     conditioning: Tensor | None = None
     while (span := run.advance()) is not None:
         if max_steps and run.nfe == max_steps:
@@ -330,9 +330,8 @@ class _Passes:
         ids = tokens[span.first : span.last].to(device)
         longest = self.denoiser.network.max_canvas_length
         positions = torch.arange(*span.ids(longest), device=device)
-        given = {} if conditioning is None else {"conditioning": conditioning}
         hidden, presents = self.denoiser.hidden(
-            ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype, **given
+            ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype, conditioning
         )
         if span.is_stored:
             rounded = (
