@@ -213,6 +213,7 @@ int32_t Request::exact_after(int32_t exact) const {
 }
 
 size_t Request::find_positions() {
+  if (renoises() && stage().is_repeated() && step_ == 0) write_noise(0);
   const Range range = is_editing_ ? stage().block : stage().decided;
   positions_.clear();
   for (int32_t i = range.first; i < range.last; ++i)
@@ -571,10 +572,7 @@ void Request::settle(const Predictions* predictions) {
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     const bool is_first = !is_made_ && !is_idle && (is_stored || is_undecided);
-    if (is_first || count_undecided(now.awaited) > 0) {
-      if (renoises() && now.is_repeated() && step_ == 0) write_noise(0);
-      return;
-    }
+    if (is_first || count_undecided(now.awaited) > 0) return;
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes &&
                     (edits_ == 0 || committed_ > 0);

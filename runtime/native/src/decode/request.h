@@ -103,7 +103,8 @@ class Request {
   PassLoad usual_load(const PassCost& cost) const;
 
   // Finds the positions that the next pass must score. Returns the number of positions, which is 0
-  // if the pass only stores rows.
+  // if the pass only stores rows. With remask "noise", writes the random tokens from which a block
+  // starts.
   size_t find_positions();
   // The positions that find_positions found, in ascending order.
   const std::vector<int32_t>& positions() const { return positions_; }
