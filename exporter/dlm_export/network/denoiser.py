@@ -143,7 +143,8 @@ def hiding(
         last = torch.where(is_draft, longest, places)
         rows = torch.arange(cached, device=places.device).expand(places.shape[0], cached)
         keys = torch.cat((rows, places), 1).unsqueeze(1)
-        is_hidden = (first.unsqueeze(2) - keys > window) | (keys > last.unsqueeze(2))
+        is_far = first.unsqueeze(2) - keys > window
+        is_hidden = torch.logical_or(is_far, keys > last.unsqueeze(2))
     elif window is not None:
         distances = position_ids.unsqueeze(1) - position_ids.unsqueeze(2)
         front = torch.full((*position_ids.shape, cached), 0, device=position_ids.device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_export.network.linear import MLP, activate, product
@@ -87,7 +88,8 @@ class Router(nn.Module):
         if r.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _NO_SUM)
         if self.expert_scales is not None:
-            weights = weights * self.expert_scales.float()[chosen]
+            scales = self.expert_scales.float().unsqueeze(-1)
+            weights = weights * F.embedding(chosen, scales).squeeze(-1)
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
