@@ -32,11 +32,18 @@ CANVAS, END = 8, 1
 GEMMA = PRESETS["diffusion-gemma"].with_fields({"block_length": CANVAS, "steps_per_block": 12})
 
 
+@pytest.fixture(scope="module", params=[8, 64])
+def window(request: pytest.FixtureRequest) -> int:
+    """The window of the sliding layers. The shorter one is shorter than the canvases."""
+    found: int = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, window: int) -> Path:
     """A checkpoint whose layers have keys of the same shape, as denoisers in Python need."""
     own = {"2": {"head_dim": 16, "num_key_value_heads": 2}}
-    config = diffusion_gemma_config(per_layer_config=own)
+    config = diffusion_gemma_config(per_layer_config=own, sliding_window=window)
     return write_checkpoint(tmp_path_factory.mktemp("gemma"), config)
 
 
@@ -148,6 +155,7 @@ CHANGES: list[dict[str, Any]] = [
 def test_the_trajectory_is_that_of_transformers(
     denoiser: Denoiser,
     model: Any,
+    window: int,
     changes: dict[str, Any],
     prompt: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,6 +178,8 @@ def test_the_trajectory_is_that_of_transformers(
     ended = np.cumsum(np.array(found.tokens[prompt:]) == END) > 0
     text = np.where(ended, END, found.tokens[prompt:]).tolist()
     assert text == wanted[prompt:] + [END] * (prompt + 3 * CANVAS - len(wanted))
+    if window < CANVAS * 4:  # contexts of engines without segments do not keep rows in order
+        return
     with under_native_loop(denoiser) as native:
         out = native.generate(tokens=tokens, max_new_tokens=3 * CANVAS, **policy.as_dict())
     assert (out.tokens, out.nfe) == (found.tokens, found.nfe)
