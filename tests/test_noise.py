@@ -313,7 +313,7 @@ def test_self_conditioning_goes_from_a_pass_to_the_next_one_over_the_block() -> 
     with from_callback(info, run) as bundle:
         bundle.generate(tokens=[1, 2, 3], max_new_tokens=12, **policy.as_dict())
         assert seen == [(False, 3), *[(True, 6)] * 5, (False, 6), *[(True, 6)] * 5]
-        with pytest.raises(DlmError, match="outside the vocabulary"):
+        with pytest.raises(DlmError, match="position 1 is to be filled, but this denoiser has no"):
             bundle.generate(tokens=[1, 10, 3], max_new_tokens=6, **policy.as_dict())
         with pytest.raises(DlmError, match="has no mask token and starts from random tokens"):
             bundle.generate(tokens=[1], max_new_tokens=6, **PRESETS["self-speculation"].as_dict())

@@ -69,7 +69,7 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         has_cache=True,
         visible_block=network.visible_block,
         draft_block=network.draft_block,
-        conditioning_size=network.hidden_size if network.noise == "uniform" else 0,
+        conditioning_size=0 if network.conditioning is None else network.hidden_size,
     )
     given = 0 if network.mask_token_id else 1  # any token but the mask token
     ended = threading.Event()

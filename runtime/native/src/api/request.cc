@@ -112,6 +112,11 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
     fail(DLM_INVALID_ARGUMENT, "the canvas is empty: set tokens, or max_new_tokens to at least 1");
   std::vector<int32_t> canvas(length, denoiser.mask_token_id);
   for (size_t i = 0; i < count; ++i) {
+    if (tokens[i] == denoiser.mask_token_id && !denoiser.has_mask_token())
+      fail(DLM_UNSUPPORTED,
+           "position %zu is to be filled, but this denoiser has no mask token and only generates "
+           "text after the given tokens: set max_new_tokens, or use another denoiser",
+           i);
     if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)
       fail(DLM_INVALID_ARGUMENT, "token id %d at position %zu is outside the vocabulary (0..%d)",
            tokens[i], i, denoiser.vocab_size - 1);

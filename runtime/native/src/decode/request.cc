@@ -48,7 +48,6 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
          "policy: remask = \"noise\" starts each block from random tokens, and cannot follow a "
          "constraint or a question: use remask = \"none\" with a denoiser that has a mask token");
   reserve();
-  if (denoiser_.conditioning_size > 0) check_order();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
     if (engine.max_batch() < 2)
@@ -82,16 +81,6 @@ void Request::reserve() {
   canvas_.back() = denoiser_.eos_token_ids.front();
   undecided_.back() = 0;
   is_reserved_ = true;
-}
-
-// A denoiser with self-conditioning predicts every row of a draft pass.
-void Request::check_order() const {
-  const auto first = std::find(undecided_.begin(), undecided_.end(), 1);
-  if (std::find(first, undecided_.end(), 0) != undecided_.end())
-    fail(DLM_UNSUPPORTED,
-         "this denoiser generates whole blocks from left to right, but position %d is to be filled "
-         "before tokens that are given: give tokens only before the first position to fill",
-         static_cast<int32_t>(first - undecided_.begin()));
 }
 
 int32_t Request::count_undecided(Range range) const {
@@ -403,6 +392,8 @@ void Request::renoise(const Predictions& predictions, Proposals& proposals) {
     take(predictions, proposals, order_);
     conditioning_.clear();
   } else if (predictions.next_conditioning != nullptr) {
+    // A denoiser with self-conditioning has no mask token. So all positions after the given tokens
+    // are undecided, and positions_ are all rows of the pass.
     conditioning_.assign(
         predictions.next_conditioning,
         predictions.next_conditioning + positions_.size() * denoiser_.conditioning_size);

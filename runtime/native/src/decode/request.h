@@ -147,7 +147,6 @@ class Request {
   // this token as given by the caller.
   void reserve();
   int32_t count_undecided(Range range) const;
-  void check_order() const;
   void check_limits(const Engine& engine) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
   void propose(const Predictions& predictions, Proposals& proposals);
