@@ -152,8 +152,12 @@ struct Wish {
                     Fault fault = Fault::none) const {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == of.mask_token_id);
-    auto proposer = fault == Fault::none ? nullptr : std::make_unique<Faulty>(of, policy, fault);
-    return dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer));
+    if (fault == Fault::none) return dlm::Request(of, engine, policy, canvas, undecided, 0);
+    // A request with its own proposer cannot start from random tokens.
+    dlm::Policy other = policy;
+    if (other.remask == dlm::Remask::noise) other.remask = dlm::Remask::none;
+    return dlm::Request(of, engine, other, canvas, undecided, 0,
+                        std::make_unique<Faulty>(of, other, fault));
   }
 };
 
