@@ -155,7 +155,7 @@ def _check_config(
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
     """Return the presets for a network. If the network has a window, they use no cache."""
-    presets = presets_for(network.visible_block, network.shift, network.draft_block)
+    presets = presets_for(network.visible_block, network.shift, network.draft_block, network.noise)
     if not network.has_window:
         return presets
     return {name: policy.with_fields({"cache": "none"}) for name, policy in presets.items()}

@@ -118,7 +118,7 @@ def threshold_preset(
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
     # Fast-dLLM v2's preset supports only some block lengths.
     if name is None and network.draft_block is not None:
-        chosen = "nemotron-diffusion"
+        chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if chosen not in presets:

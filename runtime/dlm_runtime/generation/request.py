@@ -269,6 +269,9 @@ class RequestOptions(TypedDict, total=False):
     schedule: str
     reserve: str
     reuse_prompt: int
+    temperature_drop: float
+    stable_entropy: float
+    stable_passes: int
 
 
 class InfillOptions(RequestOptions, total=False):

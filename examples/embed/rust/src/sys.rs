@@ -52,6 +52,9 @@ pub struct dlm_policy {
     pub schedule: *const c_char,
     pub reserve: *const c_char,
     pub reuse_prompt: i32,
+    pub temperature_drop: f64,
+    pub stable_entropy: f64,
+    pub stable_passes: i32,
 }
 
 #[repr(C)]

@@ -60,6 +60,10 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
         "this bundle has no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
         "CPU, or with a provider such as \"cuda\"",
         manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
+  if (manifest.graph.conditioning_size > 0)
+    dlm::fail(DLM_UNSUPPORTED,
+              "engine \"tensorrt\" does not support self-conditioning yet: open this bundle with "
+              "engine \"onnxruntime\"");
   return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
 }
 
@@ -147,6 +151,7 @@ void finish_opening(dlm_bundle& bundle) {
   told.visible_block = d.visible_block;
   told.max_new_tokens = d.max_new_tokens;
   told.draft_block = d.draft_block;
+  told.conditioning_size = d.conditioning_size;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }
