@@ -29,6 +29,11 @@ ATTENTION = (
     f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
 )
 """Attention functions whose cache contains fp32 rows."""
+UNKERNELLED = (
+    f"{DRAFT}{NORMED}CachedAttention",
+    f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
+)
+"""The functions in ``ATTENTION`` for which the native runtime has no kernel."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
 """Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)

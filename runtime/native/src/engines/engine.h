@@ -128,7 +128,7 @@ class Context {
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
   // computed by the last pass. The context may store the rows in any order, because keys include
-  // their positions.
+  // their positions. With `append`, it stores them in the order of their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
   // Returns the number of bytes of the keys and values of all requests in the batch. The number
