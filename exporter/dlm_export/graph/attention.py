@@ -177,7 +177,12 @@ class _Own:
         request follow each other.
         """
         op, fp32 = body.op, ir.DataType.FLOAT
-        number = op("Range", body.constant(np.int64(0)), op("Squeeze", body.size(self.first, 0)), body.constant(np.int64(1)))
+        number = op(
+            "Range",
+            body.constant(np.int64(0)),
+            op("Squeeze", body.size(self.first, 0)),
+            body.constant(np.int64(1)),
+        )
         is_later = op("Greater", op("Unsqueeze", number, body.ints(1)), number)
         is_own = op("And", is_later, op("Equal", self.first, op("Transpose", self.first)))
         # The number of rows in the earlier segments of the same request. Shape [N, 1].

@@ -78,8 +78,8 @@ class HostContext final : public Context {
   };
 
   // After a pass with `append`, moves the first `kept` of the `tokens` new rows of each head behind
-  // the head's `cached` rows. So the rows of a head stay in the order of their positions. A denoiser
-  // with draft passes and attention in a window needs this order.
+  // the head's `cached` rows. So the rows of a head stay in the order of their positions. A
+  // denoiser with draft passes and attention in a window needs this order.
   void append_in_order(Group& group, int32_t cached, int32_t kept, int32_t tokens) {
     const size_t heads = static_cast<size_t>(batch_) * group.kv_heads;
     for (const size_t layer : group.layers) {
