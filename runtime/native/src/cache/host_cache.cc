@@ -87,8 +87,8 @@ class HostContext final : public Context {
       const size_t before = cached * row, after = before + kept * row;
       for (const size_t start : {starts_[2 * layer], starts_[2 * layer + 1]}) {
         std::byte* const rows = storage_.get() + start;
-        const std::byte* const end = rows + heads * (before + tokens * row);
-        fresh_.assign(rows + heads * before, end);
+        const std::byte* const fresh = rows + heads * before;
+        fresh_.assign(fresh, fresh + heads * tokens * row);
         for (size_t head = heads; head-- > 0;) {
           std::memmove(rows + head * after, rows + head * before, before);
           std::memcpy(rows + head * after + before, fresh_.data() + head * tokens * row,
