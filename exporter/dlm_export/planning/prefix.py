@@ -1,4 +1,4 @@
-"""Measures how much time a scheduler saves if prompts that start alike share keys and values.
+"""Measures how much time a scheduler saves if prompts with the same start share keys and values.
 
 ``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
 """
@@ -111,7 +111,7 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
     block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
     if (
         bundle.draft_block is not None
-    ):  # blocks start after the prompt, whose last row is computed if it predicts a token
+    ):  # here, blocks start after the prompt, whose last row is computed if it predicts a token
         block_length, shift = 1, int(policy.remask != "noise")
     if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
         raise RequestError(
