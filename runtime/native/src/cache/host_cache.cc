@@ -23,6 +23,7 @@ class HostContext final : public Context {
       auto found = std::find_if(groups_.begin(), groups_.end(), alike);
       if (found == groups_.end()) found = groups_.insert(found, {cache[i].kv_heads, {}, {}});
       found->layers.push_back(i);
+      found->is_ordered |= cache[i].is_ordered;
     }
   }
 
@@ -49,7 +50,8 @@ class HostContext final : public Context {
 
   void keep_outside(int32_t first, int32_t last) override {
     for (Group& group : groups_) {
-      const std::vector<Slots::Move> moves = group.slots.keep_outside(first, last);
+      const std::vector<Slots::Move> moves =
+          group.slots.keep_outside(first, last, group.is_ordered);
       for (const size_t layer : group.layers) {
         const size_t row = cache_[layer].row_bytes();
         for (const size_t start : {starts_[2 * layer], starts_[2 * layer + 1]})
@@ -67,6 +69,7 @@ class HostContext final : public Context {
     int32_t kv_heads;
     std::vector<size_t> layers;
     Slots slots;
+    bool is_ordered = false;
   };
 
   // Returns the offset of each tensor in the storage if every head has `rows` rows. The last

@@ -24,6 +24,8 @@ namespace dlm {
 // its scale.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
+  // True if a pass must get the cached rows in the order of their positions.
+  bool is_ordered = false;
 
   size_t row_bytes() const { return static_cast<size_t>(head_size) * element_bytes + scale_bytes; }
   size_t tensor_bytes(int32_t batch, int32_t rows) const {
