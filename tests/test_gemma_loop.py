@@ -261,18 +261,22 @@ def test_commands_run_the_preset(bundle_path: Path) -> None:
     invoke("bench", bundle_path, "--rounds", 3, "--prompt-tokens", 8, "--new-tokens", 8, "--json")
 
 
-def test_a_server_answers_with_the_preset(bundle_path: Path, bundle: Bundle) -> None:
+def test_a_server_answers_with_the_preset(bundle_path: Path) -> None:
     pytest.importorskip("uvicorn")
     pytest.importorskip("httpx")
     messages = [{"role": "user", "content": "turn on the kitchen lights"}]
-    expected = bundle.generate(chat=messages, max_new_tokens=16)
     with serving(bundle_path) as served:
-        body = {"model": served.model, "messages": messages, "max_tokens": 16}
-        found = served.client.post("/v1/chat/completions", json=body).json()
-        assert found["choices"][0]["message"]["content"] == expected.text
-        assert found["usage"]["denoising_passes"] == expected.nfe
-        answer = served.client.post(
-            "/v1/chat/completions", json=body | {"response_format": {"type": "json_object"}}
-        )
-        assert answer.status_code == 400
-        assert "starts from random tokens" in answer.text
+
+        def answer(**fields: Any) -> Any:
+            body = {"model": served.model, "messages": messages, "max_tokens": 16, "seed": 5}
+            return served.client.post("/v1/chat/completions", json=body | fields)
+
+        found = answer().json()
+        # One pass over the prompt, at most 48 over each block, and one that stores the first block.
+        assert 1 < found["usage"]["denoising_passes"] <= 1 + 48 + 1 + 48
+        text = found["choices"][0]["message"]["content"]
+        assert text == answer().json()["choices"][0]["message"]["content"]
+        assert text != answer(seed=6).json()["choices"][0]["message"]["content"]
+        refused = answer(response_format={"type": "json_object"})
+        assert refused.status_code == 400
+        assert "starts from random tokens" in refused.text
