@@ -1,15 +1,15 @@
-"""Measure the accuracy of each precision of three antibody language models on real sequences.
+"""Measure the accuracy that three antibody language models have in each precision.
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2
     python benchmarks/antibodies.py [--precisions fp32,int8,...] [--json FILE] [--time]
 
-The sequences come from the package ``anarci``. They are the germline V genes of human antibodies,
-with the first allele of each gene. Every second gene is used for judging, and the other genes are
-used for calibration. The models were trained on antibodies that descend from these genes, so the
-sequences are familiar to the models.
+The script tests the models on the germline V genes of human antibodies, from the package
+``anarci``. It uses the first allele of each gene. Half of the genes calibrate the models. The
+script measures accuracy on the other half. The models were trained on antibodies that descend from
+these genes, so they have seen similar sequences.
 
-For each share of masked residues, the script prints the share of residues whose best prediction is
-the true residue, and the cross-entropy of the true residues, with bootstrap intervals.
+The script masks different shares of the residues (amino acids). For each share, it prints how many
+masked residues a model predicts correctly, and the cross-entropy, with bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.quantising.samples import CalibrationOptions
 
 OUTPUT = ROOT / "build" / "benchmarks" / "antibodies"
-SAMPLES = 24  # sequences for calibration
+SAMPLES = 24  # number of sequences for calibration
 RATIOS = (0.15, 0.5, 0.85)
 PRECISIONS = "fp32,int8,int8-static,int4,fp8"
 CHAINS = {"antiberty": "HKL", "sapiens-heavy": "H", "sapiens-light": "KL"}
@@ -72,9 +72,7 @@ def logits_of(folder: Path, canvases: list[tuple[list[int], Any]]) -> tuple[list
 def judge(
     reference: list[Any], found: list[Any], truth: list[Any], mask_token_id: int
 ) -> dict[str, Any]:
-    """Compare the logits of one precision with the logits of the reference and with the true
-    residues.
-    """
+    """Compare the logits of one precision with the reference's logits and the true residues."""
     parts = [
         metrics.compare_rows(*each, mask_token_id)
         for each in zip(reference, found, truth, strict=True)
@@ -99,7 +97,7 @@ def judge(
 def judge_model(
     name: str, checkpoint: Path, sequences: list[str], precisions: list[str]
 ) -> list[dict[str, Any]]:
-    """Build and judge every precision of one model. The first precision is the reference."""
+    """Build a model in each precision, and compare the models. The first is the reference."""
     data = OUTPUT / f"{name}.jsonl"
     data.write_text("".join(json.dumps({"text": each}) + "\n" for each in sequences[1::2]))
     rows: list[dict[str, Any]] = []

@@ -6,9 +6,9 @@ OTHER is a checkout of another commit with a .venv in it (`make .venv/.installed
 builds a bundle and runs the bundle with its own runtime. The two checkouts take turns. The script
 times single passes, a generation, and the first token of a new process.
 
-Prints medians with quartiles in milliseconds, and the ratio of the two medians. Also prints the
-number of passes and the peak memory of a generation, and how many tokens of the two generations are
-equal.
+The script prints medians with quartiles in milliseconds, and the ratio of the two medians. It also
+prints the number of passes and the peak memory of each checkout's generation, and how many tokens
+of the two generations are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shapes import ROOT, machine
 PRECISIONS = ("int8", "fp32")
 PASSES = ((32, 224, 32), (256, 0, 256))  # tokens in the pass, cached tokens, scored rows
 NEW_TOKENS = 128  # number of generated tokens, after a prompt of 128 tokens
-# A program that each checkout runs. It only uses functions that old and new versions of the runtime
-# have.
+# A program that each checkout runs. It only calls functions that exist in old and new versions of
+# the runtime.
 WORKER = """
 import json, sys
 import dlm_runtime

@@ -1,12 +1,12 @@
-"""Measure the exact cache of a block-causal denoiser.
+"""Measure how much time a cache saves in a block-causal denoiser.
 
     python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9]
         [--json FILE]
 
-The denoiser has random weights in the layout of SDAR, and blocks of 32 tokens. First, the script
-times a pass over a block with different numbers of cached tokens. With more cached tokens, only
-attention takes more time. Then generations with `cache=block` and `cache=none` take turns, with
-four passes per block. Both must give the same canvas.
+The script uses a denoiser with random weights, the layout of SDAR, and blocks of 32 tokens. First,
+it times a pass over one block with different numbers of cached tokens. More cached tokens make only
+attention slower. Then the script times generations with `cache=block` and `cache=none` in turns. A
+block takes four passes. Both generations must give the same canvas, because this cache is exact.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Measure the memory, the speed and the loss of caches in fp32, fp16 and INT8.
+"""Compare caches in fp32, fp16 and INT8: their memory, their speed, and the loss of accuracy.
 
     python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7]
         [--json FILE]
 
-Memory and speed are measured with random denoisers of two layers with int8 weights. Each head has
-128 features. The denoiser for memory has 4 heads, and the denoiser for passes has 16 heads. For
-each length of the canvas, memory is measured in a new process after two passes over one block. By
-formula, a cached token takes 2 * layers * kv_heads * bytes of a row. To compare the speed of the
-caches, passes take turns in one process. The loss comes from builds of the demo in which only the
-cache is rounded.
+The script measures memory and speed with random denoisers that have two layers and int8 weights.
+Each head has 128 features. The denoiser for memory has 4 heads, and the denoiser for speed has 16
+heads. For each length of the canvas, the script measures the memory of a new process after two
+passes over one block. By formula, a cached token takes 2 * layers * kv_heads * bytes of a row. To
+compare the speed of the caches, the script times a pass with each cache in turn, in one process. To
+measure the loss, the script builds the demo with each cache. In these builds, only the cache is
+rounded.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def bundle_of(purpose: str, cache: str) -> Path:
 
 
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
-    """Return the bytes of the cache as the formula says and as the runtime counts, and the
-    process's peak memory.
+    """Return the process's peak memory and the size of the cache in bytes.
+
+    The size is returned twice: as a formula predicts it, and as the runtime counts it.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
@@ -97,7 +99,7 @@ def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, d
 
 
 def lost() -> dict[str, Any]:
-    """Return the demo's loss from rounding the cache: the member ``cache`` of accuracy.json."""
+    """Return the loss of accuracy if the demo's cache is rounded: ``cache`` of accuracy.json."""
     found = {}
     for cache in CACHES[1:]:
         arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")
@@ -119,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    # Arguments of the new process: BUNDLE CACHE LENGTH.
+    # The script calls itself with this option, to measure in a new process.
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -142,7 +144,7 @@ def main() -> None:
             )
     for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
-            # A process that does not import the exporter.
+            # The new process does not import the exporter, to leave out its memory.
             one = [
                 "--one",
                 str(bundle_of("memory", cache)),

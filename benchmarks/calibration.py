@@ -2,11 +2,11 @@
 
     python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
 
-Both kinds of calibration use the same samples. The script prints the loss by mask ratio for two
-    denoisers: the demo, and the demo with outliers in its activations. For the outliers, eight
-    channels in the output of every norm are multiplied by 30. The weights that use these channels
-    are multiplied by
-1/30, so the network computes the same function.
+Both kinds of calibration use the same samples. A denoising state is a sample with masked tokens.
+The script calibrates two denoisers: the demo, and the demo with outliers in its activations. To
+make the outliers, the script multiplies eight channels in the output of every norm by 30. It
+multiplies the weights that use these channels by 1/30, so the network computes the same function.
+For each mask ratio, the script prints the loss of the quantised denoisers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTLIERS, FACTOR = 8, 30.0
 def with_outliers(source: Source) -> Source:
     """Make some channels of every norm's output ``FACTOR`` times larger.
 
-    The network computes the same results.
+    The weights that use these channels are divided by ``FACTOR``, so results stay the same.
     """
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)

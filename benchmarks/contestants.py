@@ -1,10 +1,10 @@
-"""The contestants of generation.py, that is engines whose speed is compared: this project's
-runtime, the reference loop in torch, and llama.cpp.
+"""The engines whose speed generation.py compares, which are called contestants.
 
-Contestants have the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``,
-``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate
-process, because the memory of the process is measured. For the same reason, the process only
-imports the contestant's engine.
+The contestants are this project's runtime, the reference loop in torch, and llama.cpp. They have
+the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and
+``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate process, because the
+benchmark measures the memory of this process. For the same reason, the process imports only the
+engine of its contestant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LLAMA_NAMES = ("llama.cpp-F16", "llama.cpp-Q8_0", "llama.cpp-Q4_0")
 
 
 class NotOffered(Exception):
-    """Raised if the contestant does not support a request. The message says why."""
+    """Raised if a contestant does not support a request. The message gives the reason."""
 
 
 class Contestant(ABC):
@@ -39,7 +39,7 @@ class Contestant(ABC):
     weights_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """Return facts to print beside the figures, such as versions and build flags."""
+        """Return versions, build flags and other facts that the benchmark prints with results."""
         return {}
 
     @abstractmethod
@@ -48,8 +48,8 @@ class Contestant(ABC):
     ) -> dict[str, Any]:
         """Fill ``new`` tokens after each prompt.
 
-        If ``passes`` is not None and all passes of the loop cost the same, the loop ends after
-        about this many passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of
+        If ``passes`` is not None and all passes of the loop take the same time, the loop ends after
+        about ``passes`` passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of
         ``timed_passes``, and the ``seconds`` of the timed passes. Some engines and loops also
         report ``selection_s``, the seconds to select tokens in the timed passes, and
         ``cache_bytes``.
@@ -177,8 +177,8 @@ class Torch(Contestant):
         if len(prompts) > 1:
             raise NotOffered("the reference loop has one sequence")
         loop, steps = Policy(**policy), 0
-        # All blocks cost the same. Within a block, the first pass costs more, because it fills the
-        # cache.
+        # All blocks take the same time, but the first pass of a block takes longer than the others,
+        # because it fills the cache. Therefore end the loop after whole blocks.
         limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
 
         def count(_: object) -> None:

@@ -1,16 +1,18 @@
-"""Measure the time of each stage of a quantised build, and the build's memory.
+"""Measure how much time and memory the build of a quantised bundle takes, stage by stage.
 
-    python benchmarks/cost.py [--layers 4,8,16] [--states 64,256] [--precision nvfp4] [--json FILE]
+    python benchmarks/cost.py [--layers 4,8,16] [--samples 8,32] [--precision nvfp4] [--json FILE]
     python benchmarks/cost.py --size 1B --layers 16 --samples 128 --states-per-sample 8 --beside OTHER/bin/dlm-export \
         --beside-samples 2 [--json FILE]
 
-Builds random checkpoints in the layout of LLaDA, with different numbers of layers and calibration
-states. GPTQ rounds the weights by default (--solver).
+The script builds bundles from random checkpoints in the layout of LLaDA, with different numbers of
+layers and calibration states. By default, GPTQ rounds the weights. --solver selects another method.
 
 ``--beside`` also builds each checkpoint with another installed version of dlm-export. The two
 versions take turns. If the other version would take hours, pass --beside-samples to give it fewer
-samples, and compare the seconds per state. Two values of memory are printed: the largest resident
-set, and the part of this set that is not mapped files.
+samples. Then compare the seconds per calibration state instead of the total seconds.
+
+The script prints the largest resident set of a build, and the largest part of it that is not mapped
+files.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from watching import finished
 def build(
     program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]
 ) -> dict[str, Any]:
-    """Build once with one program. Returns the seconds of each stage, and peak memory in bytes."""
+    """Run one build. Returns the seconds of each stage, and the peak memory in bytes."""
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
         command = [

@@ -1,22 +1,23 @@
-"""Measure decisions on the second demo: accuracy, calibration and processor time.
+"""Measure decisions of the second demo: their accuracy, their calibration and their speed.
 
     python benchmarks/decisions.py BUNDLE [--commands 3000] [--timed 100] [--seed 7]
 
-The commands are not in the training data, as in ``examples/demo/heldout-several.jsonl``: training
-never uses their templates, their values, or both. Each command asks for one to six calls. There are
-two tasks:
+A decision answers questions and gives a probability for each option. The script makes decisions
+about random commands that are not in the training data. Training never uses their templates, their
+values, or both, as in ``examples/demo/heldout-several.jsonl``. Each command asks for one to six
+function calls. There are two tasks:
 
-- "function": which of the demo's 25 functions is called first?
-- "arguments": the function of the first call is given. What are its arguments, such as room and
-  state? This task uses the commands whose first call has one of the forms in ``FORMS``. A decision
-  asks for all arguments of a call. Each decision runs twice: with one prediction for all questions,
-  and with one prediction per question.
+- "function": The question is which of the demo's 25 functions must be called first.
+- "arguments": The function of the first call is given. The questions ask for its arguments, such as
+  room and state. This task uses the commands whose first call has one of the forms in ``FORMS``. A
+  decision asks for all arguments of a call. Each decision runs twice: with one prediction for all
+  questions, and with one prediction per question.
 
 Both tasks also have harder variants. "half" leaves out each word of the command with probability
 0.5, so that some questions cannot be answered. "object" asks for the function in a JSON object. The
 denoiser was not trained on this form.
 
-An answer is right if the most probable option is the option that the command asks for. The expected
+An answer is right if the command asks for the option with the highest probability. The expected
 calibration error (ECE) is the mean difference between the confidence and the share of right answers
 in ten bins of equal width, weighted with the number of answers in each bin.
 
@@ -55,7 +56,7 @@ FORMS = {
     "set_climate": ("fan", "zone"),
     "turn": ("direction", "degrees"),
 }
-"""Functions and arguments whose values are from a fixed set."""
+"""For each function, the arguments of a call. Each argument has a fixed set of values."""
 BINS = 10
 ROWS = (
     ("function", 1),
@@ -131,8 +132,10 @@ def cases(count: int, seed: int) -> dict[str, list[Case]]:
 
 
 def quality(made: Sequence[tuple[Case, Decision]]) -> list[str]:
-    """Return the cells of a table row: number of answers, accuracy, mean confidence, ECE, and
-    passes per decision.
+    """Return the cells of a table row about the quality of decisions.
+
+    The cells are the number of answers, the accuracy, the mean confidence, the ECE, and the passes
+    per decision.
     """
     said = [
         (decision.answers[name].confidence, decision.answers[name].best == right)
@@ -168,8 +171,9 @@ def processor_ms(run: Callable[[], Any]) -> float:
 
 
 def timed(bundle: dlm_runtime.Bundle, chosen: Sequence[Case]) -> list[list[str]]:
-    """Return the median processor time and the mean number of passes, for a decision and for
-    generating the same answer.
+    """Return two rows: one for decisions, and one for generating the same answers.
+
+    Each row contains the median processor time and the mean number of passes.
     """
     from dlm_runtime.generation.deciding import POLICY
 

@@ -1,15 +1,17 @@
-"""Compare small denoisers with autoregressive decoding in llama.cpp.
+"""Compare the speed of small denoisers with that of autoregressive models in llama.cpp.
 
     python benchmarks/edge.py [--sizes 0.6B,1.7B,4B] [--threads 1,2] [--rounds 5] [--json FILE]
 
-The networks have the shapes of Qwen3 with a tied embedding, as in SDAR. The weights are random.
-Each model runs in a separate process, and the processes take turns.
+The denoisers and the autoregressive models have the shapes of Qwen3 with a tied embedding, as in
+SDAR. The weights are random. Each model runs in a separate process, and the processes take turns.
+The script times:
 
 - "pass of T": this runtime computes and scores T tokens, with 256 cached tokens.
 - "prompt of T": this runtime computes T tokens with an empty cache and scores only the last one, as
   llama.cpp does for a prompt.
 - "llama.cpp token": llama.cpp decodes one token after 256 earlier tokens.
-- "plain read": the same number of threads reads the mapped file with the weights once.
+- "plain read": as many threads as the models use read the file with the weights once. The file is
+  mapped into memory.
 
 Needs benchmarks/requirements.txt. If llama.cpp is missing, only this runtime is measured.
 """
@@ -39,7 +41,7 @@ THEIRS = {"int4": "Q4_0", "int8": "Q8_0"}
 
 
 class Ours:
-    """A bundle of this project.
+    """A bundle in this project's runtime.
 
     ``time`` returns the seconds of a pass that scores ``rows`` of its tokens.
     """
@@ -78,7 +80,7 @@ class Theirs:
         self.filled = 0
 
     def time(self, tokens: int, cached: int, rows: int) -> float:
-        assert rows == 1  # _decode only asks for the last token's logits
+        assert rows == 1  # _decode computes only the last token's logits
         llama, context = self.model.llama, self.model.context
         memory = llama.llama_get_memory(context)
         if self.filled != cached:
@@ -156,9 +158,9 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
 
 
 class PlainRead:
-    """A mapped file. ``time`` returns the seconds to read the file once.
+    """A file that is mapped into memory.
 
-    Several threads each read a part of the file.
+    ``time`` returns the seconds to read the file once. Each thread reads a part of the file.
     """
 
     def __init__(self, path: Path, threads: int) -> None:

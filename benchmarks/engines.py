@@ -1,18 +1,18 @@
-"""Measure building TensorRT-RTX engines without a GPU: seconds, peak memory, sizes, and what the
-audit finds.
+"""Measure how long TensorRT-RTX takes to build engines without a GPU, and how much memory it needs.
+
+The script also prints the sizes of the engines, and the formats that the audit finds in them.
 
     python benchmarks/engines.py [--sizes demo,134M] [--precisions
         fp16,bf16,int8,int4,fp8,nvfp4,mixed]
                                  [--targets rtx4090,rtx5090,gb10] [--json FILE]
 
-For each precision, a bundle is built once, without engines. Then `dlm-export engine` builds each
+For each precision, the script builds a bundle without engines. Then `dlm-export engine` builds each
 engine in a separate process. Peak memory is the largest resident set of that process, including
 mapped files. The script also prints the peak memory divided by the bytes of the bundle's weights.
 
-The demo's bundles are calibrated on its data. The accuracy of these bundles is measured in ONNX
-Runtime on the 64 commands that calibration did not use. accuracy.json names the graph that ONNX
-Runtime ran. Random denoisers only serve to measure the builder. They are calibrated on a few random
-ids and are not judged.
+The demo's bundles are calibrated on the demo's data. The build measures their accuracy in ONNX
+Runtime, on 64 commands that calibration did not use. Random denoisers only serve to measure the
+builder. They are calibrated on a few random ids, and their accuracy is not measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bundle(size: str, precision: str) -> Path:
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    """Return the results in a quantised bundle's accuracy.json."""
+    """Return the accuracy that a quantised bundle's accuracy.json contains."""
     path = folder / "accuracy.json"
     found = json.loads(path.read_text()).get("judgement") if path.is_file() else None
     if found is None:

@@ -3,9 +3,9 @@
     python benchmarks/export.py [--sizes 134M,1B] [--precisions fp32,fp16,fp32+parity,int8,nvfp4] [--json FILE]
 
 Each build runs in a new process. Peak memory is the largest resident set of the process, including
-mapped files. The script prints it relative to the size of the written weights, and relative to the
-size of the parameters in fp16. Some quantised bundles need calibration states. This script
-calibrates them on a few random ids, because only the exporter's speed and memory are measured.
+mapped files. The script prints this memory divided by the size of the written weights, and divided
+by the size of the parameters in fp16. Some quantised bundles need calibration data. A few random
+ids are enough here, because the script measures only speed and memory.
 """
 
 from __future__ import annotations

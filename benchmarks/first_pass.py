@@ -1,4 +1,4 @@
-"""Measure the first pass over long prompts, and later passes over one block with a long cache.
+"""Measure the time and memory of long prompts: for computing a prompt, and for the passes after it.
 
     python benchmarks/first_pass.py prompts [--lengths 4096,16384,32768,65536,131072]
         [--caches fp32] [--part 512] [--threads N] [--rounds 1] [--json FILE]
@@ -14,20 +14,21 @@ tokens. With `--part N`, a scheduler computes the prompt in passes of at most N 
 `dlm-export serve` does. With `--part 0`, a session computes the prompt in a single pass, as
 `Bundle.generate` does. Two tables are printed:
 
-- The first pass: the milliseconds until the prompt is stored, and the process's peak memory
-  (VmHWM). The column with the limit contains the time that the multiply-adds alone would take. For
-  attention, the multiply-adds are counted for each pair of a query and a visible key.
-  `formula_bytes` computes the expected memory.
-- The passes over the block. These passes read the cache of the prompt. `reading` is the time to
-  read as many bytes as the cache has. `arithmetic` is the time of the multiply-adds.
+- The first table shows the milliseconds until the prompt is stored, and the process's peak memory
+  (VmHWM). It compares the milliseconds with a limit: the time that the multiply-adds alone would
+  take. Attention needs multiply-adds for each pair of a query and a key that the query attends to.
+  The table also compares the peak memory with the memory that `formula_bytes` computes.
+- The second table shows the passes over the block, which read the cache of the prompt. `reading` is
+  the time to read as many bytes as the cache has. `arithmetic` is the time of the multiply-adds.
 
-The speeds of the processor are measured in the same run with the same number of threads. ONNX
-Runtime measures int8 matrix products (`dlm_export.planning.roofline`). The program `rates.c`
-measures fp32 multiply-adds and reading. It reads an array that has as many bytes as the cache.
+To compute these times, the script measures the speed of the processor with the same number of
+threads. It measures int8 matrix products in ONNX Runtime (`dlm_export.planning.roofline`). The
+program `rates.c` measures fp32 multiply-adds, and the speed of reading an array as large as the
+cache.
 
-`llama` measures the time that llama.cpp takes for the same prompts. The network is a Qwen3 with
-causal attention, with the same shape and the same weights. llama.cpp runs with flash attention, a
-cache in fp16, and its default batch of 512 tokens. Needs benchmarks/requirements.txt.
+`llama` measures the time that llama.cpp takes for prompts of the same lengths. The network is a
+Qwen3 with causal attention, with the same shape and the same weights. llama.cpp runs with flash
+attention, a cache in fp16, and its default batch of 512 tokens. Needs benchmarks/requirements.txt.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from shapes import QUICKLY, ROOT, built, machine, random_checkpoint
 from tables import MIB, table
 
 LONGEST = 131_072 + BLOCK
-PASSES = 8  # passes over the block
+PASSES = 8  # number of passes over the block
 LENGTHS = "4096,16384,32768,65536,131072"
 
 
 def checkpoint() -> Path:
-    """Return the checkpoint of all contestants. The checkpoint is written once."""
+    """Return the checkpoint that all measurements use. The first call writes the checkpoint."""
     from checkpoints import sdar_config
 
     return random_checkpoint(
@@ -118,7 +119,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
                 ends.append(time.perf_counter())
                 result = event.result
         assert result is not None
-        ends = ends[-PASSES - 1 :]  # when the prompt and each pass over the block ended
+        ends = ends[-PASSES - 1 :]  # ends of the prompt and of each pass over the block
         return {
             "prompt_s": result.timings["prefill"],
             "passes": result.nfe - PASSES,
@@ -170,9 +171,9 @@ def rate(*arguments: object) -> float:
 
 
 def visible_pairs(length: int) -> int:
-    """Return the number of pairs of a query and a visible key, in a prompt of whole blocks.
+    """Return the number of pairs of a query and a key that the query attends to.
 
-    A query sees its own block and all earlier blocks.
+    The prompt consists of whole blocks. A query attends to its own block and all earlier blocks.
     """
     blocks = length // BLOCK
     return BLOCK * BLOCK * blocks * (blocks + 1) // 2
@@ -181,7 +182,7 @@ def visible_pairs(length: int) -> int:
 def multiply_adds(network: Any, formats: dict[str, str], tokens: int, rows: int, pairs: int) -> Any:
     """Return the multiply-adds of a pass in the linear layers and in attention.
 
-    Attention has two multiply-adds for each visible pair and each feature of the heads.
+    Attention needs two multiply-adds for each pair and each feature of the heads.
     """
     from dlm_export.planning.roofline import work_of
 
@@ -235,9 +236,7 @@ def formula_bytes(
 
 
 def spread_ms(seconds: Sequence[float]) -> str:
-    """Return the median as text, with the smallest and largest value if there are several
-    values.
-    """
+    """Return the median in ms as text, with the range if there are several values."""
     ms = sorted(1e3 * s for s in seconds)
     digits = 0 if ms[0] >= 100 else 1
     middle = f"{statistics.median(ms):.{digits}f}"

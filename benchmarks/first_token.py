@@ -1,13 +1,14 @@
-"""Measure the milliseconds from the start of a process to the first token of a bundle, in C and in
-Python. The files of the bundle are in the page cache.
+"""Measure the milliseconds from the start of a process to its first token, in C and in Python.
 
     python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
 
-Each run is a new process. Three ways to open the bundle are compared, in turns. "recorded" opens a
-bundle whose hashes were checked and recorded earlier. "hashed" hashes all files, like the first
-open. "sizes" does not check hashes.
+Each run is a new process. The files of the bundle are in the kernel's page cache. The script
+compares three ways to open the bundle, in turns. "recorded" opens a bundle whose hashes were
+checked and recorded earlier. "hashed" hashes all files, as the first process that opens a bundle
+does. "sizes" checks only the sizes of the files.
 
-The times of these moments are in milliseconds since just before the process was created:
+The script prints when the process reaches these moments, in milliseconds since just before it was
+created:
 
     main         the first statement of the program runs
     import       Python has imported dlm_runtime
@@ -16,9 +17,9 @@ The times of these moments are in milliseconds since just before the process was
     first token the first token is committed; if the first pass only stores the prompt, a later pass
         commits this token
 
-At the end of a run, the script reads the resident memory of the process. The output distinguishes
-mapped files, which include the weights, from anonymous memory, in which copies of the weights would
-be. Without BUNDLE, the script builds a bundle with random weights (--size, --precision).
+The script also prints the resident memory at the end of a run, separately for mapped files and for
+anonymous memory. The weights are in mapped files. Copies of the weights would be in anonymous
+memory. Without BUNDLE, the script builds a bundle with random weights (--size, --precision).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def compiled() -> Path:
 
 
 def read(bundle: Path) -> None:
-    """Read the files of the bundle, so that the kernel's page cache contains them."""
+    """Read the files of the bundle, to put them into the kernel's page cache."""
     buffer = bytearray(1 << 23)
     for path in filter(Path.is_file, bundle.rglob("*")):
         with path.open("rb", buffering=0) as file:
@@ -87,7 +88,7 @@ def read(bundle: Path) -> None:
 def measure(
     command: list[str], bundle: Path, way: str, sizes: tuple[int, int, int], records: str
 ) -> dict[str, Any]:
-    """Run one process and return its phases."""
+    """Run one process, and return when it reached each moment."""
     check_hashes, hash_files = WAYS[way]
     environment = os.environ | {
         "DLM_ONNXRUNTIME": _native.onnxruntime_library() or "",
@@ -107,7 +108,7 @@ def measure(
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median and quartiles of each phase, and the passes and memory of the last run."""
+    """Return median and quartiles of each moment, and the passes and memory of the last run."""
     last = runs[-1]
     facts = ("passes", "anonymous_kib", "file_kib")
     phases = {name: spread([run[name] / 1e3 for run in runs]) for name in last if name not in facts}

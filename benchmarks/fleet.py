@@ -1,4 +1,4 @@
-"""Compare latencies that `dlm-export plan --fleet` predicts with those of a scheduler and a server.
+"""Compare the latencies that `dlm-export plan --fleet` predicts with measured latencies.
 
     python benchmarks/fleet.py BUNDLE --data FILE.jsonl [--loads 0.3,0.6,0.8] [--seconds 6] [--json FILE]
 
@@ -7,12 +7,13 @@ Each line of the file has a `prompt`. The steps are:
 1. Measure the bundle as `dlm-export bench BUNDLE --data FILE --batch 1,2,4,8,16` does, but only the
    prompts. The bundle runs on one thread, so that the server and its clients have a core of their
    own on a machine with two cores.
-2. For each load, submit prompts to a scheduler at random times. A load is a share of the requests
-   per second that the model considers possible. The same times go into the prediction.
+2. For each load, submit prompts to a scheduler at random times. A load of 0.5 means half of the
+   requests per second that are possible according to the prediction. The prediction uses the same
+   times.
 3. Measure the time that a server adds to a request, with requests that are sent one at a time. Then
    send requests to the server at random times.
 
-Prints p50 and p95 of the latencies, predicted and measured.
+The script prints p50 and p95 of the predicted and of the measured latencies.
 """
 
 from __future__ import annotations

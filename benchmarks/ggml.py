@@ -1,9 +1,9 @@
 """Rounds single matrices to the number formats of llama.cpp.
 
-llama.cpp's own quantiser rounds the matrices, without an importance matrix (statistics of
-activations). The ``gguf`` package reads the result. llama.cpp chooses a format for each matrix.
-``types_of`` finds out these formats: it lets llama.cpp quantise a small random model with the same
-number of layers.
+llama.cpp's own quantiser rounds the matrices. It gets no importance matrix, which would contain
+statistics of activations. The ``gguf`` package reads the result. For a whole model, llama.cpp
+chooses the format of each matrix. To find these formats, ``types_of`` lets llama.cpp quantise a
+small random model with the same number of layers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
 def types_of(network: NetworkSpec, file_type: str) -> dict[str, str]:
     """Return the format that llama.cpp chooses for each matrix in a GGUF file of this type."""
     attention = network.layers[0].attention
-    heads = attention.heads // attention.kv_heads  # llama.cpp's choice only depends on this ratio
+    heads = attention.heads // attention.kv_heads  # llama.cpp's choice depends only on this ratio
     shapes = {
         "attention.q": (heads * WIDTH, WIDTH),
         "attention.k": (WIDTH, WIDTH),

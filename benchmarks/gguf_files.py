@@ -1,5 +1,6 @@
-"""Writes the checkpoints of the benchmarks as GGUF files for llama.cpp, in its LLaDA or Qwen3
-architecture. Each file is written once, under build/.
+"""Writes the checkpoints of the benchmarks as GGUF files, which llama.cpp can open.
+
+The files use llama.cpp's architecture LLaDA or Qwen3. Each file is written once, under build/.
 
 The ``gguf`` package defines the file format. Keys and tensor names are the same as in files from
 llama.cpp's converter for LLaDA (conversion/llada.py) and Qwen3. The benchmarks use token ids, so
@@ -44,8 +45,10 @@ def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key matrix ``[heads * D, in]``. llama.cpp's RoPE rotates pairs
-    of neighbouring rows. This project's RoPE rotates pairs of rows that are D / 2 apart.
+    """Reorder the rows of a query or key matrix ``[heads * D, in]`` for llama.cpp.
+
+    llama.cpp's RoPE rotates pairs of neighbouring rows. This project's RoPE rotates pairs of rows
+    that are D / 2 apart.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (

@@ -1,20 +1,21 @@
-"""Measure the cost of HTTP: requests per second and latencies, with a server and with a scheduler
-in this process.
+"""Measure how much HTTP slows requests down, by comparing servers with a scheduler in this process.
 
     python benchmarks/http_cost.py BUNDLE --data FILE.jsonl [--service PROGRAM] [--connections 1,4,16,64]
         [--seconds 10] [--rounds 3] [--json FILE]
 
-Each line of the file has a `prompt`. wrk must be installed. These contestants are measured in
-    turns:
+Each line of the file has a `prompt`. wrk must be installed. The script measures requests per second
+and latencies of these contestants, in turns:
 
 - "scheduler": coroutines of this process submit to a scheduler and wait, without HTTP.
 - "dlm-export serve": wrk asks ``dlm-export serve`` in another process.
-- "C service": wrk asks PROGRAM, the service that examples/embed/README.md builds.
-- "scheduler, streamed" and "dlm-export serve, streamed": coroutines of this process read the events
-  of the jobs, or the streamed chunks, and also measure the time to the first text.
+- "C service": wrk asks PROGRAM. examples/embed/README.md explains how to build this service.
+- "scheduler, streamed": coroutines of this process read the events of jobs.
+- "dlm-export serve, streamed": coroutines of this process read streamed answers.
 
-All run the bundle's default loop with the same limits. The clients and the servers share the
-machine.
+For the streamed contestants, the script also measures the time to the first text.
+
+All contestants run the bundle's default loop with the same limits. The clients and the servers run
+on the same machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ HEAD = (
     b"content-length: %d\r\n\r\n"
 )
 Ask = Callable[[str], Awaitable[float | None]]
-"""Sends a prompt and waits for the whole answer. Returns when its first text arrived."""
+"""Sends a prompt and waits for the whole answer. Returns the time when the first text arrived.
+
+The result is None if the answer is not streamed."""
 
 
 def percentiles(latencies: list[float], name: str) -> dict[str, float]:

@@ -1,13 +1,14 @@
-"""Compare policies with different caches for a block-causal denoiser: passes (NFE), milliseconds
-per request, and tokens per second.
+"""Compare the speed of different caches in a block-causal denoiser.
+
+The script prints the passes (NFE), the milliseconds per request, and the tokens per second.
 
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
-Each line of the file has a `prompt`. The variants take turns over the same requests. Prints medians
-and quartiles over the rounds, and how many canvases differ from the canvases of the first variant.
-With `--effort`, the variants are the bundle's effort levels. For the faster levels, a second
-variant stores blocks in separate passes.
+Each line of the file has a `prompt`. All variants run the same requests, in turns. The times are
+medians and quartiles over the rounds. The script also prints how many canvases differ from those of
+the first variant. With `--effort`, the variants are the bundle's effort levels. Some levels also
+have a second variant with a different value of the policy field ``store``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ def quantise(source: Path, path: Path, file_type: str) -> None:
 
 
 def facts() -> dict[str, str]:
-    """Return the versions, and the instruction sets for which llama.cpp was compiled."""
+    """Return the versions of llama-cpp-python and llama.cpp, and llama.cpp's system information.
+
+    The system information lists the instruction sets for which llama.cpp was compiled.
+    """
     llama = quiet_llama()
     return {
         "llama-cpp-python": llama.__version__,
@@ -65,7 +68,8 @@ def facts() -> dict[str, str]:
 class Llama:
     """A GGUF file opened on the CPU.
 
-    Keys and values are fp32. If the number of tokens changes, a new context is created.
+    Keys and values are fp32. A new context is created whenever the number of
+    tokens changes.
     """
 
     def __init__(self, path: Path, threads: int, *, is_causal: bool) -> None:
@@ -131,8 +135,10 @@ class Llama:
             self.batch.seq_id[i][0] = i // L
 
     def time_prompt(self, tokens: Sequence[int]) -> float:
-        """Return the seconds to compute a prompt. llama.cpp uses its default batches, flash
-        attention, and keys and values in fp16. Only the last token of a batch has logits.
+        """Return the seconds to compute a prompt.
+
+        llama.cpp uses its default batches, flash attention, and keys and values in fp16. Only the
+        last token of a batch has logits.
         """
         llama = self.llama
         self._free_context()
@@ -152,7 +158,7 @@ class Llama:
             )
             if llama.llama_decode(context, llama.llama_batch_get_one(part, count)):
                 raise SystemExit(f"llama.cpp failed in a pass of {count} tokens")
-        llama.llama_get_logits_ith(context, -1)  # waits until the pass has ended
+        llama.llama_get_logits_ith(context, -1)  # this call waits until the pass has ended
         seconds = time.perf_counter() - began
         llama.llama_free(context)
         return seconds
@@ -164,7 +170,7 @@ class Llama:
         """
         B, L = canvases.shape
         self.prepare(B, L)
-        # Forget earlier sequences; models without causal attention do not store sequences.
+        # Remove earlier sequences. Only causal models store sequences.
         if self.is_causal:
             self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
         np.ctypeslib.as_array(self.batch.token, shape=(B * L,))[:] = canvases.ravel()

@@ -1,8 +1,8 @@
 """Runs LLaDA in llama.cpp through llama-cpp-python. The denoising loop is in Python.
 
-llama.cpp has no cache for LLaDA: llama-model.cpp creates no cache memory for it, so llama_decode
-runs llama.cpp's encoder. The encoder computes logits for every token, even if the batch asks for
-fewer. Each pass therefore computes the whole canvas, including the head.
+Each pass computes the whole canvas, because llama.cpp has no cache for LLaDA: llama-model.cpp
+creates no cache memory, so llama_decode runs llama.cpp's encoder. The encoder also computes the
+logits of every token, even if the batch asks for the logits of fewer tokens.
 """
 
 from __future__ import annotations

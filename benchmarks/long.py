@@ -1,11 +1,12 @@
-"""Measure the time and memory per block on canvases of 4k, 16k and 32k tokens.
+"""Measure how much time a block takes on long canvases, and how much memory a generation takes.
 
     python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
-Each block starts with a pass over the whole canvas (full pass), or over its last part (refresh). A
-small random denoiser fills the last 128 tokens in blocks of 32, with four passes per block and the
-dual cache. Each run is a new process. Its largest resident set is measured. If a run needs more
-memory than --memory, the table says so.
+A small random denoiser fills the last 128 tokens of a canvas in blocks of 32, with four passes per
+block and the dual cache. The first pass of a block is a pass over the whole canvas, or with
+--refresh N a pass that begins at least N tokens before the block. Each run is a new process, whose
+largest resident set is measured. A run may allocate at most --memory GiB. If a run needs more, the
+table shows the error.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def bundle_of(precision: str) -> Path:
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
     """Run one generation and time its steps.
 
-    Returns the seconds of the first pass of the generation, the ms of the first pass of each later
-    block, the ms of all other passes, and the memory in bytes.
+    Returns the seconds of the generation's first pass. For all later blocks, returns the median ms
+    of their first passes, and the median ms of their other passes. Also returns the memory in
+    bytes.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of

@@ -1,18 +1,18 @@
-"""Compare a mixture of experts with two other denoisers.
+"""Compare the speed and memory of a mixture of experts with those of two other denoisers.
 
-The first other denoiser is dense, and has as many parameters as the mixture uses for a token. The
-second is the same mixture, but computes all experts for every token.
+One of these denoisers has no experts, and has as many parameters as the mixture uses for a token.
+The other one is the same mixture, but computes all experts for every token.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
 The mixture has about a billion random parameters in the layout of LLaDA-MoE, and uses 8 of 64
-experts per token. Passes of the three denoisers take turns in one process. The times are compared
-with the limits of the roofline model. These limits use the rates of this machine, which
-``dlm-export bench`` measures.
+experts per token. The script times passes of the three denoisers in turns, in one process. It
+compares the times with the shortest possible times by the roofline model. The model uses the
+machine's rates, which the script measures like ``dlm-export bench``.
 
-Memory is measured in a new process for each denoiser, at two times: after passes of 1, 4, 32 and
-256 tokens, and after a single pass of one token. In the second case, the experts that no token
-chose were never read.
+For each denoiser, the script measures the memory of a new process at two times: first after a
+single pass of one token, and then after passes of 1, 4, 32 and 256 tokens. After the first pass,
+memory does not yet contain the experts that the token did not use.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ KINDS = {
     "dense, active size": (ACTIVE, 0),
     "all experts": (COUNT, 1),
 }
-"""The number of experts per token, and whether layers have experts."""
-# Tokens in the pass, cached tokens, scored rows.
+"""For each denoiser, the number of experts per token, and 1 if the layers have experts."""
+# For each pass: computed tokens, cached tokens, and scored rows.
 PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
-    """Return the bundle of one of the three denoisers. It is built once.
+    """Return the bundle of one of the three denoisers. The bundle is built once.
 
-    All kinds of bundle with experts have the same weights.
+    The two denoisers with experts have the same weights.
     """
     from checkpoints import llada_moe_config
 
@@ -79,7 +79,8 @@ def bundle_of(kind: str, layers: int, precision: str) -> Path:
 
 def memory(path: Path) -> dict[str, int]:
     """Return the bytes of this process's memory after passes: anonymous memory and mapped files.
-    Also returns the bytes after a pass that uses few experts.
+
+    Also returns the bytes of mapped files after a single pass of one token.
     """
     with dlm_runtime.open(path, check_hashes=False) as bundle:
         bundle.time_passes(1, 0, 1, 1)
@@ -91,8 +92,9 @@ def memory(path: Path) -> dict[str, int]:
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
-    """Return, for each pass, the least seconds that the roofline model allows, and the bytes of
-    weights that the pass must read.
+    """Return the shortest possible seconds of each pass, and the bytes of weights that it reads.
+
+    The seconds come from the roofline model.
     """
     manifest = json.loads((path / "manifest.json").read_text())
     network, layers = network_of(manifest), manifest["precision"].get("layers", {})

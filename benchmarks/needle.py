@@ -7,18 +7,18 @@
 A prompt consists of random words. It also contains four needles at random places. A needle is a
 marker, followed by four random words. Each needle has a different marker. The prompt ends with one
 of the markers. The denoiser answers with the four words of that needle. All mask tokens look the
-same, so the denoiser must use their positions to find out which word to copy. It must also
-distinguish the needles.
+same, so the denoiser must use a mask token's position to find out which of the four words to copy.
 
-The denoiser is block-causal. `train` starts with canvases of 32 tokens. If the mean loss is low,
-the canvases become twice as long, up to 8,192 tokens. The network has two layers and 131,264
-parameters.
+The denoiser is block-causal. `train` starts with canvases of 32 tokens. Whenever the mean loss is
+low, it doubles the length of the canvases, up to 8,192 tokens. The network has two layers and
+131,264 parameters.
 
-`check` builds bundles in fp32 and int8, also with an INT8 cache. It asks for needles at the start
-of prompts that fill the canvas. There are three ways to ask. `whole` computes a prompt in one pass.
-`parts` computes a prompt in passes of 512 tokens. `reused` asks for all four needles of a prompt,
-so that three of four requests reuse the keys and values of the first request. The bundles `yarn`
-and `unscaled` have canvases of 32,768 tokens, with and without a scaling of the rotary embedding.
+`check` builds bundles in fp32 and in int8, and bundles with an INT8 cache. The prompts fill the
+canvas, and the needles are at the start of the prompt. There are three ways to compute a prompt.
+`whole` computes it in one pass. `parts` computes it in passes of 512 tokens. `reused` asks for all
+four needles of a prompt in four requests, so that three of them reuse the keys and values of the
+first request. The bundles `yarn` and `unscaled` have canvases of 32,768 tokens, with and without a
+scaling of the rotary embedding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_runtime import Bundle
 
 BLOCK_LENGTH, LONGEST = 8, 8192
-SAMPLED = 160  # in training, the second layer attends to only this many tokens away from needles
+SAMPLED = 160  # in training, number of tokens far from needles to which layer 2 attends
 AROUND = range(-4, 12)  # a token at one of these offsets from a marker is near the needle
 NEEDLES, VALUES = 4, 4
 WORDS = 244
@@ -86,7 +86,7 @@ def shape() -> NetworkSpec:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A prompt without the marker at its end: its tokens, and the words that follow each marker."""
+    """The tokens of a prompt without its last marker, and the words that follow each marker."""
 
     tokens: list[int]
     needles: dict[int, list[int]]
@@ -169,9 +169,9 @@ def attend(
 
 
 def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Tensor:
-    """Return the mean cross-entropy in nats of the hidden words of the answers.
+    """Return the mean cross-entropy in nats of the masked words of the answers.
 
-    In half of the canvases, all four words are hidden.
+    In half of the canvases, all four words are masked.
 
     The second layer attends to all tokens near needles, and to ``SAMPLED`` other tokens. Each
     sampled token represents several tokens, so its weight in the softmax is multiplied by their
@@ -216,14 +216,14 @@ class Curriculum:
     The canvases become longer when the denoiser has learned the shorter canvases.
     """
 
-    ENOUGH, PACE = 0.2, 0.05  # loss; weight of the last loss
+    ENOUGH, PACE = 0.2, 0.05  # loss for longer canvases; weight of a new loss
 
     def __init__(self, length: int, tokens: int, seed: int) -> None:
         self.length, self.tokens, self.mean = length, tokens, 1.0
         self.generator = torch.Generator().manual_seed(seed)
 
     def losses(self, denoiser: Denoiser) -> Iterator[Callable[[], Tensor]]:
-        """Yield a function for each step that computes the loss of the step."""
+        """For each step of training, yield a function that computes the step's loss."""
 
         def loss() -> Tensor:
             found = loss_of(denoiser, self._batch(), self.generator)
@@ -294,11 +294,11 @@ BUNDLES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "unscaled": ({"max_position_embeddings": SCALED}, ("--precision", "fp32")),
 }
-"""For each bundle, the changes of config.json and the options of the build."""
+"""For each bundle, the changes to config.json and the options of the build."""
 
 
 def bundle_of(checkpoint: Path, name: str, folder: Path) -> Path:
-    """Build a bundle of ``BUNDLES`` in ``folder``."""
+    """Build the bundle ``name``, a key of ``BUNDLES``, in ``folder``."""
     changes, options = BUNDLES[name]
     source, output = folder / f"checkpoint {name}", folder / f"bundle {name}"
     shutil.copytree(checkpoint, source)
@@ -318,8 +318,9 @@ def haystacks(length: int, count: int) -> list[Haystack]:
 def found(bundle: Bundle, way: str, stacks: Sequence[Haystack]) -> tuple[int, int, int]:
     """Ask a bundle for needles.
 
-    The way ``reused`` asks for all needles of a haystack, and the other ways ask for one needle.
-    Returns the number of right answers, of questions, and of reused tokens.
+    ``way`` is one of the ways in the docstring of this module. ``reused`` asks for all needles of a
+    haystack, and the other ways ask for one needle. Returns the numbers of right answers, of
+    questions, and of reused tokens.
     """
     asked = NEEDLES if way == "reused" else 1
     questions = [

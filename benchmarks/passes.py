@@ -2,10 +2,10 @@
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-The native runtime and plain ONNX Runtime are measured in precisions from fp32 to INT4, and torch in
-fp32 and bf16. All of them take turns in one process. The native runtime replaces some functions of
-the graph with its kernels. Plain ONNX Runtime computes the operators in the bodies of these
-functions instead. For a comparison of whole generations and for llama.cpp, see generation.py.
+The script measures the native runtime and plain ONNX Runtime in precisions from fp32 to INT4, and
+torch in fp32 and bf16, in turns and in one process. A graph contains ONNX functions. The native
+runtime replaces some of these functions with its own kernels. Plain ONNX Runtime runs the operators
+of which the functions consist. generation.py compares whole generations, also with llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 
-# requests, tokens in the pass, cached tokens, scored rows.
+# For each pass: requests, computed tokens, cached tokens, and scored rows.
 PASSES = (
     (1, 32, 224, 32),
     (1, 256, 0, 256),
@@ -55,8 +55,7 @@ def onnx_pass(
 ) -> Callable[[], Any]:
     """Return a function that runs the graph.
 
-    The graph returns the same as in the decoding loop: the most likely tokens and their
-        probabilities.
+    As in the decoding loop, the graph returns the most likely tokens and their probabilities.
     """
     rng = np.random.default_rng(0)
     feeds = {

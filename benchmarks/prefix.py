@@ -3,18 +3,20 @@
     python benchmarks/prefix.py [--requests 64] [--shared 2000] [--own 50] [--turns 10] [--rounds 3]
         [--precision int8] [--cache-dtype fp32] [--threads 2] [--json FILE]
 
-Prompts start with the same tokens if they share a system prompt, or in a conversation. The random
-block-causal denoiser of benchmarks/blocks.py (12 layers, d 768, grouped queries, blocks of 32)
-answers with 32 tokens. Each round measures a scheduler with its prefix cache and a scheduler
-without it, in turns. Prints medians over the rounds, with the smallest and the largest value:
+A prefix cache stores the keys and values of prompts. A later request reuses them if its prompt
+starts with the same tokens. This is the case if requests have the same system prompt, and in a
+conversation. The script uses the random block-causal denoiser of benchmarks/blocks.py (12 layers,
+d 768, grouped queries, blocks of 32). Each request generates 32 tokens. Each round measures a
+scheduler with a prefix cache, and then a scheduler without one. The script prints medians over the
+rounds, with the smallest and the largest value:
 
 - `first tokens`: milliseconds from submitting a request until its first tokens are decided. The
   requests run one after another.
 - `tokens/s`: generated tokens per second when all requests are submitted at once.
-- `turns`: milliseconds of each turn of a conversation. Each turn adds the tokens of a user, and an
-  answer.
+- `turns`: milliseconds of each turn of a conversation. In each turn, the user adds a message, and
+  the denoiser answers.
 
-Also prints how many canvases differ between the two schedulers.
+The script also prints how many canvases differ between the two schedulers.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def tokens_of(rng: random.Random, count: int) -> list[int]:
 def conversation(
     scheduler: Scheduler, system: list[int], said: Sequence[list[int]]
 ) -> tuple[list[float], list[int]]:
-    """Return the milliseconds of each turn, and the last canvas."""
+    """Run a conversation. Returns the milliseconds of each turn, and the last canvas."""
     history, found = list(system), []
     for words in said:
         began = time.perf_counter()

@@ -1,16 +1,17 @@
-"""Measure how fast a prompt cache opens, and how much time it saves before the first tokens.
+"""Measure how fast a prompt cache opens, and how much sooner requests with it get first tokens.
 
     python benchmarks/prompt_cache.py [--tokens 2000] [--caches fp16,fp32] [--rounds 21] [--threads 2]
         [--json FILE]
 
-The denoiser's cache has the shape of LLaDA2-mini's cache: 20 layers, 4 key heads of size 128,
-blocks of 32. The denoiser's other sizes are small, because they do not affect the size of the
-cache. The weights are random.
+A prompt cache is a file with the keys and values of a prompt. The script uses a denoiser with
+random weights. Its cache has the shape of LLaDA2-mini's cache: 20 layers, 4 key heads of size 128,
+and blocks of 32 tokens. The denoiser's other sizes are small, because they do not affect the size
+of the cache.
 
 Each round opens the file, which is already in the kernel's page cache. Then the script sends a
 request whose prompt starts with the saved tokens, and measures the time until its first tokens are
-decided. This is done with and without the prompt cache. Prints medians, with the smallest and the
-largest value. Also prints whether both requests give the same canvas.
+decided. The script does so with and without the prompt cache. It prints medians, with the
+smallest and the largest value, and whether both requests give the same canvas.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def bundle_of(cache: str) -> Path:
 
 
 def first_tokens(bundle: Bundle, prompt: list[int]) -> tuple[float, list[int]]:
-    """Return the milliseconds until the first tokens are decided, and the canvas."""
+    """Run a request. Returns the milliseconds until its first tokens, and its canvas."""
     began, first, canvas = time.perf_counter(), 0.0, []
     for event in bundle.stream(tokens=prompt, **ASKED):
         if not first and event.committed:

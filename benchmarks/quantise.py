@@ -1,12 +1,16 @@
-"""Measure the loss that each quantisation recipe causes in the demo denoiser.
+"""Measure how much accuracy the demo denoiser loses with each quantisation recipe.
 
     python benchmarks/quantise.py [--recipes int8,int4,...] [--data examples/demo/heldout.jsonl] [--json FILE]
 
-For each recipe, the script prints the bundle's size, the cross-entropy of masked tokens by mask
-ratio, the agreement with full precision, the positions where both commit different tokens (flips),
-the passes and the exact matches. Bundles are calibrated on the demo's calibration.jsonl and
-compared with full precision on held-out commands. Each bundle also generates an answer to each of
-these commands.
+The script builds a bundle with each recipe, and calibrates it on the demo's calibration.jsonl. It
+then compares the bundle with the denoiser in full precision, on held-out commands. Each bundle also
+answers each of these commands. For each recipe, the script prints:
+
+- the size of the bundle,
+- the cross-entropy of masked tokens, for each mask ratio,
+- the share of masked tokens for which the bundle and full precision predict the same token,
+- the number of positions where the two would commit different tokens (flips),
+- the mean number of passes, and the share of right answers.
 """
 
 from __future__ import annotations
@@ -40,8 +44,10 @@ RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,
 def measure(
     checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build one precision and judge it on ``data``. The bundle then answers every command twice:
-    with the threshold of the preset, and with the fitted threshold.
+    """Build a bundle in one precision, and measure its accuracy on ``data``.
+
+    The bundle answers every command twice: with the preset's threshold, and with a fitted
+    threshold.
     """
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])

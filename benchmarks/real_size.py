@@ -1,5 +1,6 @@
-"""Measure an 8 B denoiser on this machine, from the checkpoint to generated tokens, and inspect a
-checkpoint of 100 B parameters.
+"""Measure the time and memory of each step from an 8 B checkpoint to generated tokens.
+
+The script also runs ``inspect`` and ``plan`` for a checkpoint of 100 B parameters.
 
     python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json
         FILE] [-- BUILD OPTIONS]
@@ -9,12 +10,13 @@ The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; d 4096, 32 
 vocabulary 126464, bf16, shards with an index) and random weights. Arguments after ``--``, such as
 ``--judged``, ``--calib-samples`` and ``--no-verify``, are passed to every ``dlm-export build``.
 
-Each step runs in a new process. For each step, the script reports the seconds, the stages, the
-highest anonymous memory, and the highest mapped memory. It also reports how many bytes the step
-read from the disk and wrote to the disk, and the bytes of its read and write calls. Before each
-step, the files are dropped from the system's cache. The script also measures the rates of this
-machine. Then ``inspect`` and ``plan`` run on the headers of a checkpoint of 100 B parameters. At
-the end, all files are removed. With --keep, the files are not removed, and the next run uses them.
+Each step runs in a new process. For each step, the script reports the seconds in total and of each
+stage, the highest anonymous memory, and the highest mapped memory. It also reports how many bytes
+the step read from the disk and wrote to the disk, and the bytes of its read and write calls. Before
+each step, the script drops the files from the system's cache. The script also measures how fast
+this machine reads, writes and computes. The checkpoint of 100 B parameters contains only headers
+and no weights. At the end, the script removes all files. With --keep, it does not remove them, and
+the next run uses them.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ LARGE = {
 }
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
-POOL = 1 << 24  # all tensors are cut out of this many random values
-PROBE_BYTES = 2 << 30  # bytes of the file for measuring the disk's speed
+POOL = 1 << 24  # number of random values from which all tensors are cut
+PROBE_BYTES = 2 << 30  # size of the file for measuring the disk's speed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -118,8 +120,8 @@ def values(
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
     """Write config.json, the index and its shards.
 
-    Returns the bytes of the weights. With ``has_data=False``, only the headers are written. The
-    data is then missing: the files are sparse files with the right size.
+    Returns the bytes of the weights. If ``has_data`` is false, the function writes only the
+    headers. The files then have the right sizes, but are sparse files without weights.
     """
     shapes = llada_shapes(config)
     files = shards(shapes)
@@ -200,8 +202,9 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """Return how many bytes per second the disk writes (including the flush) and reads, measured
-    with a large file.
+    """Return how many bytes per second the disk writes and reads, measured with a large file.
+
+    The time of writing includes the flush.
     """
     path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
     try:
@@ -310,7 +313,7 @@ def carry(
 
 
 def carry_headers(folder: Path) -> list[dict[str, Any]]:
-    """Run the steps that need no weights on the headers of 100 B parameters."""
+    """Run ``inspect`` and ``plan`` on a checkpoint of 100 B parameters without weights."""
     checkpoint = folder / "headers"
     size = write_checkpoint(
         checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False

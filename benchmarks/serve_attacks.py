@@ -4,19 +4,20 @@
         [--json FILE]
 
 All attacks are made on the same server, one after another. A polite client sends one chat after
-another. At first, the polite client is alone for a few seconds. Then the attack runs at the same
-time. Each chat uses a new connection, or with --kept the same connection. With --elsewhere, the
-attacker attacks a second server on the same machine. The polite client's delays then show the cost
-of sharing the processor. Each attack runs in a separate process with the lowest priority, so that
-the processor time of the attacker itself does not delay the polite client. All attackers except
-"wrong keys" have a valid key. Prints a row for each attack as Markdown:
+another. First, the polite client uses the server alone for a few seconds. Then the attack begins,
+and the polite client continues. Each chat uses a new connection. With --kept, all chats use the
+same connection. With --elsewhere, the attacker attacks a second server on the same machine, so that
+the polite client is delayed only because the servers share the processor. Each attack runs in a
+separate process with the lowest priority, so that the attacker's own processor time hardly delays
+the polite client. All attackers except "wrong keys" have a valid API key. The script prints a
+Markdown table with a row for each attack:
 
-- got: the results that the attacker got, with the number of each result.
-- p50 and longest: latencies of the polite client without and during the attack.
+- got: how often the attacker got each status or other result.
+- p50 and longest: latencies of the polite client, without and during the attack.
 - pass: the mean time of a denoiser pass without the attack.
 - memory: the largest resident memory of the server during the attack.
 
-Exits with 1 if a request of the polite client fails.
+The exit code is 1 if a request of the polite client fails.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ from typing import Any
 from shapes import machine
 from tables import table
 
+from dlm_export.serving.fields import commas_for
+
 KEY = "a-valid-key"
 CHAT = "/v1/chat/completions"
 MOST_S = 60.0
 PAUSE_S = 0.02
-"""Time between two requests of the polite client."""
+"""Seconds between two requests of the polite client."""
 
 
 class Target:
@@ -69,6 +72,14 @@ class Target:
             client.sendall(self.head(path, length, "connection: close", key=key) + b"\r\n" + body)
             return status_of(client)
 
+    def context(self) -> int:
+        """Return the longest context of the server's models, in tokens."""
+        client = HTTPConnection(self.host, self.port, timeout=MOST_S)
+        client.request("GET", "/v1/models", headers={"authorization": f"Bearer {KEY}"})
+        models = json.loads(client.getresponse().read())["data"]
+        client.close()
+        return max(model["context_length"] for model in models)
+
     def chat(self, **fields: Any) -> bytes:
         message = {"role": "user", "content": "play jazz"}
         return json.dumps({"model": self.model, "messages": [message]} | fields).encode()
@@ -83,9 +94,7 @@ def status_of(client: socket.socket) -> str:
 
 
 def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
-    """Send one piece of a request per second on each connection, until the server has closed all
-    connections.
-    """
+    """Send a piece of a request per second on each connection, until the server closes all."""
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:
@@ -105,7 +114,7 @@ def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
     return +found
 
 
-# ---- Attacks. Each returns its results, with the number of each result. ----
+# ---- Attacks. Each function returns how often the attacker got each result. ----
 
 
 def slow_headers(target: Target) -> Counter[str]:
@@ -147,9 +156,7 @@ def slow_reader(target: Target) -> Counter[str]:
 
 
 def gigabyte_body(target: Target) -> Counter[str]:
-    """Announce a body of 1 GiB, or send 1 GiB in chunks without a length, until the server stops
-    it.
-    """
+    """Send a body of 1 GiB, with its length or in chunks, until the server answers."""
     found: Counter[str] = Counter()
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     for at in range(20):
@@ -189,7 +196,7 @@ def tiny_requests(target: Target) -> Counter[str]:
 
 
 def repeated(target: Target, bodies: list[bytes], times: int, **given: str) -> Counter[str]:
-    """Send the bodies in turn, each on a new connection."""
+    """Send each body in turn, each time on a new connection."""
     return Counter(target.post(bodies[at % len(bodies)], **given) for at in range(times))
 
 
@@ -217,9 +224,12 @@ def many_lists(target: Target) -> Counter[str]:
 
 
 def largest_bodies(target: Target) -> Counter[str]:
-    """Send the largest bodies that the limits allow: 16,000 unknown fields, or 262,000 numbers."""
+    """Send the largest bodies that the limits allow: 16,000 unknown fields, or a long list of
+    numbers.
+    """
     fields = b",".join(b'"%x":0' % number for number in range(16_000))
-    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), b"1," * 261_999)
+    ones = b"1," * (commas_for(target.context()) - 2)
+    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), ones)
     found = repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 10)
     return found + repeated(target, [numbers], 10, path="/v1/completions")
 
@@ -332,7 +342,7 @@ class Polite:
             return None
         finally:
             if not self.keeps:
-                self.client.close()  # so the next request opens a new connection
+                self.client.close()  # the next request then opens a new connection
         return 1e3 * (time.perf_counter() - began) if response.status == 200 else None
 
     def latencies(self, is_over: Callable[[], bool]) -> list[float | None]:

@@ -1,14 +1,14 @@
-"""Measure the memory of ``dlm-export serve`` over time, while its clients disconnect at random
-moments.
+"""Measure the memory of ``dlm-export serve`` while its clients disconnect at random moments.
 
     python benchmarks/serve_soak.py BUNDLE [--minutes 10] [--clients 8] [--every 30] [--json FILE]
 
-Each client sends one request after another. The requests are random: they ask for a whole answer or
-a stream, with or without `diffusing`, with a schema, for several answers, or with a wrong field. In
-two of three requests, the client disconnects while it sends the request, before the answer, or in
-the middle of a stream. Prints the resident memory at intervals. Exits with 1 in two cases: a
-request was not answered although its client stayed connected, or the server still runs requests
-after all clients have left.
+Each client sends one random request after another. A request asks for a whole answer or for a
+stream. Some requests also ask for the canvas after each pass (`diffusing`) or for several answers,
+contain a schema, or contain a wrong field. In two of three requests, the client disconnects before
+it has the whole answer. The script prints the server's resident memory at intervals.
+
+The exit code is 1 if a request was not answered although its client stayed connected. It is also 1
+if the server still runs requests after all clients have disconnected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from shapes import machine
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.1
-"""A client that leaves does so within this time, because most answers take less."""
+"""The maximum number of seconds after which a client disconnects.
+
+After a longer time, most answers would already be complete."""
 PROMPTS = ("turn on the kitchen lights", "remind me to call the garage at seven", "play jazz", "go")
 SCHEMA = {
     "type": "object",
@@ -61,7 +63,7 @@ def body_of(draw: random.Random, model: str) -> dict[str, Any]:
 class Soak:
     """Runs requests from several threads.
 
-    ``ended`` counts the requests by the way in which they ended.
+    ``ended`` counts the requests that ended in each way, such as "answered".
     """
 
     def __init__(self, served: Any) -> None:

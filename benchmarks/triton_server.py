@@ -1,17 +1,17 @@
-"""Measure requests a second and latencies of Triton beside ``dlm-export serve``.
+"""Compare requests per second and latencies of Triton and of ``dlm-export serve``.
 
     python benchmarks/triton_server.py BUNDLE --data FILE.jsonl [--connections 1,16] [--seconds 4]
         [--rounds 3] [--json FILE]
 
-Each line of the file has a `prompt`. wrk and nvidia-pytriton must be installed, see
-tests/triton_process.py. The contestants take turns:
+Each line of the file has a `prompt`. wrk and nvidia-pytriton must be installed (see
+tests/triton_process.py). The contestants take turns:
 
 - "dlm-export serve": wrk sends requests to ``/v1/completions``.
-- "Triton, cpp" and "Triton, python": wrk sends requests to ``/v2/models/NAME/generate`` of one
-  tritonserver, whose models use the two backends.
+- "Triton, cpp" and "Triton, python": wrk sends requests to ``/v2/models/NAME/generate``. One
+  tritonserver runs both models: one model with the C++ backend, and one with the Python backend.
 
-All run the bundle's default loop with the same limits. The clients and the servers share the
-machine.
+All contestants run the bundle's default loop with the same limits. The clients and the servers run
+on the same machine.
 """
 
 from __future__ import annotations

@@ -12,15 +12,16 @@ SAMPLE_S = 0.05
 
 
 def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """Run a command. Returns its output, and a row with its ``seconds``, its ``exit`` code and the
-    bytes of ``Watched.row``.
+    """Run a command. Returns its output and a row.
+
+    The row contains the ``seconds``, the ``exit`` code and the bytes of ``Watched.row``.
     """
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         watching = Watched(process)
         try:
             text, _ = process.communicate()
-        except BaseException:  # on Ctrl-C or a signal, end the command too
+        except BaseException:  # if Ctrl-C or a signal ends this process, end the command too
             process.terminate()
             raise
     seconds = time.perf_counter() - began
@@ -72,7 +73,7 @@ class Watched:
                 FileNotFoundError,
                 ProcessLookupError,
                 PermissionError,
-            ):  # the process ended just before
+            ):  # the process has just ended
                 break
             for name in self.peak:
                 self.peak[name] = max(self.peak[name], status.get(name, 0))

@@ -2,11 +2,11 @@
 
     python benchmarks/worker.py SIZE NAME THREADS
 
-Reads requests as JSON lines from stdin and writes answers to stdout. All other output goes to
-stderr. The member ``do`` of a request names an action, and the other members are its arguments:
-``generate`` (prompts, new, policy, passes), ``pass`` (B, T, S, R), ``best_tokens`` (canvas),
-``about``. If the contestant does not support the action, the answer is ``not_offered`` with the
-reason.
+The process reads requests from stdin and writes answers to stdout, as lines of JSON. All other
+output goes to stderr. The member ``do`` of a request names an action, and the other members are the
+action's arguments. The actions are ``generate`` (prompts, new, policy, passes), ``pass`` (B, T, S,
+R), ``best_tokens`` (canvas) and ``about``. If the contestant does not support the action, the
+answer contains ``not_offered`` with the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make(name: str, size: str, threads: int) -> Contestant:
 class Server:
     """Answers the requests to one contestant.
 
-    Each size of pass is prepared once and used in all rounds.
+    Each size of a pass is prepared once, and then used in all rounds.
     """
 
     def __init__(self, contestant: Contestant) -> None:

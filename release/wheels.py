@@ -49,26 +49,23 @@ def run(*command: str | Path, **variables: str) -> str:
 
 
 def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
-    """The oldest version of glibc that has every symbol that the wheel's library imports. If the
-    library imports symbols of a C++ library, this script ends.
+    """Return the oldest version of glibc that has every symbol that the wheel's libraries import.
+
+    If a library imports symbols of a C++ library, this script ends.
     """
+    versions = set()
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        named = [
-            name for name in archive.namelist() if Path(name).name.startswith("libdlm_runtime.so")
-        ]
-        (library,) = [
-            archive.extract(name, folder)
-            for name in named
-            if archive.read(name).startswith(b"\x7fELF")
-        ]
-        symbols = run(OBJDUMP[architecture], "-T", library)
-        needed = re.findall(r"NEEDED +(\S+)", run(OBJDUMP[architecture], "-p", library))
-    if "GLIBCXX_" in symbols or any(name.startswith("libstdc++") for name in needed):
-        sys.exit(f"{wheel.name}: its library asks for a libstdc++: {STATIC} did not reach CMake")
-    print(f"{wheel.name} needs {', '.join(needed)}", file=sys.stderr)
-    return max(
-        (int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols)
-    )
+        for name in archive.namelist():
+            if not archive.read(name).startswith(b"\x7fELF"):
+                continue
+            library = archive.extract(name, folder)
+            symbols = run(OBJDUMP[architecture], "-T", library)
+            needed = re.findall(r"NEEDED +(\S+)", run(OBJDUMP[architecture], "-p", library))
+            if "GLIBCXX_" in symbols or any(other.startswith("libstdc++") for other in needed):
+                sys.exit(f"{name} needs libstdc++: {STATIC} did not reach CMake")
+            print(f"{name} needs {', '.join(needed)}", file=sys.stderr)
+            versions |= set(re.findall(r"GLIBC_(\d+)\.(\d+)", symbols))
+    return max((int(major), int(minor)) for major, minor in versions)
 
 
 def obstacle(architecture: str) -> str | None:

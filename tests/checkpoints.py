@@ -130,7 +130,7 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 def sdar_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny SDAR, with the released keys.
 
-    The keys are those of Qwen3, and a key for the block length.
+    These are the keys of Qwen3, and one more key for the block length.
     """
     other = {
         "architectures": ["SDARForCausalLM"],
@@ -244,8 +244,8 @@ def diffusion_gemma_config(**changes: Any) -> dict[str, Any]:
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Fast-dLLM v2, with the released keys.
 
-    The keys are those of Qwen2.5, and a key for the block length. The config does not name a mask
-    token.
+    These are the keys of Qwen2.5, and one more key for the block length. The config does not name a
+    mask token.
     """
     other = {
         "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -383,7 +383,7 @@ def modern_bert_config(**changes: Any) -> dict[str, Any]:
 
 
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``."""
+    """Return the tensor names and shapes ``[out, in]`` of a released LLaDA."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
     kv = hidden // config["n_heads"] * config["n_kv_heads"]
     prefix = "model.transformer."
@@ -428,7 +428,7 @@ def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def llada_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``."""
+    """Return the tensor names and shapes ``[out, in]`` of a released LLaDA-MoE."""
     hidden, head_size = (
         config["hidden_size"],
         config["hidden_size"] // config["num_attention_heads"],
@@ -453,7 +453,7 @@ def llada_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Released tensor names and shapes, ``[out, in]``."""
+    """Return the tensor names and shapes ``[out, in]`` of a released LLaDA2."""
     hidden, vocab, size = config["hidden_size"], config["vocab_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.word_embeddings.weight": (vocab, hidden)}

@@ -33,10 +33,10 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 
 
 class Weight(NamedTuple):
-    """How good a text is, or how good several texts are together, as numbers that are compared in
-    order.
+    """The weight of a text, or the combined weight of several texts.
 
-    A weight is a tuple, so ``max`` finds the weight of the best text.
+    A weight is a tuple of numbers, which are compared in order. So ``max`` finds the weight of the
+    best text.
     """
 
     kept: int  # minus the number of tokens with the logit -inf
@@ -52,8 +52,9 @@ class Weight(NamedTuple):
         )
 
     def log_ratio(self, other: Weight, temperature: float) -> float:
-        """The logarithm of the ratio of two probabilities: of the texts with this weight, and of
-        the texts with ``other``.
+        """Return ln(p / q), where p and q are probabilities.
+
+        p is the probability of the texts with this weight, and q that of the texts with ``other``.
         """
         if self[:2] != other[:2]:
             return math.inf if self[:2] > other[:2] else -math.inf

@@ -185,8 +185,8 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
     a second build runs.
 
     ``total`` maps False to the number of operations of a build without an old bundle, and True to
-    the number with one. For a fake build, every operation is combined with SIGKILL and with one
-    other signal. For a real build, the signals arrive at 50 chosen operations.
+    the number for a build with an old bundle. For a fake build, every operation is combined with
+    SIGKILL and with one other signal. For a real build, the signals arrive at 50 chosen operations.
     """
     if kind == "fake":
         for force in (False, True):

@@ -874,7 +874,7 @@ static void test_failing_passes_end_the_request(void) {
       size_t length = 99;
       const dlm_step* step;
       const int32_t before = f.passes;
-      policy.entropy_bound = 0; /* one or two positions per pass, so that there is a third pass */
+      policy.entropy_bound = 0; /* each pass commits 1 or 2 positions, so there is a third pass */
       SESSION_STATUS(generate(session, &options, canvas, 3, NULL, &length), wanted);
       CLAIM(f.passes == before + pass + 1 && length == 0 && canvas[3] == 0);
       f.bad_at = f.passes;

@@ -1,5 +1,5 @@
-"""Tests of the alternatives of each token (``top_log_probs``), compared with results from the
-logits.
+"""Tests of the alternatives of each token (``top_log_probs``), compared with results that the tests
+compute from the logits.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def sharded(dream_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make builds copy the graph of a bundle that was built before, because tracing the graph again
-    would take seconds.
+    """Let each build copy the graph of a finished bundle, because tracing the graph again would
+    take seconds.
     """
     network = families.read_network(Checkpoint(llada_checkpoint), Overrides())
 
@@ -648,8 +648,8 @@ def test_a_build_that_will_not_fit_is_refused_before_it_starts(
 
 
 # The build writes a claim file, which reserves the output path (4 KiB), weights (392 KiB), a graph
-# (15 KiB) and a manifest (3 KiB). For each of these disk sizes, another file is the first that does
-# not fit.
+# (15 KiB) and a manifest (3 KiB). With each of these disk sizes, a different file is the first one
+# that does not fit.
 @pytest.mark.parametrize("size", ["64k", "400k", "412k"])
 def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
     llada_checkpoint: Path,

@@ -358,9 +358,9 @@ def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array(
         [one["ms"] for one in measured]
     ) - 1
-    # The test made the times from known costs, with some noise. The costs that bench found must fit
-    # the times at least as well as the known costs. The number 1e-3 above is the fixed cost of a
-    # pass.
+    # The test computed the times from known costs and added some noise. The costs that bench found
+    # must fit the times at least as well as the known costs. The number 1e-3 above is the fixed
+    # cost of a pass.
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 

@@ -475,7 +475,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
 def checkpoints(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return checkpoints whose numbers of query heads and of key and value heads differ."""
+    """Return one checkpoint for each entry of ``HEADS``. They differ in their numbers of heads."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):

@@ -1,4 +1,4 @@
-"""Jobs in coroutines: ``await job`` and ``async for event in job``."""
+"""Tests of jobs in coroutines: ``await job`` and ``async for event in job``."""
 
 from __future__ import annotations
 

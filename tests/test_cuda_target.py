@@ -15,6 +15,7 @@ import pytest
 from checkpoints import llada_moe_config, write_checkpoint
 from engine_bundles import DEMO, dlm_export, gpu_bundle, read_manifest, refused
 from hypothesis import strategies as st
+from traces import trace_once
 
 import dlm_runtime
 from dlm_calibration.formats import quantise_weight
@@ -22,7 +23,7 @@ from dlm_export.building.writing import part_of
 from dlm_export.bundle.manifest import network_of
 from dlm_export.graph import cuda, functions
 from dlm_export.graph.quantise import Part
-from dlm_export.graph.trace import Graph, trace_pass
+from dlm_export.graph.trace import Graph
 from dlm_export.graph.write import data_bytes
 from dlm_export.sources import open_source
 from dlm_export.targets import TargetError, find, find_all
@@ -263,7 +264,7 @@ def test_cuda_is_a_target_of_its_own() -> None:
 
 
 def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
-    traced: Graph = trace_pass(open_source(DEMO, None).network, "fp16")
+    traced: Graph = trace_once(open_source(DEMO, None).network, "fp16")
     cuda.check_operators(traced)
     nodes = traced.model.graph
     for op_type, domain in (("BitShift", ""), ("BitShift", ""), ("Int4Linear", "dlm_export")):

@@ -130,8 +130,9 @@ def test_results_are_of_earlier_calls_that_have_one(training: list[several.Reque
                 if call["arguments"].get("time", "").startswith(f"${index}"):
                     assert "time" in json.loads(request.completion)[int(index) - 1]["arguments"]
                     continue
-                # A place near a destination can refer to a destination that refers to the result of
-                # a search. No other argument refers to another call indirectly.
+                # Every reference is the number of a call with a result. This is also true for a
+                # place near a destination that a search found: its argument contains the number of
+                # the search.
                 assert giver in several.RESULTS, request
                 assert call["name"] != "navigate" or giver == "find_place"
     assert references > 300

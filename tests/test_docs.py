@@ -80,10 +80,10 @@ LEFT_OUT = {
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
 }
 
-# A program that runs commands one by one in one process, so that torch is imported only once. Its
-# input is JSON: for each command, a folder and the words of the command. For each command, it
-# prints [exit code, output]. dlm_export is imported from the folder in the first argument, even if
-# a different dlm_export is installed.
+# A program that runs commands one after another in a single process, so that torch is imported only
+# once. Its input is JSON: for each command, a folder and the words of the command. For each
+# command, it prints [exit code, output]. dlm_export is imported from the folder in the first
+# argument, even if a different dlm_export is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder
@@ -473,7 +473,7 @@ def test_every_command_line_is_one_that_its_program_takes(
     of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        # The page's reader must have this file. It need not exist in the repository.
+        # This file comes from the reader of the page, so it need not exist in the repository.
         monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):

@@ -246,7 +246,7 @@ def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -
     assert "python3-libnvinfer" in bare["GPU", "engines"].remedy
     older = replace(
         THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),))
-    )  # CUDA 12 calls the library so
+    )  # CUDA 12 uses this number for Thor
     assert ("board", "GPU") not in of(older)
 
 

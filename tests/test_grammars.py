@@ -21,7 +21,7 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits, Content
 
 LONGEST = 5
-DEEP = LONGEST + 1  # rules are not left-recursive, so each level of recursion adds a letter
+DEEP = LONGEST + 1  # each level of recursion adds at least one letter
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws

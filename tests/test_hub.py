@@ -43,7 +43,12 @@ def hub(repository: Path, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def run(server: HubServer, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``dlm-export`` with the test's server as its hub, and with an empty home folder."""
+    """Run ``dlm-export`` with the test's server as its hub, and with an empty home folder.
+
+    Builds use the shared traces.
+    """
+    shared = [str(Path(__file__).with_name("traces.py"))]
+    program = shared if arguments[0] == "build" else ["-m", "dlm_export.cli"]
     settings = {
         "HF_ENDPOINT": server.endpoint,
         "HF_HOME": str(tmp_path / "home"),
@@ -53,7 +58,7 @@ def run(server: HubServer, tmp_path: Path, *arguments: str) -> subprocess.Comple
     (tmp_path / "temporary").mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.run(
-        [sys.executable, "-m", "dlm_export.cli", *arguments],
+        [sys.executable, *program, *arguments],
         capture_output=True,
         text=True,
         timeout=600,

@@ -47,6 +47,7 @@ ROOMS = (
     {"doctor"},
     {"families"},
     {"sources"},
+    {"distributed"},
     {"quantising"},
     {"judging"},
     {"planning"},

@@ -1,4 +1,4 @@
-"""Tests of judging, that is comparing a quantised candidate with its reference: predictions on the
+"""Tests of judging, which compares a quantised candidate with its reference: predictions on the
 same canvases, the loop's decisions, budgets and thresholds.
 """
 

@@ -1,5 +1,7 @@
-"""Tests of the effort of judging, that is of comparing a candidate with its reference: the number
-of canvases, early stops, and thresholds that are tried on stored passes.
+"""Tests of how much work judging does.
+
+Judging compares a candidate with its reference. The tests cover the number of canvases, early
+stops, and thresholds that are tried on stored passes.
 """
 
 from __future__ import annotations

@@ -287,8 +287,8 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
     tmp_path: Path, drive: Drive
 ) -> None:
-    # Each input or output of the engine gets the usual name of another one. Code that relies on
-    # their order or their usual names would use the wrong one.
+    # Each input or output of the engine gets the usual name of a different input or output. Code
+    # that relies on their order or their usual names would use the wrong one.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
     lines = [f"rename {name} {name}!" for name in called] + [
@@ -338,8 +338,8 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks, which copy keys and values twice, twice and once. After the last
-    # block, no rows are copied back.
+    # There are three blocks. The first two blocks copy keys and values twice, and the last block
+    # copies them once, because no rows are copied back after it.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
@@ -358,7 +358,7 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
     # Each request has 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21 cached passes (8
-    # tokens, 21 cached, 8 scored rows), that is two sizes.
+    # tokens, 21 cached, 8 scored rows). So there are passes of two sizes.
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2

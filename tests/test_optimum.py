@@ -67,7 +67,7 @@ def _parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 def _example(option: click.Option) -> list[str]:
-    """An option with a value that is allowed and is not the default."""
+    """Return the words that set an option to a value that is allowed and is not the default."""
     if option.is_flag:
         return [(option.secondary_opts or option.opts)[-1]]
     kind = option.type

@@ -243,8 +243,8 @@ def test_a_bundle_whose_engines_are_being_changed_is_not_replaced(out: Path) -> 
 
 
 def _leave(out: Path, name: str = "old") -> Path:
-    """Leave the files of a killed build behind: a claim file, which reserves the output path, and a
-    folder with the unfinished output.
+    """Create the files that a killed build leaves: a claim file, which reserves the output path,
+    and a folder with the unfinished output.
     """
 
     def work() -> None:

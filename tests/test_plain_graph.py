@@ -12,9 +12,9 @@ import onnx
 import onnxruntime
 import pytest
 from engine_bundles import dlm_export, refused
+from traces import trace_once
 
 from dlm_export import graph
-from dlm_export.graph.trace import trace_pass
 from dlm_export.graph.write import write_graph
 from dlm_export.sources import open_source
 
@@ -25,7 +25,7 @@ NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}
 def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
     source = open_source(checkpoint)
     folder.mkdir()
-    traced = trace_pass(source.network, "fp32", is_plain=is_plain)
+    traced = trace_once(source.network, "fp32", is_plain=is_plain)
     write_graph(traced, source.parameters.read, folder, lambda _: None)
     onnx.checker.check_model(str(folder / graph.GRAPH_FILE), full_check=True)
     return onnx.load(folder / graph.GRAPH_FILE, load_external_data=False)

@@ -160,7 +160,7 @@ def test_an_example_worked_out_by_hand() -> None:
     assert got.block_pass.arithmetic_ms == pytest.approx(block_macs)
     (speed,) = got.speeds
     assert speed.nfe == 2
-    # Reading the bytes takes longer than the arithmetic, however many rows are scored, so only the
+    # For any number of scored rows, reading the bytes takes longer than the arithmetic, so only the
     # bytes matter.
     assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)

@@ -220,10 +220,7 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
 def test_a_head_is_solved_in_pieces_as_in_one(
     source: Source, is_clean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States of clean text have no masked positions.
-
-    For these states, all positions count as inputs of the head.
-    """
+    """With ``is_clean``, no positions are masked, so all positions count as inputs of the head."""
     states, c = _states(source), source.network
     if is_clean:
         states = [

@@ -17,6 +17,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 import httpx  # noqa: E402
 import openai  # noqa: E402
+import ray_machine  # noqa: E402
 from ray import serve  # noqa: E402
 
 import dlm_runtime  # noqa: E402
@@ -24,6 +25,7 @@ from dlm_export.serving.ray_serve import Settings, build  # noqa: E402
 
 TEXTS = ["turn on the kitchen lights", "set a timer for ten minutes", "stop", "lock the front door"]
 CLIENTS = 6
+TIMEOUT = 300  # seconds for a request; other programs may use the same cores
 
 
 def settings(bundle: Path, **changes: Any) -> Settings:
@@ -66,27 +68,21 @@ def url(demo_bundle: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.init(
-        num_cpus=4,
-        object_store_memory=100 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(settings(demo_bundle)), name="dlm", route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with ray_machine.started(cores=4):
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(build(settings(demo_bundle)), name="dlm", route_prefix="/")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
 
 
-def send(url: str, text: str) -> tuple[str, str]:
+def send(url: str, text: str, session: str | None = None) -> tuple[str, str]:
     """Send a message once. Returns the answer and the name of the replica."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    headers = {} if session is None else {"x-session-id": session}
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
     raw = client.chat.completions.with_raw_response.create(
-        model="demo", messages=[{"role": "user", "content": text}]
+        model="demo", messages=[{"role": "user", "content": text}], extra_headers=headers
     )
     content = raw.parse().choices[0].message.content
     assert content is not None
@@ -126,11 +122,17 @@ class Load:
         return [one for one in self.sent if not one[4]]
 
 
-def replicas(url: str) -> set[str]:
-    return {httpx.get(f"{url}/ready").headers["x-replica"] for _ in range(30)}
+def replicas() -> set[str]:
+    """Ask Ray for the replicas. Returns an empty set while Ray starts or stops a replica."""
+    found = serve.status().applications["dlm"].deployments["dlm-serve"].replica_states
+    counts = {str(state): count for state, count in found.items() if count}
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    parts = [one["name"].split("#") for one in actors if "::dlm#dlm-serve#" in one["name"]]
+    running = len(parts) == 2 and list(counts.values()) == [2] and "RUNNING" in next(iter(counts))
+    return {part[-1] for part in parts} if running else set()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = TIMEOUT) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -153,8 +155,8 @@ def test_two_replicas_answer_as_the_bundle_does(url: str, demo_bundle: Path) -> 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_killed_replica_loses_only_its_own_requests(url: str) -> None:
-    wait_for(lambda: len(replicas(url)) == 2)
-    victim, survivor = replicas(url)
+    wait_for(lambda: bool(replicas()))
+    victim, survivor = replicas()
     before, pid = answered(url, survivor), pid_of(victim)
     with Load(url) as load:
         wait_for(lambda: len({one[4] for one in load.sent}) == 2)
@@ -162,25 +164,44 @@ def test_a_killed_replica_loses_only_its_own_requests(url: str) -> None:
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: sum(one[0] > killed_at + 1 for one in load.sent) > 4 * CLIENTS)
     assert all(began <= killed_at <= ended for began, ended, *_ in load.failed())
-    # Clients got all answers of the other replica, so the failed requests ran on the killed one.
+    # Clients got all answers of the surviving replica, so all failed requests ran on the killed
+    # replica.
     assert answered(url, survivor) - before == sum(one[4] == survivor for one in load.sent)
-    wait_for(lambda: len(replicas(url)) == 2)
-    assert victim not in replicas(url)
+    wait_for(lambda: bool(replicas() - {victim, survivor}))
+    assert victim not in replicas()
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_rolling_update_loses_no_request(url: str, demo_bundle: Path) -> None:
-    wait_for(lambda: len(replicas(url)) == 2)
-    old = replicas(url)
+    wait_for(lambda: bool(replicas()))
+    old = replicas()
     with Load(url) as load:
-        wait_for(lambda: len(load.sent) > CLIENTS)
+        wait_for(lambda: {one[4] for one in load.sent} == old)
         serve.run(build(settings(demo_bundle, max_running=8)), name="dlm", route_prefix="/")
-        wait_for(lambda: not replicas(url) & old)
-        count = len(load.sent)
-        wait_for(lambda: len(load.sent) > count + CLIENTS)
+        wait_for(lambda: bool(replicas()) and not replicas() & old)
+        # Requests that start now are answered by the new replicas, and by no other.
+        new, updated = replicas(), time.monotonic()
+        wait_for(lambda: {one[4] for one in load.sent if one[0] > updated} == new)
     assert load.failed() == []
-    assert len({one[4] for one in load.sent} - old) == 2
+    assert {one[4] for one in load.sent} == old | new
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_requests_of_a_session_go_to_one_replica(url: str, demo_bundle: Path) -> None:
+    there = f"{url}/sessions"
+    chosen = settings(demo_bundle, routing="session")
+    serve.run(build(chosen), name="sessions", route_prefix="/sessions")
+    try:
+        names = [f"prompt {number}" for number in range(12)]
+        found = {
+            name: {send(there, text, name)[1] for text in TEXTS for _ in range(3)} for name in names
+        }
+    finally:
+        serve.delete("sessions")
+    assert all(len(each) == 1 for each in found.values())
+    assert len(set.union(*found.values())) == 2
 
 
 def pid_of(replica: str) -> int:
@@ -195,7 +216,7 @@ def pid_of(replica: str) -> int:
 def answered(url: str, replica: str) -> int:
     """The number of chats that a replica has answered with 200, by its own count."""
     while True:
-        said = httpx.get(f"{url}/metrics")
+        said = httpx.get(f"{url}/metrics", timeout=TIMEOUT)
         if said.headers["x-replica"] == replica:
             pattern = r'^\w+_total\{path="/v1/chat/completions",status="200"\} ([\d.e+]+)$'
             found = re.findall(pattern, said.text, re.MULTILINE)

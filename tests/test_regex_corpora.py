@@ -1,7 +1,7 @@
 """Tests with regular expressions from the public test suites of two engines.
 
-The two engines are those of Python and Rust. The compiled automata must accept the same texts as
-these engines.
+The engines are Python's ``re`` and Rust's ``regex``. The compiled automata must accept the same
+texts as these engines.
 
 The suite of CPython is ``test.re_tests`` of the standard library. The suite of Rust is the folder
 ``testdata`` of https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.

@@ -121,7 +121,7 @@ def described(graph: ir.Graph) -> dict[str, Any]:
 def test_repeated_layers_are_the_traced_ones(
     network: NetworkSpec, precision: str, is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = trace_pass(network, precision, is_plain=is_plain).model.graph
+    found = trace_once(network, precision, is_plain=is_plain).model.graph
     monkeypatch.setattr(repeat, "kinds", lambda network: list(range(len(network.layers))))
     whole = described(trace_pass(network, precision, is_plain=is_plain).model.graph)
     assert len({value.name for node in found for value in node.outputs}) == len(
@@ -180,7 +180,8 @@ def test_a_layer_that_reads_anothers_parameters_is_refused() -> None:
         repeat.repeat(graph, [0, 1])
 
 
-@pytest.mark.parametrize("is_plain", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_plain", [False, True])
 def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
     is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
     assert described(trace_pass(EVERY, "bf16", is_plain=is_plain).model.graph) == few
 
 
+@pytest.mark.slow
 def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
     """The audit of an engine finds each layer by the paths of these nodes."""
     model = trace_once(EVERY, "bf16", is_plain=True).model
@@ -199,12 +201,12 @@ def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
     assert stacks <= paths
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_that_turn_alike_read_one_rotary_table(is_plain: bool) -> None:
     """Two kinds of layers with different rotary embeddings use separate tables, in any order of the
     layers.
     """
-    graph = trace_pass(MIXED, "fp32", is_plain=is_plain).model.graph
+    graph = trace_once(MIXED, "fp32", is_plain=is_plain).model.graph
     shapes = {
         name: tuple(value.shape or ())
         for name, value in graph.initializers.items()

@@ -138,8 +138,10 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 
 @dataclass
 class Blended(Quantisation):
-    """Weights between the full-precision weights (``share`` 0) and the quantised weights (``share``
-    1).
+    """Weights that lie between the full-precision weights and the quantised weights.
+
+    With ``share`` 0, they equal the full-precision weights. With ``share`` 1, they equal the
+    quantised weights.
     """
 
     share: float = 1.0
@@ -185,7 +187,7 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
         _losses(source, done, states, exact=is_exact).values() for is_exact in (False, True)
     )
     # The tied matrix is used in two places. The estimate adds their effects as if they were
-    # independent. The exact value is measured with both quantised.
+    # independent. The exact value is measured with the matrix quantised in both places.
     assert 0.6 < found[0] / exact[0] < 1.6
     untied = {**config, "tie_word_embeddings": False}
     assert search.searched(source.network).keys() - search.searched(

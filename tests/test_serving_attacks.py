@@ -246,13 +246,13 @@ def test_large_bodies_are_checked_on_another_thread_one_at_a_time(
     threads: list[tuple[bool, int]] = []
     read = fields.read
 
-    def noted(kind: type[fields.Body], content: bytes) -> Any:
+    def noted(kind: type[fields.Body], content: bytes, most_commas: int) -> Any:
         checking.append(content)
         time.sleep(0.05)
         is_main = threading.current_thread() is threading.main_thread()
         threads.append((is_main, len(checking)))
         checking.remove(content)
-        return read(kind, content)
+        return read(kind, content, most_commas)
 
     monkeypatch.setattr(fields, "read", noted)
 
@@ -271,6 +271,41 @@ def test_large_bodies_are_checked_on_another_thread_one_at_a_time(
 
     asyncio.run(run())
     assert threads == [(True, 1), *[(False, 1)] * 3]
+
+
+def test_the_limit_of_numbers_depends_on_the_longest_context(served: Served) -> None:
+    from dlm_export.serving import fields
+
+    limit = fields.commas_for(512)
+    assert fields.MOST_PROMPTS * 512 < limit < fields.MOST_COMMAS
+    assert fields.commas_for(1 << 17) == fields.MOST_COMMAS
+    for more, code in ((0, "invalid_value"), (1, "too_many_values")):
+        prompt = [1] * (limit + more)  # the body has as many commas, because of the model's name
+        body = {"model": served.model, "prompt": prompt}
+        response = served.client.post("/v1/completions", json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="the option exists on Linux")
+def test_a_connection_is_accepted_when_data_arrives(served: Served) -> None:
+    def count() -> int:
+        return len(list(Path(f"/proc/{served.process.pid}/fd").iterdir()))
+
+    assert is_polite_client_answered(served)
+    before = count()
+    clients = [connect(served) for _ in range(8)]
+    try:
+        assert is_polite_client_answered(served)
+        assert count() < before + len(clients) // 2
+        for client in clients:
+            client.sendall(b"GET /health")
+        end = time.monotonic() + 20
+        while count() < before + len(clients) // 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert count() >= before + len(clients) // 2
+    finally:
+        for client in clients:
+            client.close()
 
 
 def test_connections_wait_in_the_kernel_until_they_are_accepted(served: Served) -> None:

@@ -1,6 +1,6 @@
 """Tests of signals: a signal ends the generation of a text within one pass.
 
-A command ends by the signal itself and leaves no temporary files.
+A signal also ends a command. Its exit status shows the signal, and it leaves no temporary files.
 
 In some tests, a C function computes the passes. The function counts the passes, and raises a signal
 during one of them. In these tests, no Python code runs between passes except the code that the

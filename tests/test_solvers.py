@@ -284,7 +284,7 @@ def test_a_gram_matrix_sums_weighted_outer_products_in_any_portions(
     gram.add(x[cut:], weight[cut:])
     unit = x.double() / x.double().square().mean(1, keepdim=True).sqrt().clamp_min(
         1e-9
-    )  # the length of a vector does not matter
+    )  # the solver also ignores the lengths of the vectors
     exact = (unit * weight[:, None].double()).T @ unit
     assert (gram.matrix.triu() - exact.triu()).abs().max() <= 1e-5 * exact.abs().max()
 

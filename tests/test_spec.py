@@ -293,8 +293,8 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
 def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
     """The expected result was computed by hand from DeepSeek-V3's definition.
 
-    A group of experts has as its score the sum of its two highest biased scores. Two of three
-    groups are chosen, and then the three best experts in these two groups.
+    The score of a group of experts is the sum of its two highest biased scores. Two of three groups
+    are chosen, and then the three best experts in these two groups.
     """
     spec = ExpertsSpec(
         6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)

@@ -1,7 +1,6 @@
 """Tests of calibration layer by layer.
 
-Both must give the same codes: calibration layer by layer, and calibration with the whole denoiser
-in memory.
+It must give the same codes as calibration with the whole denoiser in memory.
 """
 
 from __future__ import annotations

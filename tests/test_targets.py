@@ -23,7 +23,7 @@ from dlm_runtime.abi import native as _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 
-# For each device: the SM version, whether the device supports INT8 and INT4, FP8, and NVFP4, and
+# For each device: the SM version, three flags (the device supports INT8 and INT4; FP8; NVFP4), and
 # whether TensorRT-RTX can build its engines ahead of time.
 DEVICES = {
     "orin-nano": (87, True, False, False, False),

@@ -1,4 +1,4 @@
-"""``dlm-export triton``, and both backends in a real tritonserver.
+"""Tests of ``dlm-export triton``, and of both backends in a real tritonserver.
 
 The tests of the backends need nvidia-pytriton and tritonclient, see tests/triton_process.py.
 """
@@ -32,7 +32,7 @@ PROMPTS = [json.loads(line)["prompt"] for line in HELD_OUT.read_text().splitline
 SOME = PROMPTS[::10]
 PROMPT = "turn on the kitchen lights"
 BACKENDS = ("cpp", "python")
-MANY_PASSES = {"commit": "sequential", "cache": "none"}  # a pass per token
+MANY_PASSES = {"commit": "sequential", "cache": "none"}  # one pass per token
 CLIENTS = 4
 WAIT_S = 30
 
@@ -145,7 +145,7 @@ def test_a_configuration_behind_a_broken_link_is_not_replaced(
 
 @pytest.fixture(scope="module")
 def server(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    """A server with a model per backend, which is named after the backend."""
+    """A server that has loaded one model per backend. The model has the name of the backend."""
     why = triton_process.missing()
     if why is not None:
         pytest.skip(why)
@@ -187,7 +187,7 @@ def _over_http(server: Triton, model: str, prompt: str) -> tuple[str, list[int],
 
 
 class Grpc:
-    """Requests over one gRPC stream, with as many at a time as Triton takes."""
+    """Sends requests over one gRPC stream, without waiting for earlier responses."""
 
     def __init__(self, server: Triton) -> None:
         import tritonclient.grpc as client
@@ -206,7 +206,7 @@ class Grpc:
         )
 
     def next(self) -> Any:
-        """The next response. Raises the error of the request."""
+        """Return the next response. If Triton reported an error instead, raises this error."""
         result, error = self.results.get(timeout=WAIT_S)
         if error is not None:
             raise error
@@ -405,7 +405,7 @@ def _until(is_true: Callable[[], bool]) -> None:
 
 
 def test_a_cancelled_request_makes_no_more_passes(server: Triton, model: str) -> None:
-    # 480 passes if it were not cancelled
+    # without cancelling, the request would take 480 passes
     options = MANY_PASSES | {"max_new_tokens": 480, "stop": "none", "stream": True}
     before = _metric(server, "dlm_passes_total", model)
     grpc = Grpc(server)
@@ -419,7 +419,10 @@ def test_a_cancelled_request_makes_no_more_passes(server: Triton, model: str) ->
 
 
 def _idle(server: Triton, model: str) -> bool:
-    """True if no request runs. A short request updates the metrics first."""
+    """Return True if no request runs.
+
+    The metrics are only updated when a request ends, so the function first sends a short request.
+    """
     assert _ask(server, model, {"TEXT": PROMPT}).status_code == 200
     return _metric(server, "dlm_requests_running", model) == 0
 

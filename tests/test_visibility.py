@@ -1,4 +1,4 @@
-"""Tests of visibility, that is of which keys each query sees.
+"""Tests of visibility. The visibility of a layer says which keys each query sees.
 
 Torch, both graphs and a built bundle must follow the same rules.
 """
@@ -34,7 +34,7 @@ KINDS = ("key", "value")
 
 
 def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
-    """Return the same network with other visibility: ``rules`` contains one rule for each layer."""
+    """Return a copy of the network with other visibility. ``rules`` has one rule for each layer."""
     layers = (
         replace(
             layer,
@@ -46,7 +46,7 @@ def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> Network
 
 
 def turning(network: NetworkSpec, fraction: float) -> NetworkSpec:
-    """Return the same network, in which only a fraction of each head is rotated."""
+    """Return a copy of the network that rotates only a fraction of each head."""
     ropes = (replace(layer.attention, rope=Rope(1e4, fraction)) for layer in network.layers)
     layers = tuple(
         replace(layer, attention=rope) for layer, rope in zip(network.layers, ropes, strict=True)
@@ -160,8 +160,15 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
     assert (found[4:] != changed[4:]).any(1).all()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "is_plain"),
+    [
+        ("fp16", False),
+        pytest.param("fp16", True, marks=pytest.mark.slow),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
+        ("bf16", True),
+    ],
+)
 def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain: bool) -> None:
     rules = [("block", 4), ("block", 4), ("causal", None), ("block", 4)]
     traced = trace_once(small(*rules), precision, is_plain=is_plain)

@@ -1,24 +1,75 @@
 """Traced graphs that tests share.
 
 In a build of a tiny denoiser, torch.onnx.export takes most of the time. For the same network and
-precision, it always returns the same graph.
+precision, it always returns the same graph. Therefore all processes of a test run, and later test
+runs, read graphs from files. This file can also be run like ``dlm_export.cli``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import pickle
+from importlib.metadata import version
+from pathlib import Path
+
+import dlm_export
 from dlm_export.graph import trace
 from dlm_export.network.spec import NetworkSpec
 
+FOLDER = Path(__file__).parent.parent / "build" / "test-traces"
+PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
+
 _trace = trace.trace_pass
-_traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
+_traces: dict[tuple[NetworkSpec, str, bool], trace.Graph] = {}
+
+
+def _code() -> bytes:
+    """Return a hash of everything except its arguments that decides the result of ``trace_pass``."""
+    found = hashlib.sha256(" ".join(version(name) for name in PACKAGES).encode())
+    package = Path(dlm_export.__file__).parent
+    for folder in ("graph", "network"):
+        for path in sorted((package / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.digest()
+
+
+CODE = _code()
 
 
 def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
-    """Return the same as ``trace_pass``, but trace each network in each precision only once.
+    """Return the result of ``trace_pass``, but trace each network in each precision only once.
 
     The result is a copy of the stored graph, so the caller may change it.
     """
     key = network, precision, is_plain
     if key not in _traces:
-        _traces[key] = _trace(network, precision, is_plain=is_plain)
+        name = hashlib.sha256(CODE + repr(key).encode()).hexdigest()
+        _traces[key] = _read_or_trace(FOLDER / f"{name}.pickle", *key)
     return _traces[key].clone()
+
+
+def _read_or_trace(path: Path, network: NetworkSpec, precision: str, is_plain: bool) -> trace.Graph:
+    """Return the graph in a file. If there is no file, trace the network and write the file.
+
+    A graph with too many nodes for pickle is not written.
+    """
+    if path.is_file():
+        found: trace.Graph = pickle.loads(path.read_bytes())
+        return found
+    found = _trace(network, precision, is_plain=is_plain)
+    with contextlib.suppress(RecursionError):
+        content = pickle.dumps(found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(content)
+        written.replace(path)
+    return found
+
+
+if __name__ == "__main__":
+    from dlm_export.cli import main
+
+    trace.trace_pass = trace_once
+    main()

@@ -60,7 +60,7 @@ def make_backends(folder: Path) -> None:
 
 @dataclass
 class Triton:
-    """A running tritonserver. ``http``, ``grpc`` and ``metrics`` are HOST:PORT."""
+    """A running tritonserver. ``http``, ``grpc`` and ``metrics`` are addresses (HOST:PORT)."""
 
     process: subprocess.Popen[bytes]
     http: str
@@ -134,7 +134,7 @@ def triton(repository: Path, folder: Path, *models: str) -> Iterator[Triton]:
             _wait(made)
             yield made
         finally:
-            made.client.close()  # tritonserver waits for open connections
+            made.client.close()  # because tritonserver does not stop while connections are open
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(STOP_S)

@@ -8,11 +8,12 @@ This project's loop uses the CUDA provider of ONNX Runtime. Install this project
 extra, and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a wheel file. The
 dependencies of the wheel are not installed, so ONNX Runtime uses the NVIDIA libraries of PyTorch.
 
-The weights are random. A loop therefore commits a fixed number of tokens per pass and never stops
-early. Each contestant runs in a separate process. The time of a generation is the median of its
-rounds, after one warm-up. Memory is the process's memory on the GPU (nvidia-smi). On a CPU, memory
-is the process's largest resident set. "equal" is the share of generated tokens that equal the
-tokens of eager PyTorch.
+The weights are random, so confidences mean nothing. The loops therefore commit a fixed number of
+tokens per pass and never stop early. Each contestant runs in a separate process. The script prints:
+
+- the time of a generation: the median of the rounds after one warm-up;
+- the memory: on a GPU, the process's GPU memory (nvidia-smi); on a CPU, its largest resident set;
+- "equal": the share of positions where eager PyTorch generated the same token.
 """
 
 from __future__ import annotations
@@ -107,9 +108,7 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """Return this process's memory on the GPU if the driver reports it, otherwise its largest
-    resident set.
-    """
+    """Return this process's GPU memory in bytes, or else its largest resident set."""
     if device == "cpu":
         status = Path("/proc/self/status").read_text()
         return next(

@@ -4,9 +4,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class CalibrationError(DlmError):
-    """Raised if the calibration data or the denoiser's activations are unusable.
+    """Raised if calibration data, calibration options or a denoiser's activations are unusable.
 
-    From such data or activations, no ranges of activations can be determined.
+    Activations are unusable if they contain NaN or infinity, or if no activations were observed.
     """
 
     exit_code = ExitCode.WRONG_INPUT

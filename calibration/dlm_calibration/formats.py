@@ -1,6 +1,6 @@
 """The number formats of quantised denoisers, in numpy.
 
-The engines that run the denoisers compute the same bits.
+This module computes exactly the same numbers as the engines that run the denoisers.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
 E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group of
@@ -52,14 +52,15 @@ _CODE_LIMITS = {
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
 # Smaller scales are replaced by 1, because fp32 subnormals lose bits and some devices flush them to
-# zero. In NVFP4, the smallest scale of a tensor is 2**9 times larger. It is multiplied by group
-# scales as small as 2**-9, and the product must still be a normal number.
+# zero. In NVFP4, the limit for the scale of a tensor is 2**9 times larger, because this scale is
+# multiplied by group scales as small as 2**-9, and the product must be a normal number too.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
-"""Candidates for the code of the largest value in an INT4 group. All candidates are tried.
+"""Divisors that are tried for each INT4 group. The scale of the group is its largest magnitude
+divided by one of these numbers.
 
-If the code is outside the format, the value saturates. This saturation may lose less accuracy than
-a larger scale for the whole group.
+With a large divisor, the largest values of the group saturate. Saturating them may lose less
+accuracy than a larger scale for the whole group.
 """
 # The smallest scale in fp16: a subnormal number with four significant bits. If a smaller scale were
 # rounded to fp16, its relative error could change codes by more than 1.
@@ -283,8 +284,8 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # The errors were divided by the scale, so that their squares do not overflow fp32, even for
-        # large weights.
+        # Compute the errors in units of the scale, so that their squares do not overflow fp32, even
+        # for large weights.
         error *= error
         error *= counted
         # If the values of a group are smaller than the smallest scale, no candidate has a smaller
@@ -307,7 +308,7 @@ def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
 
 
 def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWeight:
-    """Return the same weight with its scales rounded to ``scale_dtype``. The codes do not change."""
+    """Return the weight with its scales rounded to ``scale_dtype``. The codes do not change."""
     if weight.global_scale is not None:
         rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
         return replace(weight, global_scale=np.float32(float(rounded)))

@@ -24,7 +24,7 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-# Number of resamples of a bootstrap; a 95% interval excludes the lowest 25 and the highest 25.
+# Number of resamples of a bootstrap. A 95% interval excludes the 25 lowest and 25 highest results.
 RESAMPLES = 1000
 LEVEL = 0.95
 TOP = 5
@@ -285,6 +285,15 @@ class Frontier:
         self._flips.append(int((both & (reference.guess != candidate.guess)).sum()))
         self._kl.append(rows.kl)
         self._frontier_kl.append(rows.kl[reference.is_chosen])
+
+    def merge(self, later: Frontier) -> None:
+        """Add the states of a different ``Frontier`` after the states of this one."""
+        self._buckets += later._buckets
+        self._jaccard += later._jaccard
+        self._committed += later._committed
+        self._flips += later._flips
+        self._kl += later._kl
+        self._frontier_kl += later._frontier_kl
 
     @property
     def kl(self) -> float:

@@ -55,7 +55,7 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # TensorRT's INT8 calibration has the same values (Migacz, GTC 2017).
+)  # These are the values that TensorRT's INT8 calibration uses (Migacz, GTC 2017).
 
 
 class Observer:
@@ -63,14 +63,23 @@ class Observer:
 
     The observer also stores up to ``keep_rows`` of the input vectors, chosen at random with equal
     probability. ``seed`` is the seed of the random numbers.
+
+    Several observers can each observe a part of the input. ``merge`` then adds their statistics.
+    ``first`` is the number of input vectors in the parts before this one. With this number, the
+    merged sample of vectors does not depend on how the input was divided.
     """
 
-    def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0, first: int = 0
+    ) -> None:
         self.layer = layer
         self.channels = channels
         self.count = 0  # number of observed input vectors
-        self._rng = np.random.default_rng(seed)
-        self._rows = np.empty((keep_rows, channels), dtype=np.float32)
+        self._seed, self._first, self._most_rows = seed, first, keep_rows
+        # The stored vectors, with their numbers in the whole input and their random keys.
+        self._rows = np.empty((0, channels), dtype=np.float32)
+        self._numbers = np.empty(0, dtype=np.int64)
+        self._keys = np.empty(0, dtype=np.uint64)
         # row 0: committed positions, row 1: masked positions
         self._channel_amax = np.zeros((2, channels), dtype=np.float32)
         self._vectors = np.zeros((_BUCKETS, 2), dtype=np.int64)
@@ -107,9 +116,21 @@ class Observer:
             rows = max(1, _CHUNK // self.channels)
             for start in range(0, len(chosen), rows):
                 self._take(chosen[start : start + rows], bucket, group)
-        if len(self._rows):
-            self._keep(x)
+        if self._most_rows:
+            first = self._first + self.count
+            self._keep(x, np.arange(first, first + len(x)), _keys(self._seed, first, len(x)))
         self.count += len(x)
+
+    def merge(self, later: Observer) -> None:
+        """Add the statistics of an observer that observed a later part of the same input."""
+        assert (self.layer, self.channels) == (later.layer, later.channels)
+        np.maximum(self._channel_amax, later._channel_amax, out=self._channel_amax)
+        np.maximum(self._amax, later._amax, out=self._amax)
+        self._vectors += later._vectors
+        self._powers += later._powers
+        self._counts += later._counts
+        self._keep(later._rows, later._numbers, later._keys)
+        self.count += later.count
 
     @property
     def channel_amax(self) -> np.ndarray:
@@ -129,7 +150,7 @@ class Observer:
     @property
     def rows(self) -> np.ndarray:
         """The random sample of input vectors: fp32, at most ``keep_rows`` rows of K features."""
-        return self._rows[: self.count]
+        return self._rows
 
     def amax(self, method: Method, *, levels: Levels) -> float:
         """Return the clipping range for magnitudes: greater than 0, and at most the largest
@@ -256,20 +277,41 @@ class Observer:
         self._amax[bucket, group] = max(self._amax[bucket, group], amax)
         self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
 
-    def _keep(self, x: np.ndarray) -> None:
-        """Update the random sample of rows with the rows of ``x`` (reservoir sampling; Vitter,
-        1985, algorithm R).
+    def _keep(self, x: np.ndarray, numbers: np.ndarray, keys: np.ndarray) -> None:
+        """Update the random sample of vectors with the vectors ``x``.
+
+        The sample consists of the vectors with the smallest random keys, in the order of the input.
         """
-        at = np.arange(self.count, self.count + len(x))
-        slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
-        kept = np.flatnonzero(slots < len(self._rows))
-        # If two rows belong into the same slot, the later row must be stored. numpy stores them in
-        # this order.
-        self._rows[slots[kept]] = x[kept]
+        if len(self._rows) == self._most_rows:
+            near = keys < self._keys.max(initial=0)
+            x, numbers, keys = x[near], numbers[near], keys[near]
+        keys = np.concatenate([self._keys, keys])
+        numbers = np.concatenate([self._numbers, numbers])
+        chosen = np.sort(np.argsort(keys, kind="stable")[: self._most_rows])
+        self._rows = np.concatenate([self._rows, x])[chosen]
+        self._keys, self._numbers = keys[chosen], numbers[chosen]
+
+
+def _keys(seed: int, first: int, count: int) -> np.ndarray:
+    """Return a random key, uint64, for each of ``count`` vectors. The first has number ``first``.
+
+    A vector's key depends only on the seed and on the vector's number.
+    """
+    bits = np.random.Philox(key=seed)
+    bits.advance(first)
+    return bits.random_raw(4 * count)[::4]  # each step of Philox gives four numbers
 
 
 class Observers(dict[str, Observer]):
     """The observers of a denoiser's layers. The keys are the names of the layers."""
+
+    def merge(self, later: Observers) -> None:
+        """Add the statistics of observers that observed later parts of the same inputs."""
+        for layer, observer in later.items():
+            if layer in self:
+                self[layer].merge(observer)
+            else:
+                self[layer] = observer
 
     def check(self, layers: Iterable[str]) -> None:
         """Check that every layer was observed.

@@ -21,14 +21,14 @@ Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements in a piece
 _FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
-MOST_CORES = 8  # more cores would only wait for the disk and use more memory
+MOST_CORES = 8  # threads that work in parallel; more would only wait for the disk and use memory
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array that is not in memory. A part of the array is read when it is indexed.
+    """An array that is not in memory. Indexing the array calls ``read`` to read the indexed part.
 
-    ``read`` may return a part in any memory order.
+    ``read`` may return the part in any memory order.
     """
 
     shape: tuple[int, ...]

@@ -204,7 +204,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-# most dots in a line; tomllib's time is quadratic in the dots of a key
+# Maximum number of dots in a line. tomllib's time is quadratic in the number of dots in a key.
 _MOST_PARTS = 200
 
 

@@ -247,8 +247,8 @@ def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any
     """Split a chat into the messages before the assistant's last message, and the text of the
     assistant's last message.
 
-    With ``prompts_only``, the text is ``None``. The messages before it are then the prompt. A last
-    message of the assistant is left out. Raises ValueError.
+    With ``prompts_only``, the function returns the prompt and ``None``. The prompt then consists of
+    all messages, except the last message if it is the assistant's. Raises ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
@@ -308,7 +308,7 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     if not plain:
         raise ValueError("there is no text: leave this line out")
     # Some tokenizers put a special token before every text. The sample includes this token, because
-    # its activations are often the largest. All other tokens that the tokenizer puts around a
-    # prompt are left out.
+    # its activations are often the largest. If the tokenizer also adds tokens after the text, the
+    # sample contains none of the added tokens.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

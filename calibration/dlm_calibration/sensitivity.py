@@ -17,7 +17,7 @@ class Choice:
     """One format for one layer.
 
     ``loss`` is the mean KL divergence in nats if only this layer is quantised. The mean is over
-    the positions that the reference would commit. ``cost`` is the layer's size in bytes.
+    the positions that the unquantised denoiser would commit. ``cost`` is the layer's size in bytes.
     """
 
     format: str
@@ -87,7 +87,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
 
     path = [point()]
     # For each layer, every step along its hull adds more loss per saved byte than the step before.
-    # Sorting all steps by this number therefore keeps the steps of a layer in order.
+    # Sorting all steps by added loss per saved byte therefore keeps the steps of a layer in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index
         path.append(point())

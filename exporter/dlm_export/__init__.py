@@ -5,6 +5,6 @@ A bundle runs without the model's Python code.
 
 import os
 
-# Keep the Python package of ONNX Runtime from sending telemetry. The parity check and the roofline
-# model import this package. The native runtime sets the variable too.
+# Keep the Python package onnxruntime from sending telemetry. The parity check and the roofline
+# model import onnxruntime. The native runtime sets the same variable.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

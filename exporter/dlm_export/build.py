@@ -36,7 +36,7 @@ from dlm_export.tensorrt.engine import Built
 
 __all__ = ["BuildOptions", "BuildReport", "QuantiseOptions", "build", "build_from"]
 
-SMALL_FILES_BYTES = 32 << 20  # size limit of the graph, tokenizer, manifest and report together
+SMALL_FILES_BYTES = 32 << 20  # disk space for all files of a bundle except weights and engines
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BuildReport:
     warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values for ``--json``."""
+        """Return the report as plain Python objects, which ``--json`` prints."""
         return {
             "bundle": str(self.output),
             "family": self.network.family,
@@ -255,7 +255,7 @@ def _build_engines(
 def _write_proof(
     proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]
 ) -> None:
-    """Write accuracy.json. If the accuracy was measured, write the report too."""
+    """Write accuracy.json. If the accuracy was measured, also write the page with the report."""
     (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
     if proof.judgement is not None:
         sizes = {name: entry["bytes"] for name, entry in hashed.items()}

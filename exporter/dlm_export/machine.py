@@ -16,7 +16,11 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """Says which engine packages are installed on a machine, and the SM of its GPU, if any."""
+    """Says which engine packages are installed on a machine, and which GPU it has.
+
+    ``sm`` is the compute capability (SM version) of the GPU: 89 means 8.9. Without a GPU, ``sm`` is
+    ``None``.
+    """
 
     onnxruntime: bool
     rtx: bool
@@ -57,7 +61,7 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
 
 
 def reported_sms(sm: int) -> tuple[int, ...]:
-    """Return all SM numbers that a driver may report for a device whose SM is ``sm``.
+    """Return all SM versions that a driver may report for a device with SM version ``sm``.
 
     CUDA before version 13 reports Thor as 10.1 instead of 11.0.
     """
@@ -65,7 +69,10 @@ def reported_sms(sm: int) -> tuple[int, ...]:
 
 
 def device_sm() -> int | None:
-    """Return the SM of the first GPU that libcuda reports, or ``None`` without a driver or GPU."""
+    """Return the SM version of the first GPU that libcuda reports.
+
+    Returns ``None`` without a driver or GPU.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

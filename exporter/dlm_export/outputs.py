@@ -225,10 +225,10 @@ def _claim(output: Path) -> Iterator[Path]:
         # path, and this entry is the user's only copy.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
-            # Remove "owner" last, because no process deletes the contents of a claim without the
-            # file "owner".
+            # Remove "owner" after all other entries, because no process deletes the entries of a
+            # claim that contains no "owner".
             os.unlink(claim / OWNER)
-            with contextlib.suppress(OSError):  # another process already uses the claim
+            with contextlib.suppress(OSError):  # raised if another process already uses the claim
                 os.rmdir(claim)
         os.close(owner)
 
@@ -302,8 +302,9 @@ def _clear(claim: Path, *names: str) -> None:
 def _place(new: Path, output: Path, before: _Look | None) -> None:
     """Move ``new`` to ``output``, unless another process has changed ``output``.
 
-    ``before`` is the earlier result of ``_look(output)``. Replaced output is moved to the path
-    ``new``. If ``output`` has changed, OutputError is raised, and ``output`` is not moved.
+    ``before`` is the result of an earlier call of ``_look(output)``. If old output is replaced, it
+    is moved to the path ``new``. If ``output`` has changed, it is not moved, and OutputError is
+    raised.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
@@ -327,7 +328,7 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
 
 
 def _move(source: Path, to: Path) -> None:
-    """Rename ``source`` to a new path. Raises FileExistsError if the path exists."""
+    """Rename ``source`` to ``to``. Raises FileExistsError if ``to`` exists."""
     try:
         _renameat2(source, to, _NOREPLACE)
     except OSError as err:
@@ -348,14 +349,14 @@ def _exchange(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Rename twice instead. Between the two renames, the path ``to`` does not exist. If the
-        # process is killed at this moment, the next process that takes over the claim restores the
-        # old output.
+        # The file system cannot exchange paths, so rename twice. Between the two renames, the path
+        # ``to`` does not exist. If the process is killed at this moment, the next process that
+        # takes over the claim restores the old output.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
             os.rename(source, to)
-        finally:  # After Ctrl-C between the two renames, move the old output back.
+        finally:  # If Ctrl-C prevented the second rename, move the old output back.
             if os.path.lexists(aside):
                 os.rename(aside, to if os.path.lexists(source) else source)
 

@@ -40,7 +40,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """An open source: the denoiser from which a bundle is built, with its text files and presets."""
+    """A source that was opened: a denoiser with its text files and presets."""
 
     path: Path
     network: NetworkSpec
@@ -104,6 +104,27 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     )
 
 
+def open_parameters(path: Path, network: NetworkSpec, config_sha256: str | None) -> Parameters:
+    """Open only the parameters of a source whose network is known.
+
+    Raises CheckpointError or BundleError, for example if the SHA-256 of config.json is different.
+    """
+    if (path / MANIFEST_FILE).is_file():
+        with dlm_runtime.open(path, engine="none", check_hashes=False) as bundle:
+            manifest = bundle.manifest
+        found = manifest.get("source", {}).get("config_sha256")
+        opened: Parameters = BundleParameters(path, network, manifest["files"])
+    else:
+        checkpoint = Checkpoint(path)
+        found = sha256(checkpoint.config.path)
+        opened = families.open_weights(checkpoint, network)
+    if found != config_sha256:
+        raise CheckpointError(
+            f"{path}: a different checkpoint, its config.json has SHA-256 {found}"
+        )
+    return opened
+
+
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
     """Open ``path`` as the source that ``bundle`` was built from.
 
@@ -129,8 +150,8 @@ def _check_config(
 ) -> None:
     """Raise CheckpointError if the checkpoint's config.json describes a different network.
 
-    The function compares the networks only if the bundle records a different hash of config.json.
-    It does not compare their mask tokens. It first reads the checkpoint with the checkpoint's own
+    If the bundle records the same hash of config.json, or no hash, nothing is compared. The mask
+    tokens are never compared. The function first reads the checkpoint with the checkpoint's own
     mask token, because the bundle's mask token may be outside the checkpoint's vocabulary.
     """
     checkpoint = Checkpoint(path)
@@ -154,7 +175,7 @@ def _check_config(
 
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
-    """Return the presets for a network. If the network has a window, they use no cache."""
+    """Return the presets for a network. If its attention has a window, no preset uses a cache."""
     presets = presets_for(network.visible_block, network.shift, network.draft_block, network.noise)
     if not network.has_window:
         return presets

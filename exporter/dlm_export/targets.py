@@ -39,8 +39,8 @@ CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 # signed bytes only.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
-# SMs for which TensorRT-RTX 1.7 can build engines without a GPU, from its enumeration
-# ComputeCapability.
+# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. TensorRT-RTX lists them in its
+# enumeration ComputeCapability.
 RTX_SM = (75, 80, 86, 89, 120, 121)
 # Maps each SM that a user can name as a target (for example sm89) to the versions of standard
 # TensorRT that support it. According to the release notes, Blackwell and FP4 are supported since
@@ -86,7 +86,7 @@ class Target:
         rates: Peak operations per second of the tensor cores, by number format. If the vendor gives
             a rate for accumulation in fp32, this rate is used.
         derived: Explains, for each rate that no source states directly, how it was derived.
-        provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
+        provider: The execution provider that ONNX Runtime uses, if ``engine`` is "onnxruntime".
         engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
             TensorRT-RTX. It can build engines without a GPU. "tensorrt" is standard TensorRT. It
             builds engines on the device itself.
@@ -291,7 +291,9 @@ def find_all(names: Sequence[str]) -> list[Target]:
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """Return the recipe that ``precision`` means on ``targets``, which must come from ``find_all``.
+    """Return the recipe that ``--precision`` selects on ``targets`` if its value is ``precision``.
+
+    ``targets`` must come from ``find_all``.
 
     Returns ``None`` if ``precision`` is not a recipe: a full precision, "auto" or "stored". Raises
     RecipeError if the recipe is invalid. Raises TargetError if a target does not support

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from dlm_runtime.errors import DlmError, RequestError
+
+if TYPE_CHECKING:
+    from dlm_export.distributed.workers import Shared, Workers
 
 SMALL_MATRIX = 1 << 19
 """Matrices of at most this many elements are multiplied on one thread.
@@ -24,11 +28,24 @@ class DeviceError(DlmError):
 
 
 @dataclass(frozen=True)
+class Remote:
+    """Workers on other processes or machines.
+
+    ``source`` says how a worker opens the source. ``solving`` is a hash of everything that
+    determines the rounded weights, apart from the calibration states.
+    """
+
+    workers: Workers
+    source: Shared
+    solving: str
+
+
+@dataclass(frozen=True)
 class Workplace:
     """The resources that a build may use.
 
-    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. If the states
-    need more, the build stores them in a file in ``folder``. ``None`` means no limit.
+    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. If the hidden
+      states need more, they are stored in a file in ``folder``. ``None`` means no limit.
     - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps these weights in
       memory.
     - ``states``: file for the calibration states, which are canvases on which the build observes
@@ -40,6 +57,7 @@ class Workplace:
     folder: Path | None = None
     solved: Path | None = None
     states: Path | None = None
+    remote: Remote | None = None
 
 
 @contextmanager

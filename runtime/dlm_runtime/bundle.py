@@ -79,7 +79,7 @@ class Bundle(Decides, UsesPromptCaches):
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
         self.draft_block = handle.draft_block
-        """The block length of block-causal attention. None if attention is full."""
+        """The number of tokens of a draft pass. None if the denoiser has no draft passes."""
         self.max_new_tokens = handle.max_new_tokens
         """The default of a request's option ``max_new_tokens``."""
         self.engine = handle.engine
@@ -130,9 +130,7 @@ class Bundle(Decides, UsesPromptCaches):
 
     @property
     def json_layout(self) -> str:
-        """The layout (white space) of the JSON texts that the denoiser was trained on: a name of
-        ``LAYOUTS``.
-        """
+        """The layout of the JSON texts that the denoiser was trained on: a name of ``LAYOUTS``."""
         return self._constraints.json_layout
 
     @property
@@ -228,8 +226,7 @@ class Bundle(Decides, UsesPromptCaches):
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check descriptions of tools, and return an object that many requests can use without
-        another check.
+        """Check descriptions of tools, and return the checked tools for use by many requests.
 
         ``Options`` describes the arguments. Raises RequestError if a description is invalid.
         """

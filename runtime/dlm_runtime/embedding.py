@@ -1,5 +1,6 @@
-"""Finds the installed files that a C or C++ program needs to use the runtime: the header, the
-libraries, the pkg-config file and the CMake package.
+"""Finds the installed files that a C or C++ program needs to use the runtime.
+
+These are the header, the libraries, the pkg-config file and the CMake package.
 
 The files are in one folder, in the subfolders that ``cmake --install`` creates. The whole folder
 can be moved. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints

@@ -24,9 +24,7 @@ class DlmWarning(UserWarning):
 
 
 class BundleError(DlmError):
-    """Raised if a bundle is missing, damaged or edited, or if this runtime does not know the
-    bundle's format version.
-    """
+    """Raised if a bundle is missing, damaged or edited, or has an unknown format version."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -42,9 +40,7 @@ class ClosedError(RequestError):
 
 
 class EngineError(DlmError):
-    """Raised if the inference engine (ONNX Runtime or TensorRT) is missing, is too old, or failed
-    in a pass.
-    """
+    """Raised if ONNX Runtime or TensorRT is missing, is too old, or failed in a pass."""
 
 
 class ForkError(DlmError, RuntimeError):
@@ -60,20 +56,16 @@ class CancelledError(DlmError):
 
 
 class SchemaWarning(DlmWarning):
-    """Warns that a keyword of a JSON Schema looks misspelled, or that a part of a schema is not
-    used.
-    """
+    """Warns that a JSON Schema has a keyword that looks misspelled, or an unused part."""
 
 
 class ConstraintWarning(DlmWarning):
-    """Warns that a constraint forced a text that is far less likely than the text that the denoiser
-    would otherwise generate.
-    """
+    """Warns that a constraint forced a text that the denoiser considers very unlikely."""
 
 
 def shown(value: object) -> str:
     """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
-    except Exception:  # such as an integer with more digits than Python prints
+    except Exception:  # for example, Python does not print integers with too many digits
         return f"a value of type {type(value).__name__}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # in characters; without a limit, a message could be as long as the manifest
+_MESSAGE_LIMIT = 300  # maximum length in characters; the manifest may contain very long texts
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Policies. A policy is the set of fields that control a denoising loop, for example which tokens
-are committed after each pass.
+"""Defines policies, which are the settings of a denoising loop.
+
+For example, a policy determines which tokens are committed after each pass.
 
 Names and definitions follow the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487),
 Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
@@ -42,10 +43,11 @@ class Policy:
         commit: The rule that decides how many positions are committed after a pass: "static",
             "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential" or "verify".
         compare: How a score is compared with the threshold: ">=" or ">".
-        remask: "none"; "edit": extra passes may replace tokens of a finished block; or "noise": a
-            block starts from random tokens, and each pass predicts all its positions again.
-        cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for
-            block-causal attention.
+        remask: "none": committed tokens do not change. "edit": extra passes may replace tokens of a
+            finished block. "noise": a block starts from random tokens, and each pass predicts all
+            its positions again.
+        cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
+            "block" or "block-dual".
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
             are filled.
         block_length: Number of tokens in a block. 0 means the block length of the network if
@@ -72,8 +74,8 @@ class Policy:
             above this value.
         top_p: For "sample", 0..1. The token is chosen from the smallest set of most likely tokens
             whose total probability is above this value.
-        top_k: For "sample". The token is chosen from this many of the most likely tokens. 0 means
-            all tokens.
+        top_k: For "sample". The token is chosen from this number of most likely tokens. 0 means all
+            tokens.
         score_of: The distribution from which scores are computed: "prediction", "draw" or
             "marginal".
         cfg_scale: The strength of classifier-free guidance, 0..1000. 0 means no guidance.
@@ -81,9 +83,9 @@ class Policy:
             planned pass commits: "masked", "block" or "floor".
         reserve: "end": the last position holds an end token from the start. "none": the last
             position is generated.
-        reuse_prompt: 1: with full attention, the cache "prefix" or "dual" and ``refresh``, use the
-            keys and values of an earlier request whose prompt starts with the same tokens. This is
-            an approximation. 0: compute the whole prompt.
+        reuse_prompt: For the caches "prefix" and "dual", with ``refresh`` above 0. 1: a request
+            uses the keys and values of an earlier request if its prompt starts with the same tokens.
+            This is an approximation. 0: the whole prompt is computed.
         temperature_drop: For "noise" and "sample", 0 or more: by how much the temperature falls
             over the planned passes of a block.
         stable_entropy: For "noise" and the score "entropy": in nats, 0 or more. A block ends early
@@ -162,9 +164,7 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """Return this policy without sampling and guidance, for comparing two denoisers'
-        predictions.
-        """
+        """Return this policy without sampling and guidance, to compare denoisers."""
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:

@@ -100,9 +100,7 @@ class LayerFormat:
 
     @property
     def not_in_tensorrt(self) -> str | None:
-        """The reason why TensorRT does not compute this format, or None if TensorRT computes this
-        format.
-        """
+        """The reason why TensorRT does not compute this format, or None if it does."""
         if self.is_dynamic:
             return "TensorRT has no MatMulInteger, which quantises activations in each pass"
         return self.untried
@@ -129,10 +127,9 @@ class LayerFormat:
         return self.weights in (None, "fp8") or self.is_dynamic
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Return the size in bytes of a weight matrix ``[inputs, outputs]`` on disk, including its
-        scales.
+        """Return the size in bytes of a weight matrix ``[inputs, outputs]`` on disk.
 
-        A matrix in full precision is stored as fp32.
+        The size includes the scales. A matrix in full precision is stored as fp32.
         """
         elements = inputs * outputs
         if self.weights is None:

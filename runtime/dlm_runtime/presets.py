@@ -38,8 +38,7 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # The loop of Fast-dLLM, for Dream and other denoisers whose output row i predicts position i +
-    # 1.
+    # The loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i + 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
     # positions with the highest entropies stay masked. The released code plans 256 passes by
@@ -59,10 +58,10 @@ PRESETS = {
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
     ),
-    # For networks with draft passes. A causal pass checks the tokens of each draft pass. The text is
-    # the text that the causal passes alone would generate.
+    # For networks with draft passes. A draft pass predicts several tokens, and then a causal pass
+    # checks them. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
-    # The same text, one token per pass.
+    # The same text as "self-speculation", but each pass generates one token.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
     # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
     "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),

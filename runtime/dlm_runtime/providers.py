@@ -38,8 +38,9 @@ def parse(provider: str) -> tuple[str, int]:
 
 
 def check_wheels() -> None:
-    """Raise EngineError if ``onnxruntime`` and ``onnxruntime-gpu`` are both installed, because
-    these two packages overwrite each other's files.
+    """Raise EngineError if ``onnxruntime`` and ``onnxruntime-gpu`` are both installed.
+
+    These two packages overwrite each other's files.
     """
     found = {
         name: version
@@ -68,8 +69,10 @@ def load_libraries() -> None:
 
 
 def cuda_libraries() -> list[str]:
-    """Return the libraries that the CUDA provider needs: paths in NVIDIA's wheels, or only the name
-    of a library that no wheel contains.
+    """Return the libraries that the CUDA provider needs.
+
+    The result contains the path of each library in NVIDIA's wheels. If no wheel contains a library,
+    the result contains only its name.
     """
     found: list[str] = []
     for name, paths in _in_wheels().items():
@@ -101,8 +104,9 @@ def _in_wheels() -> dict[str, list[Path]]:
 
 
 def _cuda_major() -> str:
-    """Return the major version of CUDA for which the installed onnxruntime wheel was built, or * if
-    the version is unknown.
+    """Return the major version of CUDA for which the installed onnxruntime was built.
+
+    If the version is unknown, the result is ``*``.
     """
     spec = importlib.util.find_spec("onnxruntime")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

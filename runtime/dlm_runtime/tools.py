@@ -1,11 +1,8 @@
-"""Checks the descriptions of tools, defines how calls are written, and reads calls from generated
-text.
+"""Checks descriptions of tools, and reads calls of tools from generated text.
 
-A tool is a function that the generated text may call.
-
-A tool is described by a JSON Schema, as in OpenAI's API. Chat templates receive the tools in the
-same form as from the transformers library. If a call is required, a constraint allows only calls
-that are valid for the tools' schemas.
+A tool is a function that the generated text may call. A tool is described by a JSON Schema, as in
+OpenAI's API. Chat templates receive the tools in the same form as from the transformers library. If
+a call is required, a constraint allows only calls that are valid for the tools' schemas.
 """
 
 from __future__ import annotations
@@ -86,11 +83,10 @@ FORMATS = {
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """Return the call format to use: ``chosen``, or, if ``chosen`` is None, the format that the
-    chat template shows.
+    """Return the call format to use.
 
-    If the template does not show a format, the result is one JSON object per line. Raises
-    RequestError for an unknown name.
+    If ``chosen`` is None, this is the format that the chat template shows. If the template does not
+    show a format, the result is one JSON object per line. Raises RequestError for an unknown name.
     """
     if isinstance(chosen, CallFormat):
         return chosen
@@ -151,8 +147,9 @@ class Tools:
         return self.choice not in ("auto", "none")
 
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
-        """Return the source of a constraint of the kind "tree" that allows one call, or several
-        calls if ``is_parallel`` is true.
+        """Return the source of a constraint that allows one call.
+
+        If ``is_parallel`` is true, the constraint allows several calls. Its kind is "tree".
         """
         f = self.written
         start, between, end = layout.around(0, False)

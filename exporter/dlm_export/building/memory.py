@@ -40,7 +40,7 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Round up, so that the error message is the same in each run although ``held`` varies.
+        # Round up. The memory of this process varies, but the message then rarely changes.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
@@ -51,8 +51,8 @@ def activation_bytes(job: Job) -> int | None:
 def _for_pace(job: Job, least: int) -> str:
     """Return the part of an error message that says how much memory makes calibration fast.
 
-    With this amount of memory, several generations run together. With less memory, every generation
-    loads all layers from disk again.
+    With this amount of memory, calibration runs several generations together. With less memory, it
+    runs fewer generations together, and has to load all layers from disk more often.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):

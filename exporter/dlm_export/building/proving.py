@@ -28,10 +28,10 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # samples for measuring a rounded cache, if --judged is not given
-# The build also measures the loss of each layer, to rank the layers. For each sample of the
-# accuracy measurement, it uses this many canvases (calibration states). One canvas takes as long as
-# ten passes.
+CACHE_SAMPLES = 8  # samples on which the loss from rounding the cache is measured without --judged
+# The build also ranks the layers by the loss that quantising each layer causes. For each sample on
+# which the accuracy is measured, the build measures these losses on this many canvases (calibration
+# states). Measuring one canvas takes as long as ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -39,9 +39,10 @@ STATES_A_SAMPLE = 2
 class Proof:
     """The results of all checks of a bundle.
 
-    ``record`` is the content of accuracy.json. ``judgement``, ``threshold`` and ``levels`` are
-    ``None`` for unquantised bundles. ``cache`` is the result of ``judge_cache``: the loss from
-    rounding the cache.
+    ``record`` is the content of accuracy.json. ``judgement`` is the measured loss of accuracy, and
+    is ``None`` if the build did not measure it. ``threshold`` and ``levels`` are the fitted
+    threshold and effort levels, and are ``None`` if they were not fitted. ``cache`` is the result
+    of ``judge_cache``: the loss from rounding the cache.
     """
 
     parity: Parity
@@ -52,7 +53,7 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``manifest`` with the fitted effort levels and the fitted threshold."""
+        """Return a copy of ``manifest`` with the fitted effort levels and the fitted threshold."""
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
@@ -195,7 +196,9 @@ def _judge(
         with stages.stage("judge", judge_units(judging)) as advance:
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
-            judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
+            judgement = judge_source(
+                source, bundle, judging, name, policy, how, advance, workplace, folder
+            )
         # Use as many samples for fitting as for measuring the accuracy.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None

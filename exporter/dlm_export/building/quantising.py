@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
 
 from dlm_calibration.recipes import FORMATS, Recipe
-from dlm_calibration.states import State, read_states, write_states
+from dlm_calibration.samples import samples_sha256
+from dlm_calibration.states import State, Trajectories, read_states, write_states
 from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
@@ -27,7 +29,7 @@ from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
-from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising import calibrate, in_pieces, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
@@ -173,16 +175,9 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
         states = read_states(workplace.states)
     else:
         with stages.stage("make states", len(data.calibration)) as advance:
-            c = source.network
-            layered = families.layered(
-                source.parameters,
-                c,
-                calibrate.computing_dtype(c, workplace.device),
-                workplace.device,
-            )
             states = list(
                 samples.calibration_states(
-                    source, layered, data, options.calibration, advance, workplace.activation_bytes
+                    source, data, options.calibration, _runs(job, data, workplace, advance)
                 )
             )
         give_back()
@@ -200,6 +195,22 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
         "calibrator": options.calibrator,
     }
     return Calibration(data, states, provenance)
+
+
+def _runs(
+    job: Job, data: samples.Data, workplace: Workplace, advance: Callable[..., None]
+) -> Trajectories:
+    """Return the function that generates texts, in this process or with the workers of ``--ray``."""
+    source, remote = job.source, workplace.remote
+    policy, dtype = (
+        source.presets[job.preset].greedy(),
+        calibrate.computing_dtype(source.network, workplace.device),
+    )
+    if remote is None:
+        layered = families.layered(source.parameters, source.network, dtype, workplace.device)
+        return samples.trajectories(layered, policy, workplace.activation_bytes, advance)
+    name = f"states-{samples_sha256(data.calibration)}"
+    return in_pieces.trajectories(remote.workers, remote.source, dtype, policy, name, advance)
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:

@@ -114,8 +114,9 @@ class Job:
 
     @property
     def is_judged(self) -> bool:
-        """True if the build measures how much accuracy quantisation costs. Networks with draft
-        passes cannot be judged, see ``judging.sides.side.check_judged``.
+        """True if the build measures how much accuracy quantisation costs.
+
+        The value is False for networks with draft passes (see ``judging.sides.side.check_judged``).
         """
         return self.request.is_judged and self.source.network.draft_block is None
 
@@ -150,6 +151,12 @@ def check_request(options: BuildOptions) -> Request:
         _check_cache(options, on_gpu=on_gpu)
     if options.quantise.calibrator == "modelopt":
         modelopt.require()
+        if options.ray is not None:
+            raise RecipeError("--ray does not work with --calibrator modelopt; omit one of the two")
+    if options.ray is not None and options.precision in graph.PRECISIONS:
+        raise RecipeError(
+            f"--ray needs a quantised precision; {options.precision} has no calibration"
+        )
     if options.precision == AUTO:
         search.formats_for(devices, options.quantise.auto)
     found = {}
@@ -206,6 +213,13 @@ def check_job(request: Request, source: Source) -> Job:
         }
         formats |= _held_together(request, network, asked)
         notes = _told(request, network, asked, formats)
+        if options.ray is not None and any(
+            layer.is_stacked and formats[path] != HIGH
+            for path, layer in network.quantisable().items()
+        ):
+            notes += (
+                "--ray: layers with quantised experts were calibrated in this process, without Ray",
+            )
     if request.recipe is not None and request.recipe.embedding is not None and network.tied_head:
         raise RecipeError(
             "this denoiser's embedding table is also the weight of its head: omit the format of the embedding, and give "

@@ -4,7 +4,7 @@ The folder contains calibration states (canvases on which the build observes the
 It also contains solved weights (weights that a solver has rounded). The file ``work.json`` records
 the origin of the states: the hashes of the checkpoint's files and of the data, and the sampling
 options. Builds of the same checkpoint in different precisions use the same states. Each precision
-needs its own solved weights.
+needs its own solved weights. With ``--ray``, the folder also contains the results of finished tasks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from typing import Any
 from dlm_export.building.memory import activation_bytes
 from dlm_export.building.request import Job
 from dlm_export.bundle.folder import sha256
+from dlm_export.distributed.ray_workers import connected
+from dlm_export.distributed.record import Record
+from dlm_export.distributed.workers import Shared
 from dlm_export.outputs import replaced
 from dlm_export.progress import Stages
 from dlm_export.quantising.samples import CALIBRATION_FILE
 from dlm_export.quantising.solved import Solved
-from dlm_export.workplace import Workplace, threads_for
+from dlm_export.workplace import Remote, Workplace, threads_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
 
@@ -51,7 +54,8 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
     files in the folder are damaged. Raises MemoryLimitError if the build needs more memory than the
     limit.
     """
-    kept = job.request.options.resume
+    options = job.request.options
+    kept = options.resume
     if kept is None:
         folder = staged.with_name(f"{staged.name}.work")
     else:
@@ -60,18 +64,25 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
             advance()
         folder = kept
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()  # workers of Ray have a different working folder
     states = None if kept is None else folder / "states.npz"
     solved = folder / "solved" if kept is None else folder / "solved" / _solving(job)
     if kept is not None and solved.exists():
         _check_solved(solved, stages)
-    with threads_for(job.source.network.largest_matrix()):
-        yield Workplace(job.request.device, activation_bytes(job), folder, solved, states)
+    device, solving = job.request.device, _solving(job)
+    with threads_for(job.source.network.largest_matrix()), connected(options.ray) as workers:
+        remote = None
+        if workers is not None:
+            record = None if kept is None else Record(folder / "pieces")
+            shared = Shared.of(job.source, device)
+            remote = Remote(workers.recording(record, device), shared, solving)
+        yield Workplace(device, activation_bytes(job), folder, solved, states, remote)
     if kept is None:
         shutil.rmtree(folder)
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Check that the weights that an earlier build's solver has rounded can be read.
+    """Check that the files with an earlier build's solved weights can be read.
 
     Raises CalibrationError if a file is damaged.
     """
@@ -137,16 +148,14 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of the settings that affect the rounded weights, but not calibration states."""
-    assert job.request.recipe is not None
-    assert job.formats is not None
+    """Return a hash of the settings that change solved weights, but not calibration states."""
     options = job.request.options.quantise
     form = (
         [options.min_tokens_per_expert, job.request.on_gpu] if job.source.network.mixtures() else []
     )
-    return _digest(
-        [job.request.recipe.as_dict(), dict(job.formats), job.base, options.calibrator, *form]
-    )
+    recipe = None if job.request.recipe is None else job.request.recipe.as_dict()
+    formats = None if job.formats is None else dict(job.formats)
+    return _digest([recipe, formats, job.base, options.calibrator, *form])
 
 
 def _digest(value: Any) -> str:

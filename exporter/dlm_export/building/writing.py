@@ -49,9 +49,10 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokenizer of a bundle, and the manifest's entries for the text files.
+    """The tokenizer of a bundle, and two entries of the manifest.
 
-    The entries ``chat_template`` and ``compiled`` name the files.
+    ``chat_template`` is the entry for the chat template. ``compiled`` is the entry for the compiled
+    form of the tokenizer and the chat template.
     """
 
     tokenizer: Tokenizer | None = None
@@ -101,7 +102,7 @@ class Written:
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Create the graph of the denoiser, quantise it, fuse it, and write it with its weights."""
+    """Create the denoiser's graph, quantise it, insert native kernels, and write all weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)

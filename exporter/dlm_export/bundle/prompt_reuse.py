@@ -1,4 +1,4 @@
-"""Says whether prompts that start alike can share keys and values, and how large these are.
+"""Says whether prompts that start alike can share keys and values, and how much memory these take.
 
 A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
 native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.
@@ -33,11 +33,11 @@ def whole_pages(tokens: int, page: int) -> int:
 def reused_tokens(
     common: int, prompt_tokens: int, block_length: int, visible_block: int, shift: int
 ) -> int:
-    """Return for how many leading tokens of a prompt a scheduler reuses keys and values.
+    """Return the number of a prompt's leading tokens whose keys and values a scheduler reuses.
 
     ``common`` is the number of leading tokens for which an earlier request stored keys and values.
     The block in which the prompt ends is always computed. With ``shift`` 1, the last token before
-    this block is computed too, because its row predicts the first token of the block.
+    this block is computed too, because its logits predict the first token of the block.
     """
     page = page_tokens(visible_block)
     last = prompt_tokens - prompt_tokens % block_length - shift
@@ -52,7 +52,7 @@ class PromptReuse:
       values on a CPU.
     - ``page_tokens``: number of tokens in a page.
     - ``bytes_per_token``: number of bytes that the keys and values of a token take.
-    - ``tokens_per_gib``: number of tokens in the whole pages that fit into 1 GiB.
+    - ``tokens_per_gib``: number of tokens whose keys and values fit into 1 GiB, in whole pages.
     """
 
     refusal: str | None

@@ -140,7 +140,10 @@ def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
 
 
 def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
-    """Return True if a file has the hash on the hub: SHA-256 for large files, else git's SHA-1."""
+    """Return True if a file has the hash that the hub lists.
+
+    The hub lists SHA-256 for large files, and git's SHA-1 for all other files.
+    """
     if file.lfs is not None:
         return digest == file.lfs.sha256
     data = path.read_bytes()

@@ -407,8 +407,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 class Checkpoint:
     """An open checkpoint.
 
-    ``tensors`` maps the released names of the tensors to their records. ``quantisation`` is
-    ``None`` if the checkpoint is not quantised.
+    ``tensors`` maps the name of each tensor in the files to a description of the tensor.
+    ``quantisation`` is ``None`` if the checkpoint is not quantised.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -21,7 +21,10 @@ _NAME = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(@(?P<revision>[\w][\w./
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository on the hub, and a branch, tag or commit. ``None`` means the default branch."""
+    """A repository on the hub, and one of its revisions.
+
+    ``revision`` is a branch, tag or commit. ``None`` means the default branch.
+    """
 
     repository: str
     revision: str | None = None
@@ -40,7 +43,7 @@ class HubName:
 
 @dataclass(frozen=True)
 class Hub:
-    """The origin of a downloaded checkpoint, for the manifest.
+    """Says which repository on the hub a checkpoint was downloaded from, for the manifest.
 
     ``revision`` is a commit. ``files`` contains the SHA-256 of each file, and is empty if only
     headers were read.
@@ -59,7 +62,7 @@ class Hub:
 class Located:
     """The folder of a checkpoint or bundle.
 
-    ``hub`` is the origin of a downloaded folder. ``hub`` is ``None`` for a local folder.
+    ``hub`` describes the download. ``hub`` is ``None`` if ``path`` was not downloaded.
     """
 
     path: Path

@@ -233,7 +233,7 @@ def _text(token: Any) -> str | None:
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
-    """Check that a bundle can contain a text. Otherwise, raises CheckpointError."""
+    """Raise CheckpointError if a text is too long for a bundle or contains a NUL character."""
     size = len(text.encode("utf-8"))
     if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
         raise CheckpointError(
@@ -248,7 +248,7 @@ def _chat_template(checkpoint: Checkpoint, config: dict[str, Any]) -> str | None
     template: Any = config.get("chat_template")
     if template is None and (checkpoint.path / "chat_template.json").exists():
         template = read_json(checkpoint.path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # tokenizer_config.json contains several named templates
+    if isinstance(template, list):  # several templates with names; use the one named "default"
         named = [
             entry
             for entry in template

@@ -204,7 +204,7 @@ class Conversation:
         self.system = system
 
     def take_effort(self, level: str | None) -> None:
-        """Set the effort level for all later answers. ``None`` restores the preset.
+        """Set the effort level for all later answers. ``None`` means the preset without a level.
 
         Raises RequestError if the bundle has no such level.
         """

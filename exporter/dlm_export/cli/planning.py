@@ -106,7 +106,7 @@ def plan(
     a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. If SOURCE is on the hub, the command
     downloads the headers of the weight files, but not the weights. If SOURCE is a bundle, the
     command does not need torch. The times are lower limits, which the roofline model computes. With
-    --fleet, the command also plans how many replicas keep the target --p95-ms, and their cost.
+    --fleet, the command also computes how many replicas meet the target --p95-ms, and their cost.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
@@ -492,7 +492,10 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """Print the number of passes of each length. Denoisers that make equal passes share a table."""
+    """Print how many passes a generation makes, by the number of tokens that a pass computes.
+
+    Denoisers that make equal passes share a table.
+    """
     tables: dict[tuple[Any, ...], list[str]] = {}
     for (name, block), found in groupby(
         plan.passes, lambda each: (each.denoiser, each.block_length)
@@ -525,7 +528,7 @@ def _print_passes(plan: Plan) -> None:
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
-    """Print a table that shows how the time per token grows, with one row per target.
+    """Print the time per token for each value of ``growth.axis``, with one row per target.
 
     If a target's price is known, the target's row shows the cost per million tokens instead of the
     time per token.
@@ -558,7 +561,8 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
     """Print the ratios of measured times to lower limits, and the errors of predicted times.
 
-    To compute an error, the plan predicts each measured time from all other measured times.
+    The error of a measured time is its difference from a prediction that uses all other measured
+    times.
     """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"

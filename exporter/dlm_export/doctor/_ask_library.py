@@ -28,7 +28,7 @@ def cuda(name: str) -> dict[str, Any]:
     """Ask the driver for the newest CUDA version that it supports, and for the GPUs.
 
     The CUDA version is an integer: 13000 means 13.0. For each GPU, the result contains the name,
-    the SM and the memory.
+    the SM version and the memory.
     """
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()

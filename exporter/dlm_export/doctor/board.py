@@ -23,7 +23,7 @@ JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 class Board:
     """Facts about a Jetson board. ``None`` means unknown.
 
-    - ``sm``: the SM of the GPU, derived from ``model``.
+    - ``sm``: the SM version (compute capability) of the GPU, derived from ``model``.
     - ``linux``: the release of Jetson Linux, such as 36.4.3.
     - ``jetpack``: the version of the package nvidia-jetpack. If this package is not installed,
       ``jetpack`` is the major version of JetPack that belongs to the release of Jetson Linux.

@@ -99,7 +99,7 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _prompt_reuse(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding that says whether requests can reuse prompts, if the bundle is block-causal.
+    """For a block-causal bundle, yield a finding that says whether requests can reuse prompts.
 
     Other bundles get no finding, because they cannot reuse prompts on any machine.
     """

@@ -19,10 +19,10 @@ class Finding:
     - ``missing``: the part does not work, because something is missing.
     - ``note``: the line gives information about a part that is not required.
 
-    A part is something that dlm-export uses, such as a library or a GPU. ``part`` and ``name``
-    identify it. ``said`` is the message. ``remedy`` tells the user what to do, and may be empty.
-    ``is_needed`` is true if dlm-export cannot work without the part, or if the user named a bundle
-    or target that cannot work without the part.
+    A part is something that dlm-export uses, such as a library or a GPU. The fields ``part`` and
+    ``name`` identify the part. ``said`` is the message. ``remedy`` tells the user what to do, and
+    may be empty. ``is_needed`` is true if dlm-export cannot work without the part, or if the user
+    named a bundle or target that cannot work without the part.
     """
 
     part: str

@@ -115,7 +115,7 @@ class Machine:
 
     @property
     def sm(self) -> int | None:
-        """The SM of the first GPU that the driver reports, or ``None`` if it reports no GPU."""
+        """The SM version of the first GPU that the driver reports, or ``None`` without a GPU."""
         return self.driver.gpus[0].sm if self.driver.gpus else None
 
     @property

@@ -43,7 +43,7 @@ class Parameters(Protocol):
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """Return a parameter as an array. Indexing the array reads and checks the values."""
+    """Return a lazy array of a parameter, which reads and checks values when it is indexed."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
@@ -62,13 +62,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Origin:
-    """The released tensors, or parts of tensors (pieces), that make up one parameter.
+    """Says which tensors of a checkpoint, or parts of tensors (pieces), make up one parameter.
 
     If ``is_stacked`` is false, the pieces are concatenated along their axis ``axis``. If
     ``is_stacked`` is true, each piece is one entry of a new first axis, for example one expert. If
-    ``transpose`` is true, the released matrices are ``[out, in]``. Several parameters may use the
-    same tensor: either each parameter uses some rows of a fused matrix, or all of them use a whole
-    tied matrix.
+    ``transpose`` is true, the released matrices are ``[out, in]``, and the parameter is ``[in,
+    out]``. Several parameters may use the same tensor. For example, a fused matrix contains the
+    rows of several parameters.
     """
 
     pieces: tuple[Piece, ...]
@@ -77,7 +77,7 @@ class Origin:
 
     @staticmethod
     def of(tensor: str, transpose: bool = False) -> Origin:
-        """Return the origin of a parameter that consists of one whole tensor."""
+        """Create an ``Origin`` for a parameter that consists of one whole tensor."""
         return Origin((Piece(tensor),), transpose)
 
     @property
@@ -141,7 +141,7 @@ class Family:
     """Prefixes of tensor names.
 
     The checkpoint may contain tensors whose names start with a prefix, but the denoiser does not
-    need them. An example are the tensors of a classification head. A message to the user lists such
+    need them. For example, it does not need a classification head. A message to the user lists such
     tensors.
     """
 
@@ -159,13 +159,14 @@ class Layout:
     """The names of a family's tensors, as patterns.
 
     ``layer`` is the prefix of the tensor names in a layer. In ``layer``, ``{i}`` is replaced by the
-    layer's index. ``names`` maps the path of a module inside a layer to the released name without
-    ``.weight`` or ``.bias``. For a released name with another ending, ``names`` maps the path of
-    the parameter to the whole released name. Released matrices are ``[out, in]``, and the
-    denoiser's matrices are ``[in, out]``.
+    layer's index. ``names`` maps the path of a module inside a layer to the tensor's name in the
+    released checkpoint, without ``.weight`` or ``.bias``. If the name has another ending, ``names``
+    maps the path of the parameter to the whole name. The checkpoint's matrices are ``[out, in]``,
+    and the denoiser's matrices are ``[in, out]``.
 
-    ``embed``, ``final_norm`` and ``head`` are the released names of the modules outside layers.
-    ``outside`` does the same as ``names`` for all other modules and parameters outside layers.
+    ``embed``, ``final_norm`` and ``head`` are the names of modules outside layers in the released
+    checkpoint, also without ``.weight`` or ``.bias``. ``outside`` does the same as ``names`` for
+    all other modules and parameters outside layers.
 
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither
@@ -180,7 +181,7 @@ class Layout:
     outside: Mapping[str, str] = field(default_factory=dict)
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Return the origin of each parameter.
+        """Return the tensors that make up each parameter.
 
         Raises CheckpointError if a layer contains both kinds of tensors: one tensor per expert, and
         one tensor for all experts.

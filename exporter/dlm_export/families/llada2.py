@@ -134,7 +134,7 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the origin of each parameter.
+    """Return the tensors that make up each parameter.
 
     Queries, keys and values are consecutive rows of one tensor.
     """

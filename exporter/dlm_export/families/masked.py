@@ -90,7 +90,7 @@ def family(
         return _read_network(checkpoint, overrides, name, layout, first, mask_text)
 
     def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Return the origin of each parameter."""
+        """Return the tensors that make up each parameter."""
         return _origins(layout, network, checkpoint)
 
     duplicates = (f"{layout.head}.weight", layout.outside["head.bias"])

@@ -156,7 +156,7 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the origin of each parameter.
+    """Return the tensors that make up each parameter.
 
     Queries, keys and values are rows of one tensor, in this order. Gate and up are rows of another
     tensor.

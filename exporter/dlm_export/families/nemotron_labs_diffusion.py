@@ -1,4 +1,4 @@
-"""The family Nemotron-Labs-Diffusion of NVIDIA: draft passes and causal passes in one network.
+"""NVIDIA's family Nemotron-Labs-Diffusion: draft passes and causal passes in one network.
 
 The layers are those of Ministral 3 in transformers: the layers of Llama, with YaRN and with queries
 that are scaled on long canvases. In a draft pass, the tokens of a block see each other. In all other

@@ -5,8 +5,8 @@ Version 4 uses separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or
 This object may contain one object for each type of layer
 (https://huggingface.co/docs/transformers/internal/rope_utils).
 
-Defaults are the defaults of transformers. The module rejects a setting that transformers ignores,
-because such a setting means that the network was trained differently.
+If a setting is missing, the module uses the default of transformers. The module rejects a setting
+that transformers ignores, because such a setting means that the network was trained differently.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ LONGEST = 1 << 24
 
 
 def read_rope(config: Config, has_query_scale: bool = False) -> Rope:
-    """Read the rotary positions. If ``has_query_scale`` is true, also read by how much queries are
-    scaled, as in Ministral 3. Raises CheckpointError for values that are missing or unknown.
+    """Read the rotary positions. Raises CheckpointError for missing and for unknown values.
+
+    If ``has_query_scale`` is true, the function also reads how queries are scaled on long canvases,
+    as in Ministral 3.
     """
     settings = _Settings(config)
     kind = settings.take("rope_type")
@@ -180,9 +182,9 @@ def _object(config: Config, key: str) -> dict[str, Any]:
 
 
 def _query_scale(settings: _Settings, scaling: Scaling | None) -> QueryScale | None:
-    """Read by how much queries are scaled. Raises CheckpointError.
+    """Read how queries are scaled on long canvases. Raises CheckpointError.
 
-    If the factor is 0, queries are not scaled.
+    Returns ``None`` if the factor is 0, because queries are then not scaled.
     """
     settings.take(LENGTH)  # transformers ignores this copy of the number of positions
     if not settings.has("llama_4_scaling_beta"):
@@ -214,8 +216,8 @@ def _scaling(settings: _Settings, kind: str) -> Scaling | None:
             settings.number("low_freq_factor"),
             settings.number("high_freq_factor"),
         )
-    # As in transformers, if the factor is null, it is the network's length divided by the original
-    # length.
+    # If ``factor`` is null, compute it as transformers does: the number of positions divided by the
+    # original number of positions.
     ratio = settings.length() / original_length if "factor" in settings.nulls else None
     factor = settings.number("factor", ratio)
     return Yarn(

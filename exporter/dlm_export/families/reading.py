@@ -1,7 +1,8 @@
 """Reads special tokens and options from the files of a checkpoint of any family.
 
-This module reads each setting in every form that was released. The module rejects unknown forms and
-never guesses missing settings, because some settings change the network's results.
+Different releases store the same setting in different forms. This module reads all known forms. It
+rejects unknown forms and never guesses missing settings, because a wrong setting could change the
+network's results.
 """
 
 from __future__ import annotations
@@ -170,7 +171,10 @@ def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
 
 
 def _id_in_tokenizer(checkpoint: Checkpoint, text: str) -> int | None:
-    """Return the ID of an added token in tokenizer.json, or else of a line in vocab.txt."""
+    """Return the ID of the added token ``text`` in tokenizer.json.
+
+    Without tokenizer.json, the function looks for a line with this text in vocab.txt.
+    """
     path = checkpoint.path / "tokenizer.json"
     if path.exists():
         added = read_object(path, TOKENIZER_LIMIT_BYTES, CheckpointError).get("added_tokens")

@@ -1,7 +1,7 @@
 """Defines the family RoBERTa (arXiv:1907.11692), which has the layers of BERT.
 
-In the table of learned positions, the row for position 0 has the padding token's id plus 1 as its
-index.
+The first rows of the table of learned positions are not used. Position 0 uses the row whose index
+is the padding token's id plus 1.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dlm_export.families.masked import family, layout
 
 
 def _first_position(checkpoint: Checkpoint) -> int:
-    """Return the table row of position 0, which is the padding token's id plus 1."""
+    """Return the index of the table row for position 0: the padding token's id plus 1."""
     default = 1  # the default of transformers' RobertaConfig
     return checkpoint.config.integer("pad_token_id", default=default, low=0) + 1
 

@@ -36,8 +36,9 @@ class Tensors:
         origins: Mapping[str, Origin],
         left_out: tuple[str, ...] = (),
     ) -> None:
-        """``origins`` contains the origin of each of the network's parameters.
+        """Check the checkpoint's tensors against the network's parameters.
 
+        ``origins`` maps each parameter of the network to the tensors that make up the parameter.
         ``left_out`` contains prefixes of tensor names. The network does not need the tensors whose
         names start with such a prefix.
 
@@ -77,12 +78,12 @@ class Tensors:
     def _expected(self) -> dict[str, Expected]:
         """Return the types and shapes of the tensors that the denoiser needs.
 
-        The keys are the tensors' released names.
+        The keys are the tensors' names in the released checkpoint.
         """
         expected: dict[str, Expected] = {}
         read: dict[
             str, list[tuple[int, int]]
-        ] = {}  # for each tensor that several parameters share, the ranges of rows that they use
+        ] = {}  # for each fused tensor, the ranges of its rows that belong to a parameter
         for parameter, origin in self.origins.items():
             if parameter in self.quantised:
                 assert origin.whole is not None

@@ -71,11 +71,10 @@ def trunk_network(
 ) -> NetworkSpec:
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
-    If ``block_length`` is ``None``, attention is full. If ``has_drafts`` is true, only draft passes
-    see whole blocks, and config.json also uses the keys of transformers' Ministral 3. ``longest`` is
-    the length of the canvases in training. Pass ``longest`` if training used shorter canvases than
-    config.json allows. The docstring of ``special_tokens`` explains ``mask_text``. Raises
-    CheckpointError.
+    If ``block_length`` is ``None``, attention is full. If ``has_drafts`` is true, the network has
+    draft passes, and config.json also uses the keys of transformers' Ministral 3. If training used
+    shorter canvases than config.json allows, ``longest`` is the length of these canvases. The
+    docstring of ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes

@@ -47,8 +47,8 @@ back.
 def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     """Define the attention function ``name``.
 
-    The name says whether the attention is block-causal, and whether the function applies norms to
-    queries and keys.
+    The name says which keys a query sees, and whether the function applies norms to queries and
+    keys. ``store`` converts rows to the form in the cache, and ``read`` converts them back.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""

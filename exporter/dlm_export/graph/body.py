@@ -64,8 +64,9 @@ class Body:
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
         """Add a call of a function in the domain ``dlm_export``.
 
-        ``attributes`` maps an attribute of the called function to the attribute of this function
-        that supplies its value. Empty values are ignored.
+        ``attributes`` maps the name of an attribute of the called function to the name of this
+        function's attribute that supplies its value. If the second name is empty, the attribute is
+        not set.
         """
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
         named = {name: own for name, own in attributes.items() if own}

@@ -18,9 +18,9 @@ QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
 Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
 
-# Operators of opset 23 that have CUDA kernels for fp16, bf16 and fp32. There are two exceptions.
-# Graphs apply some of these operators to integers only, so their floating-point kernels do not
-# matter. TopK and Log have no bf16 kernels, but graphs apply them to fp32 values only.
+# Operators of opset 23 that have CUDA kernels for all types to which our graphs apply them. Most of
+# these operators have kernels for fp16, bf16 and fp32. Some lack such kernels, but our graphs apply
+# them to integers only. TopK and Log lack bf16 kernels, but our graphs apply them to fp32 only.
 KERNELS = frozenset(
     [
         "Add",

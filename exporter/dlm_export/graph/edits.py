@@ -11,7 +11,7 @@ import onnx_ir as ir
 def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
     """Add an initialiser without values to a graph.
 
-    ``write_graph`` later gets the values from a function of its caller.
+    The caller of ``write_graph`` later passes a function that returns the values.
     """
     value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
     graph.initializers[name] = value

@@ -59,7 +59,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield the node of each mixture of experts in a traced graph, with its gate, up and down.
+    """Yield the node of each mixture of experts in a traced graph, with its three stacks.
 
     The caller must replace each node. After the last node, this function removes the definition of
     the traced mixture from the model.
@@ -75,7 +75,7 @@ def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mi
 def lay_out(
     model: ir.Model, network: NetworkSpec, formats: Mapping[str, str], amax: Mapping[str, float]
 ) -> dict[str, StackPart]:
-    """Replace every mixture of an fp32 graph with a function for the format of its layers.
+    """Replace every mixture of an fp32 graph with a function for the format of its matrices.
 
     ``formats`` contains the format of each layer. The gate, up and down matrices of a mixture must
     have the same format. A layer that ``formats`` does not contain stays in fp32. ``amax`` maps a

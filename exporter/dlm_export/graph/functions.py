@@ -72,15 +72,17 @@ cached rows in several places, several consecutive segments name the same tokens
 only its own tokens and cached rows. If N = 0, each of the B sequences is one request, and the
 request sees all cached rows of the sequence.
 
-A cached row is the key or the value of one position in one head. The cache stores rows in its type,
-so later passes compute with rounded values. With block-causal and causal attention, a pass also
-rounds its own new rows before it uses them. So the result of a pass does not depend on which rows
-are cached. Other attention computes with new rows in fp32. An INT8 row consists of ``D`` codes from
--127 to 127, followed by two numbers m and e, all int8. The values of the row are ``code * scale``
-with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the smallest number of this form
-that is at least ``amax / 127``, where ``amax`` is the largest magnitude in the row. A row that
-contains NaN or infinity is stored as codes 0 with e = 127. With e = 127, the scale is infinite, so
-every element of the row becomes NaN when the row is dequantised.
+A cached row is the key or the value of one position in one head. If the cache stores rows in fp16
+or INT8, later passes compute with rounded values. With block-causal and causal attention, a pass
+also rounds its own new rows before it uses them. So the result of a pass does not depend on which
+rows are cached. Other attention computes with new rows in fp32.
+
+An INT8 row consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The
+values of the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The
+scale is the smallest number of this form that is at least ``amax / 127``, where ``amax`` is the
+largest magnitude in the row. A row that contains NaN or infinity is stored as codes 0 with e = 127.
+With e = 127, the scale is infinite, so every element of the row becomes NaN when the row is
+dequantised.
 """
 
 from __future__ import annotations

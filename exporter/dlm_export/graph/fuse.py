@@ -166,7 +166,7 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    """Return True if several matrix products use a value. Residual sums are not counted."""
+    """Return True if more than one node uses a value. Residual sums (Add) are not counted."""
     users = () if value is None else value.uses()
     return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
 
@@ -182,10 +182,11 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
-    """Return the value ``silu(gate) * up`` of two layers, of which the gate comes first.
+    """Return the value ``silu(gate) * up``, where gate and up are the outputs of two layers.
 
-    Returns ``None`` if the graph does not compute this product, or if another node also uses the
-    output of the gate layer or of the up layer.
+    ``nodes`` contains the node of the gate layer, followed by the node of the up layer. Returns
+    ``None`` if the graph does not compute this product, or if another node also uses the output of
+    one of the two layers.
     """
     if len(nodes) != 2:
         return None
@@ -313,7 +314,10 @@ def _segments(model: ir.Model) -> ir.Value:
 
 
 def _hiding(starts: _Pattern) -> _Pattern:
-    """Return the pattern of a mask that hides keys whose ``starts`` are greater than the query's."""
+    """Return the pattern of an attention mask that hides the keys of later blocks.
+
+    ``starts`` is the pattern of the first position of each token's block.
+    """
     keys = ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), starts), 1)
     hidden = ("Greater", keys, ("Unsqueeze", starts, 2))
     return ("Unsqueeze", ("Mul", ("Cast", hidden), float(np.finfo(np.float32).min)), 1)
@@ -355,12 +359,12 @@ with its inputs. A number is a constant with this value. A name matches any valu
 def _seen(
     hidden: ir.Value, positions: ir.Value, longest: int
 ) -> tuple[str, ir.Value, dict[str, int]]:
-    """Return the attention function with this attention mask.
+    """Find the attention function that hides the same keys as the attention mask ``hidden``.
 
-    The result is a part of the function's name, the position ids, and the function's attribute.
-    ``positions`` are the positions of the rotation. With draft passes, they are the remainders of
-    the position ids divided by ``longest``. Raises _Unlike if the attention mask is neither
-    block-causal nor a window.
+    Returns a part of the function's name, the graph's position ids, and the function's attributes.
+    ``positions`` are the positions that the rotation uses. They are the position ids, or with draft
+    passes, the position ids modulo ``longest``. Raises _Unlike if the attention mask is not
+    block-causal, not a window, and not that of draft passes.
     """
     for kind, pattern, attribute in (
         (BLOCK, _BLOCKS, "visible_block"),
@@ -411,7 +415,7 @@ def _number(value: ir.Value) -> float | None:
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """Return the node that computes ``value``, if the node's operator is ``op_type``.
+    """Return the node that computes ``value``. The node's operator must be ``op_type``.
 
     Otherwise, raises _Unlike with the message ``otherwise``.
     """

@@ -1,8 +1,8 @@
 """Quantises layers in a graph by replacing their MatMul nodes, or the operands of these nodes.
 
 The metadata of a layer's node contains the layer's module path, under ``graph.LAYER_KEY``. While
-this module changes a graph, the graph contains only the shapes and types of the weights.
-``write_graph`` later gets the values from a function, one weight at a time.
+this module changes a graph, the graph contains only the shapes and types of the weights. Later,
+``write_graph`` calls a function that returns the values, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 
@@ -11,7 +11,7 @@ A graph can be written for three engines (``Form``):
 - ``cuda``, for ONNX Runtime's CUDA provider. INT8 and INT4 weights use
   ``com.microsoft::MatMulNBits``, which has kernels for CPUs and for CUDA.
 
-All other layers are written as follows:
+A layer that does not use MatMulNBits is written as follows:
 
 ==============  ===================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``, on a CPU only. It multiplies integers. The weight has a
@@ -31,8 +31,8 @@ nvfp4,          two DequantizeLinear on the weight, and TRT_FP4DynamicQuantize o
 TensorRT
 ==============  ===================================================================================
 
-ONNX Runtime computes constant expressions when it opens a graph. Simulating a format therefore
-takes disk space, but no time in a pass. Scales have the graph's type. QuantizeLinear and
+ONNX Runtime computes constant expressions when it opens a graph. A pass therefore spends no time on
+simulating the format of a weight. Scales have the graph's type. QuantizeLinear and
 DequantizeLinear are operators of ONNX opset 23. NVFP4 follows the two-level scheme in TensorRT's
 documentation.
 """

@@ -28,7 +28,7 @@ SHOWN = "tap:"
 
 @dataclass(frozen=True)
 class Tap:
-    """Names of a layer's input and output values. The output includes the bias."""
+    """Names of a layer's input and output values. The output is the sum with the bias, if any."""
 
     input: str
     output: str

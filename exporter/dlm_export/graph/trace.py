@@ -232,7 +232,14 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
             more = [torch.zeros(B, T, c.hidden_size), torch.zeros(B, R)]
     # Hide torch's warnings and log lines, which do not help users. One example is the warning that
     # torchvision is missing.
-    with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
+    with (
+        warnings.catch_warnings(),
+        _quiet_logger("torch.onnx"),
+        torch.no_grad(),
+        definitions.few(),
+        # With symbolic shapes, torch's cache of operator results takes more time than it saves.
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+    ):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module,

@@ -1,7 +1,7 @@
 """Checks that a bundle computes correct results, and measures its loss of accuracy.
 
-The source is the checkpoint from which the bundle was built. A package imports only packages that
-come earlier in this list:
+The modules of this package call the checkpoint from which a bundle was built the bundle's *source*.
+Each of the packages below imports only packages that come earlier in the list:
 
 - ``report`` writes HTML pages with the results.
 - ``sides`` gives all compared denoisers the same interface.

@@ -236,14 +236,15 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Past]:
         """Return the output and the new keys and values, which are not rounded.
 
-        With block-causal attention, queries see the new keys and values as a cache of type
-        ``cache_dtype`` stores them. If ``cache_dtype`` is ``None``, these are not rounded.
+        With block-causal or causal attention, queries attend to rounded copies of the new keys and
+        values: the numbers that a cache of type ``cache_dtype`` would contain. If ``cache_dtype``
+        is ``None``, queries attend to the keys and values without rounding.
         """
         B, T, _ = x.shape
         a = self.spec
         q = self.q(x)
         if turn is not None and turn.query_scale is not None:
-            q = q * turn.query_scale.to(q.dtype)  # scaling and rotation can be exchanged
+            q = q * turn.query_scale.to(q.dtype)  # scaling and rotation commute
         if self.is_plain:  # add an axis for the queries that share a key
             q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
         else:
@@ -291,7 +292,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. The identity replaces each norm that the description lacks."""
+    """One transformer layer. Each norm that its description does not contain is the identity."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -373,7 +374,7 @@ class Positions(nn.Embedding):
 
 
 class TokenTypes(nn.Module):
-    """A table of token types. All tokens of a canvas have type 0."""
+    """A table with one row per token type. All tokens of a canvas have type 0."""
 
     def __init__(self, rows: int, hidden_size: int) -> None:
         super().__init__()

@@ -336,8 +336,11 @@ class Carried:
         memory_bytes: int | None = None,
         folder: Path | None = None,
         cache_dtype: str | None = None,
+        states: Tensor | None = None,
     ) -> None:
         """Embed the canvases. ``Attention.forward`` explains ``cache_dtype``.
+
+        ``states`` contains the hidden states of the canvases, if the first layers have already run.
 
         If the hidden states need more than ``memory_bytes``, the states are stored in an unnamed
         file in ``folder``. If ``memory_bytes`` is ``None``, there is no limit. Raises
@@ -345,6 +348,9 @@ class Carried:
         """
         self.layered, self.batches = layered, make_batches(canvases)
         self._cache_dtype = cache_dtype
+        if states is not None:
+            self.states = states
+            return
         tokens = sum(batch.ids.numel() for batch in self.batches)
         self.states = room_for(
             (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder

@@ -48,7 +48,7 @@ class _Course:
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the pass's plan says so."""
+        """If the pass's plan says so, store keys and values ``[1, Hkv, T, D]`` of layer ``i``."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)

@@ -65,8 +65,10 @@ class Span:
     is_draft: bool = False
 
     def ids(self, longest: int) -> tuple[int, int]:
-        """Return the first position id and the end of the position ids. ``longest`` is the length
-        of the longest canvas, which is added to the position ids of a draft pass.
+        """Return the range of the pass's position ids: the first id, and the last id plus 1.
+
+        ``longest`` is the length of the longest canvas. It is added to the position ids of a draft
+        pass.
         """
         start = longest if self.is_draft else 0
         return start + self.first, start + self.last
@@ -121,10 +123,10 @@ def shift_of(looped: Looped, span: Span) -> int:
 def block_length_of(
     policy: Policy, visible_block: int | None, draft_block: int | None = None
 ) -> int:
-    """Return the block length of a policy for a network with this ``visible_block`` and
-    ``draft_block``.
+    """Return the number of tokens that a policy decides in one block.
 
-    A result of 0 means that the whole generation is one block.
+    ``visible_block`` and ``draft_block`` are properties of the network. If the policy sets no block
+    length, one of them is used. A result of 0 means that the whole generation is one block.
     """
     return policy.block_length or draft_block or visible_block or 0
 

@@ -5,8 +5,8 @@ Every request has its own proposer. The unmasking loop then commits the tokens t
 defines the same interface for the native loop, with the same names. The proposers in this module
 get the logits of the whole vocabulary.
 
-Two rules are not in the papers: the mask token is never proposed, and if several tokens have equal
-logits, the token with the lowest id is proposed.
+The papers of the decoding algorithms do not define two rules: the mask token is never proposed, and
+if several tokens have equal logits, the token with the lowest id is proposed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Proposer:
         return guess
 
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """The loop calls this method after it forced, committed or edited ``tokens``.
+        """The loop calls this method after it wrote ``tokens`` to ``positions`` of the canvas.
 
         Both arrays are int64.
         """

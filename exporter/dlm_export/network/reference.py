@@ -191,7 +191,8 @@ class Run:
         if turn.standing is None:
             self.guess[turn.positions] = proposals.tokens
         if is_verified:
-            # The verifying pass reads the drafted tokens. After this pass, they are not needed.
+            # After a draft pass, write the drafted tokens to the canvas, because the next pass
+            # verifies them. After the verifying pass, mask these positions again.
             self.tokens[turn.positions] = (
                 proposals.tokens if turn.span.is_draft else self.network.mask_token_id
             )

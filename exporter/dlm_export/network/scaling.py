@@ -152,7 +152,7 @@ class Yarn(Scaling):
         size = 2 * len(frequencies)
 
         def index(turns: float) -> float:
-            """Return the index of the pair that makes ``turns`` turns, maybe between two pairs."""
+            """Return the index of the pair that makes ``turns`` turns, which may be a fraction."""
             ratio = self.original_length / (turns * 2 * math.pi)
             return size * math.log(ratio) / (2 * math.log(theta))
 

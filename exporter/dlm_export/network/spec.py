@@ -102,7 +102,8 @@ class Fold:
     To fold scales, each parameter in ``parameters`` is divided by the scales along its last axis.
     In grouped-query attention, several query heads use the same value head. Several inputs of the
     ``out`` matrix then depend on the same elements of the parameters, and must have the same
-    scales. For each value head, ``repeats`` groups of ``run`` inputs have the same scales.
+    scales. The inputs of each value head form ``repeats`` groups of ``run`` consecutive inputs, and
+    the scales of all these groups are equal.
     """
 
     parameters: tuple[str, ...]
@@ -168,11 +169,11 @@ class LinearSpec:
 class EmbeddingSpec:
     """Describes how the input of the first layer is computed from the embeddings of the tokens.
 
-    - ``positions``: rows of the table of learned positions. If 0, there is no such table.
+    - ``positions``: number of rows of the table of learned positions. If 0, there is no such table.
     - ``first_position``: the row of that table for position 0 of a canvas. RoBERTa does not use the
       rows before it.
-    - ``token_types``: rows of the table of token types. If 0, there is no such table. All tokens of a
-      canvas have type 0.
+    - ``token_types``: number of rows of the table of token types. If 0, there is no such table. All
+      tokens of a canvas have type 0.
     - ``norm``: True if a norm is applied to the sum.
     - ``scale``: the number by which the embeddings of tokens are multiplied.
     """
@@ -350,7 +351,10 @@ class NetworkSpec:
         return sum(math.prod(shape) for shape in self._parameters.values())
 
     def active_parameter_count(self) -> int:
-        """Return the number of parameters that one token uses, with only the experts chosen for it."""
+        """Return the number of parameters that a pass uses for one token.
+
+        Of the experts, only those that the router chooses for the token are counted.
+        """
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
         )

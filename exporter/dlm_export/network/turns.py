@@ -3,8 +3,9 @@
 A turn is one pass and the commit after it. The reference loop uses this module, and so does code
 that replays the canvases of a finished run. The module needs only numpy and no denoiser.
 
-Two rules are not in the papers: every step commits at least one token, and positions with equal
-scores commit from left to right. Scores are compared with thresholds in float64.
+The papers of the decoding algorithms do not define two rules: every step commits at least one
+token, and positions with equal scores commit from left to right. Scores are compared with
+thresholds in float64.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dlm_runtime.policy import Policy
 class Canvas:
     """A canvas between two passes: token ids, int64 ``[L]``, and undecided positions, bool ``[L]``.
 
-    At an undecided position, the token id is only what the denoiser gets as its input.
+    At an undecided position, the token id is an input of the denoiser, but not a result.
     """
 
     tokens: np.ndarray
@@ -97,7 +98,7 @@ def turns(
     steps: int = 0,
     scaffold: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Turn]:
-    """Yield the passes of ``plan`` that fill the undecided positions of a canvas.
+    """Yield the turns that fill the undecided positions of a canvas, in the order of ``plan``.
 
     The caller writes the committed tokens to ``canvas`` before it requests the next turn. If the
     policy stops at end tokens and a finished block contains an end token, all undecided positions
@@ -172,7 +173,7 @@ def turns(
 
 
 def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
-    """Yield the passes of the commit rule "verify" (self-speculation).
+    """Yield the turns of the commit rule "verify" (self-speculation).
 
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
     takes two passes over the same rows: the row before the block, and all rows of the block but the
@@ -213,9 +214,9 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """Yield the passes that may edit the tokens of a finished block (LLaDA2.1).
+    """Yield the turns that may edit the tokens of a finished block (LLaDA2.1).
 
-    The passes end after a pass that changes no token.
+    If a turn changes no token, it is the last turn.
     """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
@@ -233,7 +234,7 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A recorded pass: the canvas before the pass, and the rows that it computed and scored.
+    """A recorded pass: the canvas before it, and the rows that the pass computed and scored.
 
     The canvas is int64 ``[L]``, and the scored rows are ``[R]``.
     """
@@ -248,9 +249,10 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many of ``masked`` positions Dream's schedule commits in pass ``step``.
+    """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
 
-    There are ``steps`` passes. The last pass commits all positions.
+    ``masked`` is the number of undecided positions before the pass. The last pass commits all of
+    them.
     """
     if step >= steps - 1:
         return masked
@@ -265,7 +267,9 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 def floor_count(masked: int, left: int, steps: int) -> int:
-    """Return how many positions RND1's schedule commits if ``left`` of ``masked`` are undecided.
+    """Return how many positions RND1's schedule commits in the next pass.
+
+    The block started with ``masked`` undecided positions, of which ``left`` are undecided now.
 
     After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
     fp32. In the published code, some passes commit no position. This module skips such passes.

@@ -94,7 +94,7 @@ class BenchOptions:
     # A file that contains prompts in the format of calibration data. Each prompt is measured as one
     # request.
     data: Path | None = None
-    samples: int = 64  # maximum number of prompts to use from ``data``
+    samples: int = 64  # maximum number of prompts from ``data``
     # If this is set, also measure requests whose first ``prefix`` tokens are the same. In each
     # prompt, ``prompt_tokens`` other tokens follow.
     prefix: int | None = None

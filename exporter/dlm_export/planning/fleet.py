@@ -7,7 +7,8 @@ is available:
 2. ``measured``: the loads that ``bench --data --batch`` measured on this machine.
 3. ``lower limit``: the plan's prediction. A real server needs at least as many replicas.
 
-Several requests share a pass only if shared passes were measured.
+Requests share passes only if ``bench`` has measured shared passes. Otherwise, each pass computes
+one request.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ GIVEN, MEASURED, LOWER_LIMIT = "given", "measured", "lower limit"
 
 @dataclass(frozen=True)
 class Demand:
-    """What a fleet must serve.
+    """The requests that a fleet must serve, and its target for the latency.
 
     - ``per_s``: mean number of requests per second.
-    - ``p95_ms``: the target. 95% of the requests must take at most this time.
+    - ``p95_ms``: the target for the latency. 95% of the requests must take at most this time.
     - ``max_running``: largest number of requests that run at the same time on a replica.
     - ``overhead_ms``: time that a server adds to each request outside the scheduler.
     - ``pass_ms``: maps targets to the time of a pass of one request.
@@ -46,11 +47,12 @@ class Demand:
 class Fleet:
     """The replicas of one denoiser on one target, in one precision.
 
-    - ``tokens_per_pass``: ``None`` if the passes of requests were measured.
+    - ``tokens_per_pass``: number of tokens that a pass commits. ``None`` if ``bench`` has measured
+      the number of passes.
     - ``basis``: the source of the times: "given", "measured" or "lower limit".
     - ``alone_ms``: mean time of a request without other requests.
     - ``most_per_s``: largest number of requests per second that a replica can complete.
-    - ``replicas``: ``None`` if even a replica without load misses the target.
+    - ``replicas``: number of replicas. ``None`` if even a replica without load misses the target.
     - ``load``: load of each replica, as a share of ``most_per_s``.
     - ``cost_per_hour``, ``cost_per_million_requests``: ``None`` if the target's price is unknown.
     """
@@ -77,8 +79,9 @@ class Fleet:
 def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) -> list[Fleet]:
     """Plan a fleet for each denoiser, target, precision and number of tokens per pass.
 
-    Only the first block length of the plan is used. Raises PlanError if no target has a time, or if
-    the plan has a batch: a scheduler decides how many requests share a pass.
+    Only the first block length of the plan is used. Raises PlanError if no target has a time. Also
+    raises PlanError if the plan sets a batch size, because a scheduler decides how many requests
+    share a pass.
     """
     if plan.request.batch > 1:
         raise PlanError("--fleet plans single requests: remove --batch")
@@ -99,7 +102,7 @@ def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) ->
 def _services(
     each: Prediction, plan: Plan, demand: Demand, measured: Measured | None
 ) -> Iterator[tuple[float | None, str, Service]]:
-    """Yield the tokens per pass, the source of the times, and the service of a prediction."""
+    """Yield the tokens per pass, the source of the times, and the ``Service`` of a prediction."""
     if each.fits is False:
         return
     given = demand.pass_ms.get(each.target)

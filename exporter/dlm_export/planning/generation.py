@@ -134,7 +134,7 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
         assert loop.visible_block is not None
         blocks = max(1, loop.max_tokens // loop.canvases // loop.visible_block)
         end = min(start + blocks * loop.visible_block, turn.start)
-        if end <= start or end >= last:  # one pass computes all positions of a block
+        if end <= start or end >= last:  # one pass computes a whole block
             break
         yield start, end
         start = end
@@ -143,7 +143,7 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
 
 
 def _cached(turn: Turn, start: int, length: int, loop: Loop) -> int:
-    """Return the number of cached tokens that a pass uses, if the pass starts at ``start``."""
+    """Return the number of cached tokens that a pass with the first position ``start`` uses."""
     tokens = turn.span.last - start
     if loop.policy.cache == "none":
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 from dlm_export.progress import Progress
 from dlm_runtime import Bundle
 
-ROUNDS = 4  # each number of running requests is measured with at least this many times as many
+ROUNDS = 4  # to measure N requests that run together, run at least ROUNDS * N
 
 
 def measure_overhead(
@@ -42,7 +42,8 @@ def measure_loads(
 
     ``options`` are arguments of ``Scheduler.submit``. In each returned row, ``shares`` is the mean
     number of requests in a pass, and ``ms_per_pass`` is the mean time from the start of a pass to
-    the start of the next pass. No prompt is reused, because the same prompts run repeatedly.
+    the start of the next pass. The scheduler may not reuse keys and values of earlier
+    prompts. Otherwise, repeated prompts would be computed only once.
     """
     progress.start("loads", len(running))
     rows = []

@@ -124,9 +124,10 @@ def calibrate(
 ) -> dict[str, Any]:
     """Summarise measurements, and compute how well the measurements predict times.
 
-    The function predicts each pass's time from all other passes. ``leave_one_out_errors`` contains
-    the relative errors of the predictions. If ``shapes`` contains the measured denoiser,
-    ``generation`` contains the measured and the predicted tokens/s of the measured request.
+    The function predicts the time of each measured pass from all other measured passes.
+    ``leave_one_out_errors`` contains the relative errors of the predictions. If ``shapes`` contains
+    the measured denoiser, ``generation`` contains the measured and the predicted tokens/s of the
+    measured request.
     """
     ratios = [each.ratio for each in measured.passes]
     asked = measured.generation

@@ -1,4 +1,4 @@
-"""Measures how much time a scheduler saves if prompts that start alike share keys and values.
+"""Measures how much time a scheduler saves if prompts with the same start share keys and values.
 
 ``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
 """

@@ -5,12 +5,12 @@ random replica, so the arrivals at one replica are a Poisson process too. The si
 follows the rules of the scheduler in ``runtime/native/src/decode/runner.cc``:
 
 - At most ``max_running`` requests run. All other requests wait, and start in the order of arrival.
-- A pass computes several of the running requests. Requests without a pass come first. Then come
-  the requests that have waited longest since their last pass.
+- A pass computes several of the running requests. Requests that have had no pass yet come
+  first. Then come the requests that have waited longest since their last pass.
 - A request that arrives during a pass starts after the pass.
 
-An M/G/k queue does not describe such a server: the requests share each pass, and a pass with more
-requests takes longer.
+The formulas for M/G/k queues do not apply to such a server, because requests share passes, and a
+pass with more requests takes longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-REQUESTS = 20_000  # simulated requests, unless these need more passes than ``MOST_PASSES``
+REQUESTS = 20_000  # number of requests to simulate, if they need at most ``MOST_PASSES`` passes
 MOST_PASSES = 400_000
 LEAST_REQUESTS = 4_000
 WARM_UP = 0.1  # share of the requests at the start whose latencies are not counted
@@ -33,12 +33,11 @@ STEPS = 100  # a replica's load is planned in steps of one hundredth of the high
 class Service:
     """How a replica computes requests.
 
-    - ``nfe``: numbers of passes of requests. A request has each of these numbers with the same
-      probability.
-    - ``pass_ms``: pairs of a number of requests in a pass, and the time of such a pass in ms. The
-      numbers increase. Times of other numbers are interpolated. The last number, rounded, is the
-      largest number of requests in a pass.
-    - ``overhead_ms``: time that is added to each request, and in which other requests run.
+    - ``nfe``: the possible numbers of passes of a request, which are all equally likely.
+    - ``pass_ms``: pairs of a number of requests, and the time in ms of a pass with this many
+      requests. The numbers are in ascending order. Times of other numbers are interpolated. The
+      last number, rounded, is the largest number of requests in a pass.
+    - ``overhead_ms``: time that is added to each request. Other requests may run during this time.
     """
 
     nfe: tuple[int, ...]
@@ -108,7 +107,7 @@ def replay(
     arrivals, left = arrivals_ms.tolist(), nfe.tolist()
     times = service.times(max_running)
     most, now, arrived = len(times), 0.0, 0
-    new, old = deque[int](), deque[int]()  # running requests without and with a pass
+    new, old = deque[int](), deque[int]()  # running requests before and after their first pass
     ended = np.zeros(len(arrivals))
     while arrived < len(arrivals) or new or old:
         if not new and not old:
@@ -136,7 +135,8 @@ def replay(
 def latencies_at(service: Service, max_running: int, load: float) -> Latencies:
     """Return the latencies of a replica. ``load``, below 1, is rounded up to the next step."""
     alone = service.times(1)[0]
-    # Devices that differ only in speed share a simulation, whose unit is the time of a pass.
+    # Simulate in units of the time of a pass with one request. Devices that differ only in speed
+    # then share one stored simulation.
     pass_ms = tuple((shares, round(ms / alone, 6)) for shares, ms in service.pass_ms)
     relative = replace(service, pass_ms=pass_ms, overhead_ms=0.0)
     found = _simulated(relative, max_running, math.ceil(load * STEPS - 1e-9))
@@ -156,11 +156,11 @@ def _simulated(service: Service, max_running: int, step: int) -> tuple[float, fl
 def fewest_replicas(
     service: Service, max_running: int, per_s: float, p95_ms: float
 ) -> Replicas | None:
-    """Find the smallest number of replicas that keeps the p95 of the latency at a target.
+    """Find the smallest number of replicas for which 95% of all requests meet the target.
 
     Returns ``None`` if even a replica without load misses the target.
     """
-    low, high = 0, STEPS - 1  # the highest step that keeps the target is in low..high
+    low, high = 0, STEPS - 1  # the highest load that meets the target is low..high steps
     while low < high:
         step = (low + high + 1) // 2
         if latencies_at(service, max_running, step / STEPS).p95_ms <= p95_ms:

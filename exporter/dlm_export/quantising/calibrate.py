@@ -16,6 +16,8 @@ the input's scales can be folded.
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -33,18 +35,17 @@ from dlm_export import families
 from dlm_export.families.base import Parameters
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.experts import RoutedMLPs, Stacked
-from dlm_export.network.layered import Carried, named
+from dlm_export.network.experts import Stacked
 from dlm_export.network.linear import TiedHead, has_bf16_kernels
 from dlm_export.network.spec import STACKS, LinearSpec, NetworkSpec
-from dlm_export.quantising import experts, gptq, modelopt
+from dlm_export.quantising import experts, gptq, in_pieces, modelopt
 from dlm_export.quantising.experts import Entered, Reached, member
 from dlm_export.quantising.folding import AWQ_ROWS, fold
-from dlm_export.quantising.gptq import Gram
 from dlm_export.quantising.numbers import Folded, Quantisation, by_site
+from dlm_export.quantising.observing import Observed, Part, Run, Wanted, predicted_positions
 from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.quantising.solved import Solved
-from dlm_export.workplace import Workplace
+from dlm_export.workplace import Remote, Workplace
 
 LARGE = 500_000_000
 """Denoisers with more parameters than this are calibrated in bf16, if bf16 is fast on the device.
@@ -129,7 +130,13 @@ def calibrate(
         )
         for of, scales in found.items():
             done.parameters.fold(of, scales)
-    _sweep(done, by_site(quantised), states, workplace, on_done, fewest_tokens, is_folding=is_ours)
+    sites = by_site(quantised)
+    has_experts = any(readers[0].is_stacked for readers in sites.values())
+    if workplace.remote is not None and not has_experts:
+        observe = _elsewhere(done, states, workplace.remote)
+    else:
+        observe = _here(done, states, workplace, has_experts=has_experts)
+    _sweep(done, sites, observe, workplace.device, on_done, fewest_tokens, is_folding=is_ours)
     for layer in quantised:
         chosen = FORMATS[formats[layer.path]]
         if chosen.is_static and (is_ours or layer.is_stacked):
@@ -162,12 +169,16 @@ def units(
     return len(network.layers) + 1 + theirs * states
 
 
+Observe = Callable[[Wanted], Observed]
+"""Runs one layer on all states, and observes the layer's inputs. Layers are run in order."""
+
+
 @torch.no_grad()
 def _sweep(
     done: Quantisation,
     sites: Mapping[str, Sequence[LinearSpec]],
-    states: Sequence[State],
-    workplace: Workplace,
+    observe: Observe,
+    device: torch.device,
     on_done: Callable[[], None],
     fewest_tokens: int,
     *,
@@ -175,72 +186,14 @@ def _sweep(
 ) -> None:
     """For each layer in order, and then the head: fold scales, observe inputs, round matrices."""
     c, recipe = done.parameters.network, done.recipe
-    layered = families.layered(
-        done.parameters, c, computing_dtype(c, workplace.device), workplace.device
-    )
-    canvases = [state.canvas for state in states]
-    has_experts = any(readers[0].is_stacked for readers in sites.values())
-    memory = workplace.activation_bytes
-    # The inputs of mixtures of experts need memory in addition to the hidden states.
-    if memory is not None and has_experts:
-        memory //= 2
-    carried = Carried(layered, canvases, memory_bytes=memory, folder=workplace.folder)
-    seen = _Seen(states, c.mask_token_id, layered.device)
-    numbers = {of: number for number, of in enumerate(sites)}
+    seeds = {of: number for number, of in enumerate(sites)}
     done.observers = Observers()
     is_folding = is_folding and (recipe.smoothing is not None or recipe.solver == "awq")
 
-    def observed(here: Mapping[str, Sequence[LinearSpec]], keep_rows: int = 0) -> Observers:
-        return Observers(
-            {
-                of: Observer(of, readers[0].inputs, keep_rows=keep_rows, seed=numbers[of])
-                for of, readers in here.items()
-            }
-        )
-
-    def through(
-        i: int,
-        here: Mapping[str, Sequence[LinearSpec]],
-        observers: Observers,
-        grams: Mapping[str, Gram],
-        *,
-        keep: bool,
-    ) -> Entered | None:
-        """Run layer ``i`` with hooks that observe the layer. After the last layer, run the head.
-
-        If the layer has quantised experts, returns the experts' inputs.
-        """
-        entered = None
-        if i < len(c.layers):
-            block = layered.block(i)
-            modules = named(i, block)
-            for of, readers in here.items():
-                if readers[0].is_stacked and readers[0].role == "down":
-                    mixture = cast(RoutedMLPs, modules[of.removesuffix(".down")])
-                    entered = Entered(
-                        mixture, carried, states, c.mask_token_id, memory, workplace.folder
-                    )
-                    entered.watch(observers[of])
-                    continue
-                # While scales are being found, inputs are not rotated (by a Hadamard matrix) yet.
-                turn = keep and of in done.rotated
-                look = functools.partial(seen.look, observers[of], grams.get(of), turn)
-                modules[of].register_forward_pre_hook(
-                    lambda _, inputs, look=look: look(inputs[0], carried.now.numbers)
-                )
-            carried.through(i, block, keep=keep)
-        elif here:
-            for number, features in enumerate(carried.features(seen.predicted)):
-                seen.look(
-                    observers["head"],
-                    grams.get("head"),
-                    False,
-                    features[None],
-                    (number,),
-                    rows=seen.predicted[number],
-                )
-        observers.check(here)
-        return entered
+    def observed(wanted: Wanted) -> Observed:
+        found = observe(wanted)
+        found.observers.check(wanted.sites)
+        return found
 
     for i in range(len(c.layers) + 1):
         inside = f"blocks.{i}." if i < len(c.layers) else "head"
@@ -250,23 +203,26 @@ def _sweep(
         }
         foldable = here if recipe.smoothing is not None else solvable
         if is_folding and foldable:
-            observers = observed(foldable, AWQ_ROWS)
-            entered = through(i, foldable, observers, {}, keep=False)
-            fold(done, observers, foldable, entered, fewest_tokens)
-            del entered
-        observers = observed(here)
-        grams = {}
-        if recipe.solver == "gptq":
-            grams = {
-                of: Gram(here[of][0].inputs, layered.device)
-                for of in solvable
-                if _unsolved(done, here[of])
-            }
-        entered = through(i, here, observers, grams, keep=True)
-        done.observers |= observers
+            # While scales are being found, inputs are not rotated (by a Hadamard matrix) yet.
+            met = observed(Wanted(i, foldable, seeds, AWQ_ROWS, keep=False))
+            fold(done, met.observers, foldable, met.entered, fewest_tokens)
+            del met
+        wanted = Wanted(
+            i,
+            here,
+            seeds,
+            grams=tuple(of for of in solvable if _unsolved(done, here[of]))
+            if recipe.solver == "gptq"
+            else (),
+            rotated=frozenset(done.rotated) & here.keys(),
+        )
+        found = observed(wanted)
+        done.observers |= found.observers
+        grams, entered = found.grams, found.entered
+        del found
         while grams:
             of, gram = grams.popitem()
-            factor = gptq.inverse_factor(gram.matrix)
+            factor = gptq.inverse_factor(gram.matrix.to(device))
             del gram
             for layer in here[of]:
                 if not layer.is_stacked:
@@ -282,6 +238,32 @@ def _sweep(
                 _solve_experts(done, entered, mixture_path)
             del entered
         on_done()
+
+
+def _here(
+    done: Quantisation, states: Sequence[State], workplace: Workplace, *, has_experts: bool
+) -> Observe:
+    """Run the states in this process, all of them together."""
+    c, memory = done.parameters.network, workplace.activation_bytes
+    layered = families.layered(
+        done.parameters, c, computing_dtype(c, workplace.device), workplace.device
+    )
+    # The inputs of mixtures of experts need memory in addition to the hidden states.
+    if memory is not None and has_experts:
+        memory //= 2
+    part = Part(states, predicted_positions(states, c.mask_token_id))
+    return Run(layered, part, memory_bytes=memory, folder=workplace.folder).observe
+
+
+def _elsewhere(done: Quantisation, states: Sequence[State], remote: Remote) -> Observe:
+    """Run the states with the workers of ``--ray``, in parts."""
+    dtype = computing_dtype(done.parameters.network, remote.source.torch_device)
+    described = [remote.solving, sorted(done.formats.items()), done.recipe.as_dict()]
+    digest = hashlib.sha256(json.dumps(described).encode())
+    for state in states:
+        digest.update(state.sha256.encode())
+    name = f"calibrate-{digest.hexdigest()}"
+    return in_pieces.Remote(remote.workers, remote.source, dtype, done, states, name).observe
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
@@ -319,53 +301,6 @@ def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
     eight bits, a solver would improve accuracy very little.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
-
-
-class _Seen:
-    """Gives the layers' inputs and the masked positions to the observers."""
-
-    def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
-        self.states = states
-        self.is_masked = [state.canvas == mask_token_id for state in states]
-        self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """For each state, the positions for which the head is computed.
-
-        These are the masked positions, or all positions if no state contains masked positions.
-        """
-        if not any(map(len, self.predicted)):
-            self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
-        self.device = device
-
-    def look(
-        self,
-        observer: Observer,
-        gram: Gram | None,
-        turn: bool,
-        x: Tensor,
-        numbers: Sequence[int],
-        rows: np.ndarray | slice = slice(None),
-    ) -> None:
-        """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of these inputs.
-
-        ``numbers`` contains the index of each of the B canvases among the states. ``rows`` selects
-        the positions of each canvas that ``x`` contains. If ``turn`` is true, ``x`` is multiplied
-        by a Hadamard matrix first.
-        """
-        wide = x.float().cpu().numpy()
-        if turn:
-            wide = solvers.rotate(wide)
-        for number, vectors in zip(numbers, wide, strict=True):
-            observer.add(vectors, self.is_masked[number][rows], self.states[number].bucket)
-        if gram is not None:
-            weights = [
-                np.where(self.is_masked[number][rows], 1.0, gptq.COMMITTED_WEIGHT)
-                for number in numbers
-            ]
-            weight = torch.from_numpy(np.concatenate(weights).astype(np.float32)).to(self.device)
-            gram.add(
-                (torch.from_numpy(wide).to(self.device) if turn else x.float()).flatten(0, 1),
-                weight,
-            )
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:

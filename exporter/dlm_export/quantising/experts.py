@@ -82,7 +82,7 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens with indices ``rows``, in batches on the layer's device.
+        """Yield the rows of ``x`` with the indices ``rows``, in batches on the layer's device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
         """
@@ -127,7 +127,7 @@ def hidden_of(
 
 @torch.no_grad()
 def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
-    """Return up to ``most`` of an expert's input vectors, evenly spaced, fp32 ``[.., K]``."""
+    """Return at most ``most`` input vectors of an expert, evenly spaced, fp32 ``[.., K]``."""
     x = torch.cat([piece.float().cpu() for piece, _ in pieces])
     chosen = np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))
     rows: np.ndarray = x.numpy()[chosen]

@@ -38,7 +38,7 @@ decoding uses only the predictions at masked positions.
 _BATCH = 128
 _STEP = 16  # Number of rows in a small batch. Inside a small batch, errors are applied row by row.
 _STRIP = 1024  # number of columns of a Gram matrix that are computed at a time
-# Mean squares below this value are replaced with it, so that a vector of zeros is not divided by
+# A smaller mean square is replaced by this value, so that a vector of zeros causes no division by
 # zero and adds nothing to the Gram matrix.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
@@ -78,7 +78,7 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     ``U`` is upper triangular, and ``U^T U`` is the inverse of the damped Gram matrix. "Damped"
     means that a constant was added to the diagonal.
 
-    If an input was always zero, rounding its row with this matrix changes no other row. The
+    If an input was always zero, rounding its row of the weights changes no other row. The
     function needs memory for two matrices ``[K, K]``, which are in float64 if K is at most
     ``EXACT``.
 

@@ -139,7 +139,10 @@ def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
 
 @dataclass
 class Quantisation:
-    """All numbers of a quantised graph. ``weight`` and ``embedding`` return quantised matrices."""
+    """The quantised weights, scales and activation ranges of a graph.
+
+    ``weight`` and ``embedding`` return quantised matrices.
+    """
 
     recipe: Recipe
     formats: dict[str, str]

@@ -116,7 +116,7 @@ def threshold_preset(
     is no such preset, raises RequestError, which lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # Fast-dLLM v2's preset supports only some block lengths.
+    # The preset of Fast-dLLM v2 supports only some block lengths, so it may be missing.
     if name is None and network.draft_block is not None:
         chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
@@ -187,8 +187,8 @@ def trajectories(
 
     The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
-    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample in total.
-    The calls are spread evenly over the decided positions.
+    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called as often as there are
+    samples, whenever the next equal share of all positions is decided.
     """
     # Import ``lockstep`` here, because reading data and comparing bundles must work without torch.
     from dlm_export.network import lockstep
@@ -225,23 +225,14 @@ def trajectories(
 
 
 def calibration_states(
-    source: Source,
-    layered: Layered,
-    data: Data,
-    options: CalibrationOptions,
-    on_sample: Callable[[], None],
-    memory_bytes: int | None = None,
+    source: Source, data: Data, options: CalibrationOptions, runs: Trajectories
 ) -> Iterator[State]:
     """Return the calibration states of ``data.calibration``.
 
     Trajectory states are canvases from generations of the denoiser. If ``options.source`` asks for
-    trajectory states, this function runs the denoiser.
+    trajectory states, ``runs`` generates text for samples (see ``trajectories``).
     """
-    _, policy = threshold_preset(source.network, source.presets, options.preset)
-    runs = (
-        trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
-    )
-    return _states(source, data, options, runs)
+    return _states(source, data, options, runs if MIXES[options.source][1] else None)
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:

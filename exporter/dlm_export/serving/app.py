@@ -182,14 +182,15 @@ class Server:
     async def _read(self, kind: type[fields.Body], request: Request) -> Any:
         """Read and check the body of a request. Raises ApiError.
 
-        Only one thread checks a large body at a time, so that the event loop waits for at most one
-        other thread that holds the interpreter's lock.
+        A thread that checks a body holds the interpreter's lock, so the event loop must wait. Only
+        one thread checks a large body at a time, so that the event loop waits for one thread only.
         """
         content = await self._body(request)
+        most_commas = fields.commas_for(self._models.longest_context)
         if len(content) < QUICK_BYTES:
-            return fields.read(kind, content)
+            return fields.read(kind, content, most_commas)
         async with self._checking:
-            return await asyncio.to_thread(fields.read, kind, content)
+            return await asyncio.to_thread(fields.read, kind, content, most_commas)
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -502,7 +503,7 @@ async def _results(jobs: Sequence[Job]) -> list[Any]:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the result of ``work``, or cancel ``work`` if the client disconnects before.
+    """Return the result of ``work``, or cancel ``work`` if the client disconnects first.
 
     Raises ClientDisconnect if the client has disconnected.
     """

@@ -1,8 +1,8 @@
 """Limits the number of connections, and the time that slow clients may take.
 
-The limits are needed because some clients are slow on purpose. uvicorn limits neither the number of
-connections nor the time in which a request's headers must arrive. If the application rejects a
-body, uvicorn still receives the rest of the body.
+The limits are needed because some clients are slow on purpose, and uvicorn has no such limits. It
+limits neither the number of connections nor the time in which a request's headers must arrive. If
+the application rejects a body, uvicorn still receives the rest of the body.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Turns:
     """Starts the pipelined requests of all connections, one per iteration of the event loop.
 
     A pipelined request arrives before the previous request of the same connection is answered.
-    uvicorn starts a pipelined request as soon as that answer is complete. If uvicorn did so for
-    many connections in the same iteration, each iteration would take long. All other requests would
-    then wait, because they need several iterations.
+    uvicorn starts a pipelined request as soon as the previous answer is complete. If uvicorn did so
+    for many connections in the same iteration, each iteration would take long. All other requests
+    would then wait, because they need several iterations.
     """
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format (none for text)."""
+    """Return the arguments of ``Bundle.constraint`` for a response format. Text needs none."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}

@@ -26,10 +26,10 @@ The limit is needed because pydantic holds the interpreter's lock while it check
 separate thread. All other requests wait during this time.
 """
 MOST_COMMAS = 1 << 18
-"""The maximum number of commas outside strings in a body.
+"""The maximum number of commas outside strings in a body, for models with long contexts.
 
 This limits the numbers in lists, which commas separate. pydantic checks a number faster than a
-string, so this limit is larger than ``MOST_VALUES``.
+string, so this limit is larger than ``MOST_VALUES``. See ``commas_for``.
 """
 MOST_PROBLEMS = 1000
 """If a body contains more problems than this, the error message states only their number.
@@ -259,17 +259,30 @@ class DetokenizeBody(Body):
     tokens: Annotated[Items[int], Field(max_length=1 << 20)]
 
 
-def read(kind: type[Body], content: bytes) -> Any:
-    """Read a body. If a field is wrong, raises ApiError, which names the field."""
+def commas_for(context: int) -> int:
+    """Return the maximum number of commas outside strings in a body.
+
+    ``context`` is the longest context of the server's models, in tokens. The result is enough
+    for the maximum number of prompts, each of ``context`` token IDs, but at most ``MOST_COMMAS``.
+    """
+    return min(MOST_VALUES + MOST_PROMPTS * context, MOST_COMMAS)
+
+
+def read(kind: type[Body], content: bytes, most_commas: int = MOST_COMMAS) -> Any:
+    """Read a body.
+
+    Raises ApiError if a field is wrong, or if the body contains too many values. The error names
+    the field.
+    """
     # The count is an upper bound, because it includes brackets inside strings.
     at_most = content.count(b'"') // 2 + content.count(b"[") + content.count(b"{")
-    if at_most > MOST_VALUES or content.count(b",") > MOST_COMMAS:
+    if at_most > MOST_VALUES or content.count(b",") > most_commas:
         count, commas = counts(content)
         if count > MOST_VALUES:
             said = f"the body has more than {MOST_VALUES} strings, lists and objects"
             raise ApiError(400, said, code="too_many_values")
-        if commas > MOST_COMMAS:
-            said = f"the body has more than {MOST_COMMAS} commas outside strings"
+        if commas > most_commas:
+            said = f"the body has more than {most_commas} commas outside strings"
             raise ApiError(400, said, code="too_many_values")
     try:
         return kind.model_validate_json(content)

@@ -106,8 +106,8 @@ class Models:
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
         prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-            after its requests have ended. If None, they may use all memory for keys and values that
-            no running request needs.
+            after its requests have ended. If None, the limit is the memory for keys and values that
+            running requests do not need.
     """
 
     def __init__(
@@ -131,6 +131,11 @@ class Models:
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
+
+    @property
+    def longest_context(self) -> int:
+        """The longest context of all models, in tokens."""
+        return max(model.bundle.max_canvas_length for model in self)
 
     def named(self, name: str | None) -> Model:
         """Return the model with this name. Raises ApiError.

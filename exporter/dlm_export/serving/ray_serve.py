@@ -3,19 +3,21 @@
     serve run dlm_export.serving.ray_serve:build bundles=build/demo max_replicas=4
 
 Each replica opens all bundles and answers all paths of the server. Ray's proxy receives the
-requests, and sends each request to one of two random replicas, whichever has fewer requests. If a
-replica is killed, its requests fail with status 500, and the proxy sends later requests to other
-replicas. Only replicas check keys and limits, the proxy does not. The header ``x-replica`` of a
-response names the replica.
+requests. For each request, it chooses two random replicas, and sends the request to the replica
+that has fewer requests. With ``routing=session``, it sends requests with the same header
+``x-session-id`` to the same replica. If a replica is killed, its requests fail with status 500, and
+the proxy sends later requests to other replicas. The replicas check keys and limits. The proxy does
+not check them. The header ``x-replica`` of a response names the replica.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,6 +25,8 @@ import dlm_runtime
 from dlm_export.serving.app import Server
 from dlm_export.serving.hosting import Models
 from dlm_export.serving.running import read_keys
+
+SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 class Settings(BaseModel):
@@ -38,7 +42,11 @@ class Settings(BaseModel):
     - ``gpus``: number of GPUs that Ray reserves for each replica. A fraction is possible.
     - ``provider``: the execution provider, as in ``dlm-export serve``.
     - ``api_key_file``: a file with one API key per line.
-    - ``shutdown_s``: seconds that running requests get before a replica ends.
+    - ``shutdown_s``: maximum number of seconds that a replica waits for running requests before it
+      ends.
+    - ``routing``: ``load`` sends a request to the replica with fewer requests. ``session`` sends
+      all requests with the same header ``x-session-id`` to the same replica, which can then reuse
+      their prompts.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -54,6 +62,7 @@ class Settings(BaseModel):
     provider: str = "cpu"
     api_key_file: str | None = None
     shutdown_s: float = Field(60, gt=0)
+    routing: Literal["load", "session"] = "load"
 
     def paths(self) -> dict[str, Path]:
         """Return a dict that maps each model's name to the folder of the model's bundle."""
@@ -124,6 +133,8 @@ def build(settings: Settings) -> serve.Application:
         path = str(Path(settings.api_key_file).resolve())
         settings = settings.model_copy(update={"api_key_file": path})
     most = len(settings.paths()) * (settings.max_running + settings.max_waiting)
+    is_by_session = settings.routing == "session"
+    router: dict[str, Any] = {"request_router_class": SESSION_ROUTER} if is_by_session else {}
     deployment = serve.deployment(
         name="dlm-serve",
         ray_actor_options={"num_cpus": settings.threads, "num_gpus": settings.gpus},
@@ -138,6 +149,7 @@ def build(settings: Settings) -> serve.Application:
         },
         graceful_shutdown_timeout_s=settings.shutdown_s,
         health_check_period_s=5,
+        request_router_config=RequestRouterConfig(**router),
     )(_Replica)
     application: serve.Application = deployment.bind(settings.model_dump())
     return application

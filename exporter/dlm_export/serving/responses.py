@@ -147,7 +147,7 @@ class ResponseWriter(Writer):
         yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
 
     def _begun(self) -> Iterator[bytes]:
-        """Yield the events that begin the message, if the message has not begun yet."""
+        """If the message has not begun yet, yield the events that begin it."""
         if self._is_open:
             return
         self._is_open = True

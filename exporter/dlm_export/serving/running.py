@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ ACCEPTS = 16
 """The maximum number of connections that asyncio accepts in one iteration of the event loop."""
 BACKLOG = 2048
 """The maximum number of connections that the kernel keeps until the server accepts them."""
+SILENT_S = 10
+"""The approximate number of seconds for which the kernel keeps a connection whose client sends
+nothing, before the server accepts the connection.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ class _Uvicorn(uvicorn.Server):
             for listener in self.servers[0].sockets:
                 with listener.dup() as same:
                     same.listen(BACKLOG)
+                    # Clients that connect and send nothing then cost the event loop no time.
+                    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+                        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
 
@@ -110,8 +118,8 @@ def serve(
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
         prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-            after its requests have ended. If None, they may use all memory for keys and values that
-            no running request needs.
+            after its requests have ended. If None, the limit is the memory for keys and values that
+            running requests do not need.
         connections: The limits that apply to all connections.
         shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.

@@ -143,7 +143,7 @@ class Writer(ABC):
             found.put_nowait(None)
 
     async def _deltas(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """Yield events that add text, but no event while the text may become a function call."""
+        """Yield events that add text. While the text may become a function call, yield no event."""
         sent = 0
         async for event in job:
             self._note(index, job, event)

@@ -28,8 +28,8 @@ FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 # TensorRT's names of number formats. The inspector uses these names in "Format/Datatype", for
 # example in "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# Limits of an engine's size. An engine contains the weights of the data file without their padding,
-# and also kernels and constants. The first two limits are multiples of the size of the weights.
+# An engine contains the weights, kernels and constants. Its size must be at least SIZE_LEAST times
+# the size of the weights, and at most SIZE_MOST times this size plus SIZE_KERNELS_BYTES.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
@@ -87,7 +87,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
     Raises AuditError if the engine contains weights in a wider type, or lacks weights.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
-    padding = 4096 * 2048  # upper bound for the bytes of padding in a data file
+    padding = 4096 * 2048  # upper bound of the padding in the file of weights, which engines lack
     if not low - padding <= engine_bytes <= high and not allow_fallback:
         raise AuditError(
             f"the engine for {target} was not written: it has {engine_bytes:,} bytes, but its weights have "
@@ -143,9 +143,9 @@ def network_table(network: Any) -> dict[str, str]:
         made = parsed.source(layer.get_input(1))
         # A product of two activations is not a layer. A layer multiplies by a constant.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # If the input of a layer is multiplied by a Hadamard matrix, two products have the
-            # layer's path: this multiplication, and then the layer. The layer's format overwrites
-            # the format of this multiplication.
+            # If a layer's input is multiplied by a Hadamard matrix, two products have the layer's
+            # path: first the product with this matrix, and then the layer itself. The format of
+            # the second product overwrites the format of the first.
             table[path] = _format(parsed, layer)
     return table
 
@@ -200,10 +200,10 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
     """Return the formats of layers according to the JSON of IEngineInspector.
 
-    The JSON must be created with detailed verbosity. An engine layer contains one or more nodes of
-    the graph. A layer has its ``expected`` format if the engine layer that contains its node has an
-    input of this format. Otherwise, the result contains the types of the engine layer's inputs
-    instead. Raises AuditError if the JSON contains no layers.
+    The JSON must be created with detailed verbosity. TensorRT may join several nodes of the graph
+    into one engine layer. If the inputs of the engine layer have the format that ``expected``
+    contains for a layer, the result contains this format. Otherwise, the result contains the types
+    of these inputs. Raises AuditError if the JSON contains no layers.
     """
     try:
         layers = json.loads(information).get("Layers")

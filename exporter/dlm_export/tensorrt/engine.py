@@ -37,8 +37,9 @@ from dlm_export.tensorrt.estimate import (
 )
 from dlm_runtime.files import read_bytes
 
-# If a warning contains one of the texts in FATAL_WARNINGS, the engine would not compute the whole
-# graph. Such a warning is treated as an error. All other warnings are shown.
+# TIMINGS_LIMIT_BYTES is the maximum size of a timing cache. If a warning of the builder contains a
+# text in FATAL_WARNINGS, the engine would not compute the whole graph, so the build fails. All
+# other warnings are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -218,10 +219,10 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine, and write it to a file. If the result is False, the logger has the reason.
+    """Build the engine, and write it to a file. Returns False if the build fails.
 
-    Newer builders pass the engine to a writer part by part, so memory never contains both the whole
-    engine and the weights.
+    The logger then contains the reason. Newer builders write the engine part by part, so memory
+    never contains both the whole engine and the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)

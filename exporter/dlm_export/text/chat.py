@@ -249,8 +249,8 @@ def _holds(
 ) -> bool:
     """Return True if the segments and the template give the same text for all of ``contents``.
 
-    An example is a conversation, and the position of one message in it. The function puts each text
-    in ``contents`` into this message.
+    Each element of ``examples`` contains a conversation and the position of one message. The
+    function uses each text in ``contents`` as the content of this message.
     """
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):

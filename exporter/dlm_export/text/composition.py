@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CODE_POINTS = 0x110000
-LAST_PLANE = 0x30000  # From this code point on, characters have no compositions.
+LAST_PLANE = 0x30000  # Characters from this code point on are never composed.
 STARTS = 255
 """The class of starters that may change together with a neighbour.
 
@@ -37,10 +37,10 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """Make the tables from Python's tables, without characters that tokenizers does not know.
+    """Make the tables from Python's tables, without characters that the library does not know.
 
-    tokenizers is the Python library of that name, here called the library. The module ``proof``
-    compares the result with the library.
+    "The library" means the Python library ``tokenizers``. The module ``proof`` compares the result
+    with the library.
     """
     from tokenizers import normalizers
 

@@ -112,7 +112,7 @@ _SCRIPTS = (
         (0xE0100, 0xF0),
     ),
 )
-_MARKS = (0x300, 0x70)  # the range of combining marks, which follow letters
+_MARKS = (0x300, 0x70)  # the first combining mark, and the number of them
 
 
 def lines(

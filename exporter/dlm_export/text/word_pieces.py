@@ -119,10 +119,10 @@ def of_word_pieces(
 
 
 def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tuple[str, int]]:
-    """Return each token's text in the middle of a decoded text, and the token's flags.
+    """Return the text to which each token is decoded after another token, and the token's flags.
 
-    At the start of a decoded text, a token may stand for a different text. Raises NotCompiled if
-    the runtime could not derive this text from the returned text.
+    The first token of a sequence may be decoded to a different text. Raises NotCompiled if the
+    runtime could not compute this text from the returned text.
     """
     if [part["type"] for part in decoders] == ["Fuse"]:
         if any(name.startswith(PREFIX) for name in names.values()):
@@ -159,9 +159,9 @@ def _bert_splits() -> Splits:
     split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
     classes = np.zeros(CODE_POINTS, np.uint8)
     for letters in _chunks():
-        # Put a letter before each character, and let BERT's pre-tokenizer split the result into
-        # parts. A part with a single character is then such a letter, or a character that BERT
-        # splits off.
+        # BERT's pre-tokenizer makes each punctuation mark a separate part. To find these marks, put
+        # the letter "a" before and after each character, and split the result. If the part that
+        # contains the character has length 1, the character is a punctuation mark.
         kinds = np.full(2 * len(letters) + 1, _SPACE, np.uint8)
         for _, (first, last) in split("a" + "".join(f"{letter}a" for letter in letters)):
             kinds[first:last] = _ALONE if last - first == 1 else _WORD

@@ -1,10 +1,10 @@
 """Runs a bundle in the Python backend of Triton Inference Server.
 
-``dlm-export triton`` wrote this file. The tensors and parameters of a request are described in the
-guide "Serve a bundle with Triton" of dlm-export.
+``dlm-export triton`` wrote this file. dlm-export's guide "Serve a bundle with Triton" describes the
+tensors and parameters of a request.
 
-An event loop runs on its own thread. It has a coroutine for each request. The requests of a model
-instance share the passes of one scheduler.
+A separate thread runs an event loop with one coroutine per request. All requests of a model
+instance use one scheduler, and can share passes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TritonPythonModel:
             max_waiting=int(settings.get("max_waiting", 1024)),
         )
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "dlm-compile")
-        self._passes = 0  # passes that the metrics contain
+        self._passes = 0  # number of passes that the metrics already contain
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._families = {
             name: pb_utils.MetricFamily(
@@ -266,8 +266,9 @@ def step_tensors(event: dlm_runtime.Event, start: int, prompt_tokens: int) -> di
 
 
 def result_tensors(made: dlm_runtime.Generation, start: int, sent: int) -> dict[str, Any]:
-    """Return the output tensors of the last response. Earlier responses contained the first
-    ``sent`` characters of the text.
+    """Return the output tensors of the last response.
+
+    ``sent`` is the number of characters of the text that earlier responses contained.
     """
     return {
         "TEXT": np.array([(made.text or "")[sent:].encode()], dtype=object),

@@ -9,8 +9,8 @@ folder::
     REPOSITORY/NAME/1/libtriton_dlm.so    backend "cpp"
     REPOSITORY/NAME/1/libonnxruntime.so   backend "cpp", on a CPU
 
-Triton looks for the library of a backend in the folder of the version first. So each version runs
-with the library that it was written with.
+Triton first looks for a backend's library in the folder of the version. Each version therefore runs
+with the library in its own folder.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Written:
-    """What ``write`` wrote.
+    """The result of ``write``: what it has written.
 
     Args:
         version: The folder of the version.
         config: The model's config.pbtxt.
         is_config_kept: True if config.pbtxt existed and was not changed.
-        size: Number of bytes of the files in the version's folder, without files behind links.
+        size: Number of bytes of the files in the version's folder. Linked files are not counted.
     """
 
     version: Path

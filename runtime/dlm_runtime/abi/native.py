@@ -1,5 +1,6 @@
-"""Loads ``libdlm_runtime`` once, with the types from ``dlm_runtime.h``, and converts the library's
-status codes to exceptions.
+"""Loads ``libdlm_runtime`` with the types from ``dlm_runtime.h``.
+
+Also converts the library's status codes to exceptions.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ _FINISHES = {
 
 
 def finish_name(number: int) -> str:
-    """Return the name of the DLM_FINISH_... constant with this number, or ``unknown (N)`` if only a
-    newer library defines the number.
+    """Return the name of the DLM_FINISH_... constant with the number N.
+
+    If only a newer library defines the number, the result is ``unknown (N)``.
     """
     return _FINISHES.get(number, f"unknown ({number})")
 
@@ -96,8 +98,10 @@ def error(status: int, message: bytes) -> DlmError:
 
 @functools.cache
 def library() -> C.CDLL:
-    """Load ``libdlm_runtime`` once: the library that $DLM_RUNTIME_LIBRARY names, or else the
-    library that was built with this package.
+    """Load ``libdlm_runtime`` at the first call, and return it at every call.
+
+    The variable $DLM_RUNTIME_LIBRARY names the library. If the variable is not set, the library
+    that was built with this package is loaded.
     """
     chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
     name = f"libdlm_runtime.so.{ABI_VERSION}"

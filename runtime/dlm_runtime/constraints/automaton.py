@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_HEADER = struct.Struct("<8s6i32s")  # magic, version and sizes, made_of; see automaton.h
+_HEADER = struct.Struct("<8s6i32s")  # as in automaton.h: magic, version and sizes, made_of
 
 
 @dataclass(frozen=True)

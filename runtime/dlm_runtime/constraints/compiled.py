@@ -25,7 +25,7 @@ FILE_LIMIT_BYTES = 1 << 30
 # source compile to a different automaton.
 _FORMAT = 5
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # where a file stores made_of
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the position of made_of in a file
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """Return the bytes that a file of this constraint contains, for programs that read the
-        automaton.
-        """
+        """Return the content of a file with this constraint, for programs that read automata."""
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:
@@ -135,10 +133,11 @@ def compile_content(
     """Compile a constraint from its source, for one vocabulary.
 
     Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
-    ``vocab_size``: ids from ``vocab_size`` on are not used. ``made_of`` is a hash of 32 bytes. The
-        bytes of the compiled constraint contain this hash. Raises RequestError if the constraint
-        cannot be compiled within
-    ``limits``. Warns with SchemaWarning about keywords that look misspelled.
+    ``vocab_size``. Tokens with an id of ``vocab_size`` or more are not used. ``made_of`` is a hash
+    of 32 bytes, which the bytes of the compiled constraint contain.
+
+    Raises RequestError if the constraint cannot be compiled within ``limits``. Warns with
+    SchemaWarning about keywords that look misspelled.
     """
     chosen = limits or CompileLimits()
     given = _native.initialised(_native.Constraint)

@@ -29,8 +29,7 @@ class Layout:
     has_lines: bool = False
 
     def around(self, level: int, is_array: bool) -> tuple[str, str, str]:
-        """Return the texts after the opening bracket, between two items, and before the closing
-        bracket.
+        """Return the texts after an opening bracket, between items, and before a closing bracket.
 
         ``level`` is the number of arrays and objects that enclose this array or object. Empty
         arrays and objects have no such texts.

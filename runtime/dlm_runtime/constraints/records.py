@@ -8,8 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A constraint for JSON Lines: one JSON value per line, without a line break after the last
-    line.
+    """A constraint for JSON Lines, which is a text with one JSON value per line.
+
+    There is no line break after the last line.
 
     Args:
         schema: The JSON Schema of a line, or a class with a method ``model_json_schema``.

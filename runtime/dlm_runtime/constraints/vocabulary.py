@@ -19,7 +19,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of each token, by token id, or None for added tokens, which never occur in a text."""
+    """For each token id, the bytes of the token. None for added tokens, which no text contains."""
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None
@@ -42,9 +42,9 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        The values of these fields are created once and reused. The native library makes a lookup
-        index for a vocabulary. The library reuses this index for later constraints if they pass the
-        same token array and the same callback.
+        The values of these fields are created once. The native library makes a lookup index for a
+        vocabulary. If later constraints pass the same token array and the same callback, the
+        library does not make a new index.
         """
 
         def first_token(_: object, string: int, size: int) -> int:

@@ -39,7 +39,7 @@ from dlm_runtime.generation.results import Generation
 from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
-KEPT = 64  # compiled constraints
+KEPT = 64  # number of compiled constraints that a bundle stores
 MOST_RECORDS = 1_000_000  # the largest number of lines or rows that a caller may set as a limit
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
@@ -60,7 +60,7 @@ class Constraints:
         self._kept: dict[tuple[Any, ...], compiled.Constraint] = {}
         # Python reads the vocabulary only if the bundle has no compiled tokenizer.
         self._vocabulary: Vocabulary | None = None
-        self._lost = 0.0  # nats, over all constrained requests
+        self._lost = 0.0  # total loss in nats of all constrained requests
         self._has_warned = False
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
         """The layout of the JSON that the denoiser was trained on: a name of ``LAYOUTS``."""
@@ -216,8 +216,9 @@ class Constraints:
             return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
-        """Add the cost of a constrained request to the bundle's total, and warn if the average per
-        token is large.
+        """Add the loss of a constrained request to the bundle's total loss.
+
+        If the average loss per token is large, issue a warning.
 
         The warning appears once per bundle. A large average means that the constraints force texts
         that are far less likely than the denoiser's own choices.

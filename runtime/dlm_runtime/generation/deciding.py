@@ -1,5 +1,6 @@
-"""Decisions: answers to named questions about a state, with a probability for each option of a
-question.
+"""Decisions: answers to named questions about a state.
+
+A decision gives a probability for each option of a question.
 
 The answer to all questions is one text on the canvas, by default a JSON object. The part of this
 text that answers a question is the question's slot. Only the options of the question are legal
@@ -228,8 +229,9 @@ class Deciding:
         return Decision({name: self._answers[name] for name in self._slots}, text, self._made)
 
     def _texts_of(self, name: str) -> tuple[str, ...]:
-        """Return the legal texts of a question's slot: all options, or only the chosen option if
-        the answer is final.
+        """Return the legal texts of a question's slot.
+
+        If the answer is final, this is only the chosen option. Otherwise, all options are legal.
         """
         slot, answer = self._slots[name], self._answers.get(name)
         if answer is None:
@@ -237,8 +239,9 @@ class Deciding:
         return (slot.written[slot.labels.index(answer.best)],)
 
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
-        """Return an upper limit on the number of tokens of the answer and of what follows it: the
-        end token or the ``rest`` mask tokens.
+        """Return an upper limit on the number of tokens of the answer and of the tokens after it.
+
+        After the answer, there is either an end token or the number ``rest`` of mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
@@ -356,7 +359,7 @@ class Decides:
 
         Returns:
             A ``Deciding`` object. It provides the arguments of each request, and reads the result
-                of each request.
+            of each request.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -396,8 +399,7 @@ class Decides:
 
 
 def described(questions: Mapping[str, Question]) -> str:
-    """Return a text for the denoiser that lists the questions, instructions, options and
-    descriptions.
+    """Return a text that lists the questions with instructions, options and descriptions.
 
     Returns "" if no question has instructions or descriptions.
     """

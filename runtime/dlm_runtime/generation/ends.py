@@ -25,7 +25,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-        # Re-entrant: the garbage collector may close a coroutine at any time, and closing calls
+        # Re-entrant, because the garbage collector may close a coroutine at any time, which calls
         # forget().
         self._lock = threading.RLock()
         self._waiting: set[tuple[Job, Callable[[], None]]] = set()
@@ -53,7 +53,7 @@ class Ends:
             call()
 
     def forget(self, job: Job, call: Callable[[], None]) -> None:
-        """Take back a call of ``when_ended`` with the same arguments."""
+        """Undo a call of ``when_ended`` that had the same arguments."""
         with self._lock:
             self._waiting.discard((job, call))
 

@@ -27,7 +27,7 @@ class Origin:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Raise ForkError if this is another process."""
+        """Raise ForkError if a different process created the object."""
         if not self.is_here:
             raise ForkError(
                 f"the {self._what} belongs to process {self._process}, but this is process {os.getpid()}, forked from it. "

@@ -1,5 +1,4 @@
-"""A bundle that the native library opened, with its properties and policies, and a pool of
-sessions.
+"""A bundle that the native library has opened, and a pool of sessions.
 
 Several threads may use a handle. Each running request uses one session of the pool.
 """
@@ -22,9 +21,7 @@ from dlm_runtime.policy import TEXT_FIELDS, Policy
 
 
 class SupportsClose(Protocol):
-    """An object with a method ``close``, such as a tokenizer, that is closed together with a
-    handle.
-    """
+    """An object that is closed together with a handle, such as a tokenizer."""
 
     def close(self) -> None: ...
 
@@ -125,7 +122,7 @@ class Handle:
             self._busy += 1
 
     def end(self) -> None:
-        """Declare that the use that ``begin`` announced has ended.
+        """Declare that a use has ended, which ``begin`` has declared before.
 
         In a forked process, this does nothing.
         """

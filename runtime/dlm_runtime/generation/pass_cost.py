@@ -40,8 +40,7 @@ class PassCost:
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
-        """Read the four parts from a file with the output of ``dlm-export bench BUNDLE --cost
-        --json``.
+        """Read the four parts from the output of ``dlm-export bench BUNDLE --cost --json``.
 
         Raises RequestError.
         """

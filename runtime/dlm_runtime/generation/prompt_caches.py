@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def common_start(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Return the tokens at the start of ``one`` that ``other`` starts with too."""
+    """Return the longest list of tokens with which both ``one`` and ``other`` start."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return [token for token, _ in pairs]
 

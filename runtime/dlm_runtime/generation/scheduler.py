@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-WAIT_S = 0.1  # a thread that waits for a job checks for signals after this many seconds
+WAIT_S = 0.1  # seconds between checks for signals while a thread waits for a job
 EVENT_WAIT_S = 0.02  # seconds between checks whether a request ended without a last event
 
 
@@ -143,7 +143,7 @@ class Job:
 
         Returns:
             The result. In ``timings``, the time of a pass is divided among the requests in the
-                pass.
+            pass.
 
         Raises:
             TimeoutError: The job did not end in this time.
@@ -264,9 +264,7 @@ class Job:
         return self._events
 
     def _event_without_step(self) -> Event:
-        """Return the last event of a request that failed, or of a request whose scheduler was
-        closed.
-        """
+        """Return the last event of a failed request, or of a request of a closed scheduler."""
         result = self.result()
         length = len(result.tokens)
         return Event(
@@ -299,9 +297,7 @@ class Job:
 
 
 class _Runner:
-    """A native scheduler, the thread that runs its passes, and the state that this thread shares
-    with other threads.
-    """
+    """A native scheduler, and the thread that runs its passes."""
 
     def __init__(self, bundle: Handle, options: Any) -> None:
         """Raises RequestError or EngineError, and DlmError if the thread cannot be started."""
@@ -317,9 +313,8 @@ class _Runner:
         self._users = 0
         self._is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
-        # All jobs share these callbacks. The callbacks live until the last pass. A callback that
-        # belonged to a job would be too short-lived, because a job may be dropped before its
-        # request has ended.
+        # All jobs share these callbacks, which live until the last pass. A job cannot own its
+        # callbacks, because the job may be dropped before its request has ended.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),
@@ -407,8 +402,9 @@ class _Runner:
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
-        """Raise an error if the scheduler cannot be used: ForkError, ClosedError, or the error that
-        ended its thread.
+        """Raise an error if the scheduler cannot be used.
+
+        The error is a ForkError, a ClosedError, or the error that ended the scheduler's thread.
         """
         self.origin.check()
         if self.failure is not None:
@@ -424,7 +420,7 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """Return a context in which the native scheduler is not destroyed.
+        """Return a context that keeps the native scheduler from being destroyed.
 
         Raises the errors of ``check_open``.
         """

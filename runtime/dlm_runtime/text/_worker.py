@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
-REASON_LIMIT = 300  # longer messages of a library are cut off, in characters
+REASON_LIMIT = 300  # number of characters after which an error message of a library is cut off
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no assigned characters
 
 
@@ -102,11 +102,10 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The id of the unknown token, which stands for text that the vocabulary lacks.
+        """The id of the unknown token, to which the tokenizer encodes text that it does not know.
 
-        None if there is none.
-
-        Ordinary text can be encoded to this token, although it is a special token.
+        None if the tokenizer has no unknown token. The unknown token is a special token, but the
+        tokenizer may return it for ordinary text.
         """
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
@@ -173,7 +172,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # a special token that overlaps it may be left
+                text = marks.put(text, places)  # overlapping special tokens may remain
             return text
 
         marked_messages = [
@@ -212,8 +211,8 @@ class Text:
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-            # The tokenizer also returns the unknown token for text that it cannot encode. Only an
-            # unknown token whose name is in the text is a special token here.
+            # The tokenizer also returns the unknown token for text that it cannot encode. So the
+            # unknown token counts as special only if the text itself contains its name.
             if token in self.specials and (
                 token != self.unknown or text[start:end].strip() == self.specials[token]
             ):
@@ -327,8 +326,9 @@ class Marks:
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with ``change`` applied to each string, including the names of object
-    members.
+    """Return a JSON value in which ``change`` was applied to each string.
+
+    The names of object members are changed too.
     """
     if isinstance(value, str):
         return change(value)
@@ -362,7 +362,7 @@ def main(limits: dict[str, Any]) -> None:
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
     )
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have blocked or ignored it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore this signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     source, out, text = sys.stdin.buffer, sys.stdout.buffer, Text()
     while len(sizes := source.read(16)) == 16:

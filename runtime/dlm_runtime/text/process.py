@@ -1,17 +1,17 @@
 """Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Tokenizers and templates are like programs. A normaliser can double a text sixty times, and a
-template can loop forever without output. For some texts, the libraries that run tokenizers and
-templates can panic, abort or allocate gigabytes. A check of the files cannot exclude such failures,
-and Python cannot stop a thread that runs too long. Tokenizers and templates therefore run in a
-separate process with ``MEMORY_BYTES`` of address space. For each request, the process gets one
-second of processor time, plus one second per MiB of the request. If the process exceeds a limit,
-only this process ends.
+A request to a tokenizer or a template can be arbitrarily expensive. A normaliser can double a text
+sixty times, and a template can loop forever without output. For some texts, the libraries that run
+tokenizers and templates can panic, abort or allocate gigabytes. A check of the files cannot exclude
+such failures, and Python cannot stop a thread that runs too long. Tokenizers and templates
+therefore run in a separate process with ``MEMORY_BYTES`` of address space. For each request, the
+process gets one second of processor time, plus one second per MiB of the request. If the process
+exceeds a limit, only this process ends.
 
 The process starts in 30 ms, uses 15 MiB in addition to the vocabulary, and answers in about 50 us.
 The process runs in a separate session (``setsid``), so Ctrl-C does not end the process. The process
-ends when its input is closed. The input is closed when the ``Process`` object is deleted, or when
-the process that owns this object ends.
+ends when its input is closed. The input is closed when the ``TextProcess`` object is deleted, or
+when the process that owns this object ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TextProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
-        # ``_owner`` is a different id at the first use, and at the first use after a fork. After a
+        # ``_owner`` differs from this process's id at the first use and after a fork. After a
         # fork, the tokenizer's process belongs to the parent, so the child must start a new one.
         if self._owner != os.getpid():
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
@@ -93,7 +93,7 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # If the process has ended and the pipe is broken, its exit code gives the reason below.
+            # If the process has ended, the pipe is broken. The code below then reports the reason.
             with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
@@ -103,7 +103,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # includes Ctrl-C; a later request would read this answer
+        except BaseException:  # also on Ctrl-C; otherwise, a later request would read this answer
             self._stop()
             raise
         if "refused" in reply:
@@ -164,7 +164,8 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     """Kill the tokenizer's process and wait for its end.
 
-    If ``owner`` is another process, only close pipes.
+    ``owner`` is the id of the process that started the tokenizer's process. Any other process,
+    such as a fork, only closes its pipes.
     """
     if os.getpid() == owner:
         process.kill()

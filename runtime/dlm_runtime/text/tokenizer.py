@@ -24,8 +24,9 @@ _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
 class Tokenizer:
-    """The tokenizer of a bundle (a tokenizer.json for the ``tokenizers`` library), and its chat
-    template if there is one.
+    """The tokenizer of a bundle, and its chat template if there is one.
+
+    The tokenizer is a tokenizer.json for the library ``tokenizers``.
     """
 
     def __init__(
@@ -92,8 +93,7 @@ class Tokenizer:
         return found
 
     def as_json(self) -> str:
-        """Return the content of a tokenizer.json for this tokenizer, with truncation and padding
-        switched off.
+        """Return this tokenizer as a tokenizer.json, with truncation and padding switched off.
 
         Raises RequestError.
         """
@@ -129,8 +129,9 @@ class Tokenizer:
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """Return two lists: the types of the decoder's steps, and the name of each token id (None
-        for an added token).
+        """Return the types of the decoder's steps, and the name of each token id.
+
+        The name of an added token is None.
         """
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
@@ -220,8 +221,9 @@ class Tokenizer:
         return self._texts[token]
 
     def added_token(self, token: int) -> Mapping[str, Any] | None:
-        """Return the entry of an added token in tokenizer.json, or None if the token is not an added
-        token. Raises RequestError.
+        """Return the entry of an added token in tokenizer.json. Raises RequestError.
+
+        Returns None if the token is not an added token.
         """
         if self._added is None:
             self._added = {

@@ -89,10 +89,10 @@ typedef struct dlm_denoiser {
                                 tokens. It then needs draft passes, and a policy with remask "noise" */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. A bundle from
-                                files may have layers with different numbers of heads; then 0 */
-  int32_t head_size;         /* size of a head in every layer, 1..4096. A bundle from files may have
-                                layers with different sizes; then 0 */
+  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. 0 for a
+                                bundle from files whose layers have different numbers of heads */
+  int32_t head_size;         /* size of a head in every layer, 1..4096. 0 for a bundle from files
+                                whose layers have different head sizes */
   int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
   int32_t kv_element_bytes; /* size in bytes of each number in the cached keys and values: 4 for
                                fp32, 2 for fp16 or bf16, 1 for int8. With int8, each row also
@@ -328,7 +328,7 @@ typedef struct dlm_open_options {
                                  (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
                                  system's library if this variable is not set */
   int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
-                           never starts more threads than there are cores that the process may
+                           never starts more threads than the number of cores that the process may
                            use */
   int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
                            manifest. A large file is not hashed again if it has not changed since
@@ -540,19 +540,19 @@ typedef struct dlm_constraint {
   size_t struct_size;
   int32_t kind;        /* DLM_CONSTRAINT_... (DLM_CONSTRAINT_REGEX) */
   const char* content; /* the source text of the constraint, in the form that `kind` selects; must
-                          be set (NULL) */
+                          be set, because the default is NULL */
   size_t content_size; /* bytes (0) */
-  const char* before;  /* fixed text before the generated text; NULL: no such text. The constraint
-                          applies to both fixed texts and the generated text together (NULL) */
-  const char* behind;  /* fixed text after the generated text; NULL: no such text (NULL) */
+  const char* before;  /* fixed text before the generated text. NULL (default): no such text. The
+                          constraint applies to both fixed texts and the generated text together */
+  const char* behind;  /* fixed text after the generated text. NULL (default): no such text */
 
   /* Options for JSON. */
   const char* item_separator; /* text between the items of an array, and between the properties
                                  of an object (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
   int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64. Each
-                        item is then on a separate line. -1: the JSON text has no line breaks
-                        (-1) */
+                        item is then on a separate line. -1 (default): the JSON text has no line
+                        breaks */
   int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
                         (0) */
   int32_t max_depth; /* largest number of times that a recursive schema may contain itself,
@@ -574,8 +574,8 @@ typedef struct dlm_constraint {
 
   /* The vocabulary. Only programs that have their own tokenizer set these fields. */
   const char* const* tokens; /* [token_count], the bytes of each token; NULL for a token that never
-                                occurs in a text. If `tokens` itself is NULL, the bundle's
-                                vocabulary is used (NULL) */
+                                occurs in a text. If `tokens` itself is NULL (default), the
+                                bundle's vocabulary is used */
   const size_t* token_sizes; /* [token_count], the size of each element of `tokens` in bytes
                                 (NULL) */
   size_t token_count;        /* (0) */
@@ -584,12 +584,12 @@ typedef struct dlm_constraint {
   const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
                                      (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text; NULL: the library does not
-                                     know how the tokenizer splits texts (NULL) */
+  dlm_first_token_fn first_token; /* finds the first token of a text. NULL (default): the library
+                                     does not know how the tokenizer splits texts */
   void* user;                     /* passed to first_token (NULL) */
 
   const uint8_t* made_of; /* 32 bytes that identify the source of the constraint;
-                             dlm_automaton_write stores them. NULL: 32 zeros (NULL) */
+                             dlm_automaton_write stores them. NULL (default): 32 zeros */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
@@ -702,9 +702,9 @@ typedef struct dlm_request {
   size_t prompt_size; /* bytes */
   const dlm_message* messages;
   size_t message_count;
-  int32_t special_tokens; /* 1: if the prompt or a message contains the text of a special token, it
-                             is encoded as this special token. 0 (default): it is encoded as
-                             ordinary text */
+  int32_t special_tokens; /* 1: if the prompt or a message contains the text of a special token,
+                             this text is encoded as the special token. 0 (default): it is encoded
+                             as ordinary text */
 
   /* The tokens that the request generates. */
   int32_t max_new_tokens;   /* number of mask tokens to add after the given tokens, 0 or more;
@@ -771,9 +771,9 @@ typedef struct dlm_stats {
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values were
                             reused from other requests of the same scheduler or session, or from a
                             prompt cache */
-  int32_t verify_passes; /* for commit "verify": causal passes that verify drafted tokens */
-  int32_t verified_tokens; /* for commit "verify": tokens that verify_passes decided.
-                              verified_tokens / verify_passes is the mean acceptance length */
+  int32_t verify_passes; /* for commit "verify": number of causal passes that verify drafts */
+  int32_t verified_tokens; /* for commit "verify": number of tokens that these passes decided. The
+                              mean acceptance length is verified_tokens / verify_passes */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -843,10 +843,10 @@ typedef struct dlm_result {
                                  allowed texts. The probability of a text is the product of the
                                  probabilities of its tokens at temperature 1. If the text is in
                                  several blocks, the probabilities in a later block depend on the
-                                 tokens that were committed in earlier blocks. If a block ends
-                                 before the text shows which option it contains, the possible
-                                 options share the probability equally. NULL if the constraint
-                                 has another kind, or if the library made no pass */
+                                 tokens that were committed in earlier blocks. If several options
+                                 are still possible at the end of a block, they share the
+                                 probability equally. NULL if the constraint has another kind, or
+                                 if the library made no pass */
   size_t option_count;
 } dlm_result;
 
@@ -1056,8 +1056,8 @@ typedef struct dlm_scheduler_stats {
                                            submitted requests. `finished`: requests that have ended.
                                            `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;                       /* sum of the numbers of requests in all passes */
-  double busy_s;                        /* seconds spent in passes and commits */
+  int64_t shares;        /* for each pass, the number of its requests; added up over all passes */
+  double busy_s;         /* seconds spent in passes and commits */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of all requests used at
                             the same time */
   double passes_s;       /* seconds spent in passes, without commits */

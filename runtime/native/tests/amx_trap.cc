@@ -1,7 +1,7 @@
 // Emulates AMX on a processor without AMX. The processor faults at each AMX instruction. The signal
 // handler then decodes the instruction as described in Intel's manual (volume 2, chapters 2.3,
-// "TDPBSSD" and others), and executes it on emulated registers. If kernels/x86/matrix_amx.h does
-// not use the instruction, the program ends.
+// "TDPBSSD" and others), and executes it on emulated registers. Only the instructions that
+// kernels/x86/matrix_amx.h uses are emulated. At any other instruction, the program ends.
 #include "amx_trap.h"
 
 #include <signal.h>

@@ -362,7 +362,8 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// With a window, a query sees the keys at most `window` positions before and after its own.
+// With a window, a query sees only the keys that are at most `window` positions away from its own
+// position.
 void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(12);
   InOrder in_order;

@@ -467,7 +467,7 @@ Came encoded(const dlm_text* text) {
   return {status, status == DLM_OK ? shown(ids, count) : ""};
 }
 
-// Opens a bundle of files without an engine, and gives it a fake engine.
+// Opens a bundle from files without an engine, and then gives it a fake engine.
 void sweep_files(long stride, const std::string& folder) {
   dlm_open_options options;
   dlm_open_options_init(&options, sizeof options);

@@ -25,7 +25,8 @@ struct Pass {
   int32_t tokens, cached, rows;
   const int64_t *ids, *positions, *score_rows;
   std::vector<const uint8_t*> past;  // keys and values of every layer, [kv_heads, S, row_bytes]
-  // [kv_heads, T, row_bytes] in the same order; empty if the pass stores no rows.
+  // For each tensor in `past`, a pointer to the new rows, [kv_heads, T, row_bytes]. Empty if the
+  // pass stores no rows.
   std::vector<uint8_t*> present;
   int32_t* top_tokens;
   float *top_probs, *entropy, *logits;  // entropy and logits may be NULL

@@ -35,8 +35,8 @@ struct Tally {
 };
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
-// Checks that the expression `code` throws Error(status) with the message `message`. If `message`
-// starts with "...", the message of the error must contain the text after the dots.
+// Checks that the expression `code` throws an Error with status `status` and message `message`.
+// If `message` starts with "...", the error's message must contain the text after the dots.
 #define CHECK_ERROR(code, status, message) \
   check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
@@ -306,7 +306,7 @@ void test_callback_engine(Tally& tally) {
               "the pass callback is NULL");
 }
 
-// Checks the cached rows that passes read. A pass must see every row outside its own positions
+// Checks which cached rows each pass reads. A pass must see every row outside its own positions
 // exactly once, as the last pass wrote it. The rows may be in any order. The content of a row
 // encodes its layer, its head (counted over all requests of a batch), its position, and the pass
 // that wrote it. Keys and values use different codes. As in some denoisers, layers have different
@@ -474,7 +474,8 @@ std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoise
 }
 
 // Tests every cache, block length and refresh, with a single canvas and with several canvases.
-// Checks the rows that passes read. With a sanitizer, this also checks how rows are moved.
+// Each pass checks the rows that it reads. With a sanitizer, this test also checks how rows are
+// moved.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})
@@ -710,9 +711,9 @@ void test_tensorrt_plans(Tally& tally) {
       is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
     }
   CHECK(is_right);
-  // The result is at least the smallest number of rows of the profile.
+  // One row is needed, but the profile does not accept fewer than 4 rows.
   CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);
-  // The result is at least the number of rows that are needed.
+  // Three rows are needed, even though the pass has only one token.
   CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);
 
   const auto sizes = dlm::trt::largest(engine);

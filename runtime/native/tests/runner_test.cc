@@ -230,7 +230,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
   return wish;
 }
 
-// Returns the result of the request if it runs alone, as in a session.
+// Runs the request alone, as in a session, and returns the result.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
   dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
   dlm::Runner runner(of, passes, {});

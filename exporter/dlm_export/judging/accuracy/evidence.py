@@ -1,13 +1,14 @@
 """Compares two denoisers sample by sample, so that the comparison can stop after any sample.
 
 The candidate is the denoiser whose accuracy is measured. The reference is the denoiser with which
-the candidate is compared. Part of the comparison uses the canvases of a decoding run, which is one
-generation with all its passes. Either the reference or the candidate generates this run:
+the candidate is compared. A decoding run is one generation with all its passes.
+Part of the comparison uses the canvases of decoding runs. Either the reference or the candidate
+generates these runs:
 
-- If the reference generates the run, both denoisers generate text for every sample. Such a
+- If the reference generates the runs, both denoisers generate text for every sample. Such a
   comparison is slow, because the reference makes all passes of its own runs.
-- If the candidate generates the run, only the candidate generates text. The reference predicts
-  which tokens it would commit on each canvas of the candidate's run.
+- If the candidate generates the runs, the reference generates no text. It only predicts which
+  tokens it would commit on each canvas of the candidate's runs.
 
 In the second case, the reference may be a ``Seer``: a denoiser whose layers are loaded one at a
 time. A ``Seer`` must receive the canvases of several samples at once. If the reference would commit
@@ -17,8 +18,9 @@ candidate's run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -26,24 +28,184 @@ from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Frontier, Run
 from dlm_calibration.samples import Sample, samples_sha256
 from dlm_calibration.states import MASK_RATIOS
-from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within, predict_commitment
-from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
+from dlm_export.judging.accuracy.frontier import Met, follow, meet, predict_commitment, within
+from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, compare_masked, masked_canvases
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # with fewer samples, bootstrap intervals would be too narrow
+DECIDING_SAMPLES = 8  # with fewer samples, the comparison does not stop early
 
 Side = Literal["reference", "candidate"]
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """The comparison of one decoding run.
+
+    - ``number``: the index of the sample.
+    - ``prompt``: the text of the prompt, or ``None`` if there is no tokenizer.
+    - ``theirs``, ``ours``: the generated texts of the reference and of the candidate. ``theirs`` is
+      ``None`` if it is not known what the reference would generate.
+    - ``nfe``: the number of passes that the reference needs, either counted or estimated.
+    - ``is_equal``: True if the reference would make an equal run. ``None`` if the reference cannot
+      tell.
+    """
+
+    number: int
+    prompt: str | None
+    theirs: Run | None
+    ours: Run
+    nfe: float
+    is_equal: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The comparison on some of the samples.
+
+    ``masked`` contains the comparison with the candidate, and then with the noise floor.
+    """
+
+    masked: list[Masked]
+    frontier: Frontier
+    runs: list[Compared]
+
+
+class Compute(Protocol):
+    """Compares two denoisers on samples, in this process or elsewhere."""
+
+    def canvases(self, number: int, sample: Sample) -> int:
+        """Return the number of masked canvases of a sample. Raises JudgeError."""
+
+    def runs(self, samples: Sequence[tuple[int, Sample]]) -> Generator[Met, None, None]:
+        """Generate text for each sample, one after the other. Raises JudgeError."""
+
+    def compare(
+        self,
+        samples: Sequence[tuple[int, Sample]],
+        runs: Sequence[Met],
+        freely: frozenset[int],
+        on_done: Callable[[], None],
+    ) -> list[Part]:
+        """Compare the denoisers on masked canvases of the samples, and on the canvases of ``runs``.
+
+        ``freely`` contains the indices of the samples for which the reference generates text too.
+        """
+
+
+class Pair:
+    """Implements ``Compute`` in this process. The docstring of ``Evidence`` explains the arguments."""
+
+    def __init__(
+        self,
+        reference: Scorer,
+        candidate: Predictor,
+        *,
+        policy: Policy,
+        candidate_policy: Policy,
+        max_new_tokens: int,
+        decode: Decode,
+        seed: int,
+        noise_floor: Scorer | None,
+        states_of: Side,
+        free: Predictor | None,
+    ) -> None:
+        self.others = [candidate, *([noise_floor] if noise_floor is not None else [])]
+        self._reference, self._candidate, self._floor = reference, candidate, noise_floor
+        self._policy, self._candidate_policy = policy, candidate_policy
+        self._new_tokens, self._decode, self._seed = max_new_tokens, decode, seed
+        self._states_of, self._free = states_of, free
+        self._limit = min(p.max_canvas_length for p in (reference, *self.others))
+
+    def canvases(self, number: int, sample: Sample) -> int:
+        """See ``Compute``."""
+        return len(self._masked(number, sample))
+
+    def _masked(self, number: int, sample: Sample) -> list[MaskedCanvas]:
+        return list(
+            masked_canvases(
+                sample,
+                number,
+                self._reference,
+                block_length=self._policy.block_length,
+                limit=self._limit,
+                seed=self._seed,
+            )
+        )
+
+    def runs(self, samples: Sequence[tuple[int, Sample]]) -> Generator[Met, None, None]:
+        """See ``Compute``."""
+        side = self._free if self._states_of == "reference" else self._candidate
+        assert side is not None
+        for number, sample in samples:
+            yield meet(side, sample, number, self._policy, self._new_tokens, self._limit)
+
+    def compare(
+        self,
+        samples: Sequence[tuple[int, Sample]],
+        runs: Sequence[Met],
+        freely: frozenset[int],
+        on_done: Callable[[], None],
+    ) -> list[Part]:
+        """See ``Compute``. Returns one part for all samples."""
+        canvases = [seen for number, sample in samples for seen in self._masked(number, sample)]
+        views = [seen.view for seen in canvases]
+        if isinstance(self._floor, Seer):
+            self._floor.see(views)
+        if isinstance(self._reference, Seer):
+            walks = [run.walk(self._reference.shift) for run in runs]
+            self._reference.see([*views, *(view for run in runs for view in run.views)], walks)
+        masked = compare_masked(self._reference, self.others, canvases, on_done)
+        part = Part(masked, Frontier(self._reference.mask_token_id), [])
+        prompts = dict(samples)
+        for walk, run in enumerate(runs):
+            self._add_run(part, walk, run, prompts[run.number], is_free=run.number in freely)
+            on_done()
+        return [part]
+
+    def _add_run(self, part: Part, walk: int, run: Met, sample: Sample, *, is_free: bool) -> None:
+        """Compare both denoisers on the canvases of ``run``.
+
+        ``walk`` is the index of ``run`` in the list of runs that ``Seer.see`` has received.
+        """
+        reference, policy = self._reference, self._policy
+        for state in run.deciding:
+            theirs = predict_commitment(reference, state, policy, reference.scores)
+            part.frontier.add(
+                state.mask_ratio,
+                theirs,
+                predict_commitment(self._candidate, state, policy, reference.scores),
+            )
+        met = self._as_run(run, run.tokens, run.nfe)
+        prompt = self._decode(run.prompt) if sample.prompt is None else sample.prompt
+        if self._states_of == "reference":
+            made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
+            ours = self._as_run(run, *made)
+            part.runs.append(Compared(run.number, prompt, met, ours, run.nfe, None))
+            return
+        known, nfe, is_equal = None, float(run.nfe), None
+        if isinstance(reference, Seer):
+            followed = follow(reference, walk, run, policy)
+            is_equal, nfe = followed.is_equal, followed.nfe
+            known = met if is_equal else None
+        if is_free:
+            assert self._free is not None
+            known = self._as_run(run, *self._free.generate(run.prompt, run.room, policy))
+            nfe = known.nfe
+        part.runs.append(Compared(run.number, prompt, known, met, nfe, is_equal))
+
+    def _as_run(self, run: Met, tokens: Sequence[int], nfe: int) -> Run:
+        return metrics.as_run(tokens, run.prompt, nfe, self._reference.eos_token_ids, self._decode)
 
 
 class Evidence:
     """Compares a candidate with a reference on the samples of ``pool``.
 
     Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
-    denoiser that generates the decoding runs. ``free`` is the reference as a denoiser that can
-    generate text. If ``free`` is ``None``, the reference generates no text, and only predicts
-    tokens on the candidate's canvases.
+    denoiser that generates the decoding runs. ``free`` generates text with the reference. If
+    ``free`` is ``None``, the reference generates no text, and only predicts tokens on the
+    candidate's canvases.
     """
 
     def __init__(
@@ -61,24 +223,37 @@ class Evidence:
         free: Predictor | None = None,
         free_runs: int | None = None,
         candidate_policy: Policy | None = None,
+        compute: Callable[[Pair], Compute] = lambda pair: pair,
     ) -> None:
         """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
-        but computes in the precision of the stored weights. It is compared with the reference in
-        the same way as the candidate. ``free`` generates text for at most ``free_runs`` samples, or
-        for all samples if ``free_runs`` is ``None``. The candidate generates text with
-        ``candidate_policy``, if it is not ``None``. In this case, ``states_of`` must be
-        "reference".
+        but computes in the precision of the stored weights. The class compares ``noise_floor`` with
+        the reference in the same way as it compares the candidate. ``free`` generates text for at
+        most ``free_runs`` samples, or for all samples if ``free_runs`` is ``None``. If
+        ``candidate_policy`` is not ``None``, the candidate generates text with this policy. In this
+        case, ``states_of`` must be "reference". ``compute`` returns the object that compares the
+        denoisers on samples. By default, this process compares them.
         """
         assert candidate_policy is None or states_of == "reference"
         if not pool:
             raise JudgeError("no samples to judge on: give held-out data")
         if max_new_tokens < 1:
             raise JudgeError("judging needs at least one new token")
-        self._others = [candidate, *([noise_floor] if noise_floor is not None else [])]
-        for other in self._others:
+        pair = Pair(
+            reference,
+            candidate,
+            policy=policy,
+            candidate_policy=candidate_policy or policy,
+            max_new_tokens=max_new_tokens,
+            decode=decode,
+            seed=seed,
+            noise_floor=noise_floor,
+            states_of=states_of,
+            free=free,
+        )
+        for other in pair.others:
             check_comparable(reference, other)
         for number, sample in enumerate(pool):
             if (sample.tokens == reference.mask_token_id).any():
@@ -86,22 +261,10 @@ class Evidence:
                     f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
                 )
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
-        self._candidate_policy = candidate_policy or policy
-        self._reference, self._candidate, self._floor = reference, candidate, noise_floor
-        self._states_of, self._free, self._free_runs = states_of, free, free_runs
-        self._new_tokens = max_new_tokens
-        self._limit = min(p.max_canvas_length for p in (reference, *self._others))
-        self._masked: list[list[Masked]] = [[] for _ in self._others]
-        self._frontier = Frontier(reference.mask_token_id)
-        self._run_samples: list[Sample] = []
-        self._prompts: list[str | None] = []
-        self._runs: tuple[list[Run | None], list[Run]] = ([], [])
-        self._nfe: list[
-            float
-            # For each run, the number of passes that the reference needs, either counted or estimated.
-        ] = []
-        # For each run of the candidate, true if the reference would make an equal run.
-        self._equal: list[bool] = []
+        self._reference, self._candidate = reference, candidate
+        self._states_of, self._can_run, self._free_runs = states_of, free is not None, free_runs
+        self._new_tokens, self._compute = max_new_tokens, compute(pair)
+        self._parts: list[Part] = []
         self.judged = self._freely = 0
 
     def add(self, count: int, on_done: Callable[[], None] = lambda: None) -> None:
@@ -110,103 +273,38 @@ class Evidence:
         ``on_done`` is called once per sample, and once per decoding run.
         """
         taken = list(enumerate(self.pool))[self.judged : self.judged + count]
-        block_length, policy = self._policy.block_length, self._policy
-        canvases = [
-            seen
-            for number, sample in taken
-            for seen in masked_canvases(
-                sample,
-                number,
-                self._reference,
-                block_length=block_length,
-                limit=self._limit,
-                seed=self.seed,
-            )
-        ]
         self.judged += count
+        limit = self._free_runs
         if self._states_of == "reference":
-            assert self._free is not None
-            taken = taken[
-                : None if self._free_runs is None else max(0, self._free_runs - len(self._prompts))
-            ]
-            runs = [
-                meet(self._free, sample, number, policy, self._new_tokens, self._limit)
-                for number, sample in taken
-            ]
+            assert self._can_run
+            left = None if limit is None else max(0, limit - self._freely)
+            runs = list(self._compute.runs(taken[:left]))
+            self._freely += len(runs)
+            freely = frozenset[int]()
         else:
             # Limit the number of runs, because a loop that commits one token per pass needs many
             # passes. All runs together may need at most as many passes as there are masked
             # canvases.
-            least = max(1, (self._free_runs or 0) - self._freely)
-            passes = len(canvases)
-            runs = meet_within(
-                self._candidate,
-                taken,
-                policy,
-                self._new_tokens,
-                self._limit,
-                passes=passes,
-                least=least,
-            )
-        views = [seen.view for seen in canvases]
-        if isinstance(self._floor, Seer):
-            self._floor.see(views)
-        if isinstance(self._reference, Seer):
-            walks = [run.walk(self._reference.shift) for run in runs]
-            self._reference.see([*views, *(view for run in runs for view in run.views)], walks)
-        for parts, found in zip(
-            self._masked,
-            compare_masked(self._reference, self._others, canvases, on_done),
-            strict=True,
-        ):
-            parts.append(found)
-        for walk, run in enumerate(runs):
-            self._add_run(walk, run)
-            on_done()
-
-    def _add_run(self, walk: int, run: Met) -> None:
-        """Compare both denoisers on the canvases of ``run``.
-
-        ``walk`` is the index of ``run`` in the list of runs that ``Seer.see`` has received.
-        """
-        reference, policy, sample = self._reference, self._policy, self.pool[run.number]
-        for state in run.deciding:
-            theirs = predict_commitment(reference, state, policy, reference.scores)
-            self._frontier.add(
-                state.mask_ratio,
-                theirs,
-                predict_commitment(self._candidate, state, policy, reference.scores),
-            )
-        met = self._as_run(run, run.tokens, run.nfe)
-        if self._states_of == "reference":
-            made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
-            self._keep(sample, run, met, self._as_run(run, *made), run.nfe)
-            return
-        known, nfe = None, float(run.nfe)
-        if isinstance(reference, Seer):
-            followed = follow(reference, walk, run, policy)
-            self._equal.append(followed.is_equal)
-            known, nfe = met if followed.is_equal else None, followed.nfe
-        if self._free is not None and (self._free_runs is None or self._freely < self._free_runs):
-            self._freely += 1
-            known = self._as_run(run, *self._free.generate(run.prompt, run.room, policy))
-            nfe = known.nfe
-        self._keep(sample, run, known, met, nfe)
-
-    def _as_run(self, run: Met, tokens: Sequence[int], nfe: int) -> Run:
-        return metrics.as_run(tokens, run.prompt, nfe, self._reference.eos_token_ids, self._decode)
-
-    def _keep(self, sample: Sample, run: Met, theirs: Run | None, ours: Run, nfe: float) -> None:
-        self._run_samples.append(sample)
-        self._prompts.append(self._decode(run.prompt) if sample.prompt is None else sample.prompt)
-        self._runs[0].append(theirs)
-        self._runs[1].append(ours)
-        self._nfe.append(nfe)
+            least = max(1, (limit or 0) - self._freely)
+            passes = sum(self._compute.canvases(number, sample) for number, sample in taken)
+            made = self._compute.runs(taken)
+            runs = within(made, passes=passes, least=least)
+            made.close()
+            left = None if limit is None else max(0, limit - self._freely)
+            freely = frozenset(run.number for run in runs[:left] if self._can_run)
+            self._freely += len(freely)
+        self._parts += self._compute.compare(taken, runs, freely, on_done)
 
     def judgement(self) -> Judgement:
         """Summarise the comparison of all samples so far."""
-        ours, *rest = [Masked.join(parts) for parts in self._masked]
+        ours, *rest = [
+            Masked.join(parts) for parts in zip(*(part.masked for part in self._parts), strict=True)
+        ]
         count, seed = self.judged, self.seed
+        frontier = Frontier(self._reference.mask_token_id)
+        for part in self._parts:
+            frontier.merge(part.frontier)
+        made = [run for part in self._parts for run in part.runs]
         floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
         buckets = [
             {"mask_ratio": mask_ratio}
@@ -224,8 +322,14 @@ class Evidence:
             ),
         }
         runs = metrics.summarise_runs(
-            self._run_samples, self._prompts, *self._runs, seed, self._nfe
+            [self.pool[run.number] for run in made],
+            [run.prompt for run in made],
+            [run.theirs for run in made],
+            [run.ours for run in made],
+            seed,
+            [run.nfe for run in made],
         )
+        equal = [run.is_equal for run in made if run.is_equal is not None]
         return Judgement(
             reference=self._reference.name,
             candidate=self._candidate.name,
@@ -233,13 +337,9 @@ class Evidence:
             policy=self._policy.as_dict() | {"max_new_tokens": self._new_tokens},
             buckets=buckets,
             overall=metrics.summarise(ours.rows, ours.sample, count, seed) | bound,
-            frontier=self._frontier.as_dict(),
-            free_running=runs
-            | {"equal_by_induction": float(np.mean(self._equal)) if self._equal else None},
-            effort={
-                "states_of": self._states_of,
-                "free_runs": len(self._prompts) if self._states_of == "reference" else self._freely,
-            },
+            frontier=frontier.as_dict(),
+            free_running=runs | {"equal_by_induction": float(np.mean(equal)) if equal else None},
+            effort={"states_of": self._states_of, "free_runs": self._freely},
             noise_floor=None
             if floor is None
             else {name: floor[name] for name in ("ce_increase", "top1", "kl_mean")},
@@ -254,11 +354,12 @@ class Evidence:
         """
         if self.judged < DECIDING_SAMPLES:
             return False
-        ours = Masked.join(self._masked[0])
+        ours = Masked.join([part.masked[0] for part in self._parts])
         right = [
-            float(metrics.same_answer(run.text, sample.answer))
-            for run, sample in zip(self._runs[1], self._run_samples, strict=True)
-            if sample.answer is not None
+            float(metrics.same_answer(run.ours.text, answer))
+            for part in self._parts
+            for run in part.runs
+            if (answer := self.pool[run.number].answer) is not None
         ]
         hits, rows = (
             np.bincount(ours.sample, weights, self.judged)

@@ -56,8 +56,8 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
     """Write accuracy.json and report.html for a new judgement of ``bundle``.
 
-    The new accuracy.json contains the new judgement, and all other entries of the bundle's own
-    accuracy.json.
+    The new accuracy.json contains the new judgement instead of the bundle's old judgement. The
+    function copies all other entries from the bundle's accuracy.json.
     """
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}

@@ -1,4 +1,4 @@
-"""Compares which tokens each of two denoisers would commit at each pass of a decoding run.
+"""Compares the tokens that two denoisers would commit in each pass of a decoding run.
 
 The frontier of a pass consists of the positions that the pass may commit.
 """
@@ -66,9 +66,8 @@ def predict_commitment(
 ) -> Commitment:
     """Predict which tokens a denoiser would commit in ``state``, with a full pass without a cache.
 
-    To compare two denoisers, pass the same function ``scores`` for both denoisers. Otherwise, the
-    two denoisers would compute the confidences differently, but compare them with the same
-    threshold.
+    ``scores`` computes the confidence of each position. To compare two denoisers, pass the same
+    function for both denoisers, because both use the same threshold for the confidences.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
     guess = logits.argmax(-1)
@@ -111,7 +110,7 @@ class Met:
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Return the passes of this run, in the form of the argument ``walks`` of ``Seer.see``."""
+        """Return the passes of this run for the argument ``walks`` of ``Seer.see``."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states
@@ -149,15 +148,27 @@ def meet_within(
 ) -> list[Met]:
     """Generate text for one sample after another, with at most about ``passes`` passes in all.
 
-    The function stops before a run that would probably exceed ``passes``. At least ``least`` runs
-    are always made.
+    See ``within``.
     """
-    runs: list[Met] = []
-    for number, sample in samples:
-        if len(runs) >= least and sum(run.nfe for run in runs) + runs[-1].nfe > passes:
+    made = (
+        meet(predictor, sample, number, policy, max_new_tokens, limit) for number, sample in samples
+    )
+    return within(made, passes=passes, least=least)
+
+
+def within(runs: Iterator[Met], *, passes: int, least: int = 1) -> list[Met]:
+    """Take runs from an iterator, with at most about ``passes`` passes in all.
+
+    The function stops before a run that would probably exceed ``passes``. But it takes at least
+    ``least`` runs, if there are as many.
+    """
+    taken: list[Met] = []
+    while len(taken) < least or sum(run.nfe for run in taken) + taken[-1].nfe <= passes:
+        run = next(runs, None)
+        if run is None:
             break
-        runs.append(meet(predictor, sample, number, policy, max_new_tokens, limit))
-    return runs
+        taken.append(run)
+    return taken
 
 
 @dataclass(frozen=True)
@@ -177,8 +188,8 @@ class Followed:
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
     """Predict which tokens ``seer`` would commit at each pass of a different denoiser's run.
 
-    ``seer.see`` must have received the run before. ``walk`` is the index of the run in its argument
-    ``walks``.
+    Call ``seer.see`` with the run before you call this function. ``walk`` is the index of the run
+    in the argument ``walks`` of that call.
     """
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(

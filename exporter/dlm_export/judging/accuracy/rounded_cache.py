@@ -2,10 +2,10 @@
 
 All other accuracy measurements use full passes without a cache, so they do not include the loss
 from a rounded cache. This module first fills a cache with a full pass over a canvas. It then
-predicts the masked positions block by block, with one pass per block. A pass takes keys and values
-from the cache. With the cache ``dual``, these are the keys and values of all positions outside the
-block. With ``prefix``, and with ``block`` in block-causal networks, these are the keys and values
-of all positions before the block.
+predicts the masked positions block by block, with one pass per block. Each pass reads keys and
+values from the cache. If the kind of cache is ``dual``, the pass reads the keys and values of all
+positions outside the block. If the kind is ``prefix``, or ``block`` in a block-causal network, the
+pass reads the keys and values of all positions before the block.
 
 Torch predicts every canvas twice: once with a rounded cache, and once with an unrounded cache. The
 two predictions differ only because of the rounding. The parity check makes sure that the bundle

@@ -7,6 +7,7 @@ without torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import dlm_runtime
 from dlm_calibration.samples import Sample
 from dlm_export.bundle.manifest import network_of
-from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.evidence import Compute, Evidence, Pair, Side
 from dlm_export.judging.accuracy.files import recorded
 from dlm_export.judging.accuracy.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
@@ -33,6 +34,8 @@ from dlm_runtime.policy import Policy
 if TYPE_CHECKING:
     import torch
 
+    from dlm_export.distributed.workers import Shared, Workers
+    from dlm_export.judging.accuracy.in_pieces import Opened
     from dlm_export.judging.sides.layerwise import SweptPredictor
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
@@ -62,6 +65,7 @@ def judge_source(
     options: JudgingOptions,
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
+    folder: Path | None = None,
 ) -> Judgement:
     """Compare the accuracy of a bundle with its source, which runs in torch in fp32.
 
@@ -71,6 +75,7 @@ def judge_source(
     If the effort is "full", the whole source is loaded into memory, because the source generates
     text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
     ``workplace``. If ``workplace`` is ``None``, the function uses the CPU and all available memory.
+    ``folder`` is the bundle's folder, which the workers of ``workplace`` open, if there are any.
     """
     import torch
 
@@ -98,7 +103,35 @@ def judge_source(
         floor = make("bf16", torch.bfloat16) if is_small else None
         pilot = PILOT_SAMPLES if is_small else LARGE_PILOT
         ours = BundlePredictor(bundle, name)
-        return _judge(reference, free, ours, samples, c, policy, options, floor, pilot, on_done)
+        elsewhere = None
+        if workplace is not None and workplace.remote is not None:
+            from dlm_export.judging.accuracy.in_pieces import Opened
+
+            assert folder is not None
+            of, opened = workplace.remote, Opened.of(ours, folder, options.opening)
+            elsewhere = _Elsewhere(of.workers, of.source, opened)
+        return _judge(
+            reference,
+            free,
+            ours,
+            samples,
+            c,
+            policy,
+            options,
+            floor,
+            pilot,
+            on_done,
+            elsewhere=elsewhere,
+        )
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """The workers of ``--ray``, and how they open the two denoisers."""
+
+    workers: Workers
+    reference: Shared | Opened
+    candidate: Opened
 
 
 def _judge(
@@ -113,23 +146,47 @@ def _judge(
     pilot: int,
     on_done: Callable[[], None],
     candidate_policy: Policy | None = None,
+    elsewhere: _Elsewhere | None = None,
 ) -> Judgement:
     effort = options.effort
     pool = list(samples[: effort.most])
     is_full = effort.name == "full" or candidate_policy is not None
+    longest = new_tokens(pool, policy, network, candidate.bundle)
+    states_of: Side = "reference" if is_full else "candidate"
+
+    def compute(pair: Pair) -> Compute:
+        if elsewhere is None:
+            return pair
+        from dlm_export.judging.accuracy.in_pieces import Comparison, RemotePair
+
+        comparison = Comparison(
+            elsewhere.reference,
+            elsewhere.candidate,
+            has_floor=floor is not None,
+            is_whole=effort.name == "full",
+            is_free=free is not None,
+            policy=policy,
+            candidate_policy=candidate_policy or policy,
+            max_new_tokens=longest,
+            seed=options.data.seed,
+            states_of=states_of,
+        )
+        return RemotePair(elsewhere.workers, comparison, pair, candidate, pool)
+
     evidence = Evidence(
         reference,
         candidate,
         pool,
         policy=policy,
-        max_new_tokens=new_tokens(pool, policy, network, candidate.bundle),
+        max_new_tokens=longest,
         decode=decoder(candidate.bundle),
         seed=options.data.seed,
         noise_floor=floor,
-        states_of="reference" if is_full else "candidate",
+        states_of=states_of,
         free=free,
         free_runs=effort.free_runs if isinstance(reference, Seer) else None,
         candidate_policy=candidate_policy,
+        compute=compute,
     )
     found = judge_in_rounds(evidence, effort, options.budgets, pilot, on_done)
     if candidate_policy is not None:
@@ -138,7 +195,7 @@ def _judge(
 
 
 def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
-    """Describe the decoding loop that only the candidate ran, and how many tokens it reused."""
+    """Describe the decoding loop that only the candidate ran, and its reuse of prompt tokens."""
     prompt_tokens, cached_tokens = candidate.reused()
     return {
         "policy": policy.as_dict(),
@@ -174,22 +231,29 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
     candidate_changes: Mapping[str, Any] | None = None,
+    ray: str | None = None,
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
     ``candidate_changes`` changes fields of the policy with which the candidate generates text. The
-    reference generates text with the unchanged policy. Both sides may be the same bundle.
+    reference generates text with the unchanged policy. Both sides may be the same bundle. ``ray`` is
+    the address of Ray, whose tasks compare the samples. ``None`` compares them in this process.
 
     Raises JudgeError if the denoisers differ. Raises other kinds of DlmError if a bundle cannot be
     opened or run.
     """
     reuses = bool((candidate_changes or {}).get("reuse_prompt"))
+    if reuses and ray is not None:
+        raise JudgeError(
+            "--ray does not work with reuse_prompt, because each worker would reuse only its own prompts; omit one of the two"
+        )
     own_opening = (
         replace(options.opening, prefix_cache_bytes=REUSE_BYTES) if reuses else options.opening
     )
     with (
         options.opening.open(reference) as first,
         own_opening.open(candidate) as second,
+        _connected(ray) as workers,
     ):
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
@@ -203,14 +267,35 @@ def compare_bundles(
         own = policy.with_fields(dict(candidate_changes)) if candidate_changes else None
         samples = _samples(c, reference, first, options, progress, warn)
         pilot, on_done = PILOT_SAMPLES, progress.advance
+        elsewhere = None
+        if workers is not None:
+            from dlm_export.judging.accuracy.in_pieces import Opened
+
+            sides = (
+                Opened.of(theirs, reference, options.opening),
+                Opened.of(ours, candidate, own_opening),
+            )
+            elsewhere = _Elsewhere(workers, *sides)
         result = _judge(
-            theirs, theirs, ours, samples, c, policy, options, None, pilot, on_done, own
+            theirs, theirs, ours, samples, c, policy, options, None, pilot, on_done, own, elsewhere
         )
         if reuses and not ours.reused()[1]:
             warn(
                 "no prompt was reused, so reuse_prompt was not judged: give data whose prompts start with the same tokens"
             )
     return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
+
+
+def _connected(ray: str | None) -> AbstractContextManager[Workers | None]:
+    if ray is None:
+        return nullcontext()
+    try:
+        from dlm_export.distributed.ray_workers import connected
+    except ModuleNotFoundError as err:
+        raise JudgeError(
+            f"--ray needs {err.name}, which is not installed. Run: pip install '.[export,ray]'"
+        ) from err
+    return connected(ray)
 
 
 def _samples(

@@ -71,8 +71,9 @@ class Judgement:
     - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
     - ``layers_method``: the method that measured ``layers``, which is ``fisher`` or ``exact``.
     - ``threshold``: the result of ``Refit.as_dict``.
-    - ``candidate_loop``: if the candidate generated text with its own policy, this policy, the number
-      of prompt tokens, and how many of them were reused from earlier prompts.
+    - ``candidate_loop``: set only if the candidate generated text with a different policy than the
+      reference. Contains the candidate's policy, the number of prompt tokens, and the number of
+      prompt tokens whose keys and values were reused from earlier prompts.
     - ``speed``: the result of ``BundlePredictor.speed``. The report shows the speed, but
       accuracy.json does not contain the speed, because speed depends on the machine.
     """

@@ -1,7 +1,7 @@
 """Compares a bundle's logits and generated text with the results of our denoiser in torch.
 
 First, the torch denoiser computes all expected results. The torch denoiser is then freed before the
-bundle is opened, so that they are never in memory at the same time.
+bundle is opened, so that the two denoisers are never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
-PROMPT_COUNT, NEW_TOKENS = 2, 16  # number of prompts in the check at the end of a build
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # the default numbers of prompts, and of new tokens per prompt
 
 
 @dataclass(frozen=True)

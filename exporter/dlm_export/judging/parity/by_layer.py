@@ -106,7 +106,7 @@ def check_layers(
         network: The description of the bundle's network.
         done: The quantised weights and ranges from which the graph was made.
         base: The precision of all unquantised parts.
-        taps: Maps each layer to its input and output in the graph.
+        taps: Maps each layer to the names of its input and output in the graph.
         cache_dtype: The value of ``cache_dtype`` in the manifest.
         is_simulated: The value of ``is_simulated`` in the manifest.
         on_done: Called after each part of the graph, ``units`` times in total.

@@ -45,8 +45,8 @@ from dlm_runtime.text.tokenizer import Tokenizer
 # Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# The keys of auto_map that may name the class to run. The keys that name classes with logits come
-# first.
+# The keys of auto_map (an entry of config.json) that may name the class to run. The first two keys
+# name classes that compute logits.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 # The keys of config.json that must not be passed to the trunk (a class of transformers with the
 # same layers), because they name other classes or the type of the stored weights.
@@ -138,7 +138,7 @@ def capture(
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # Redirect text that the released code prints to stderr, because stdout is for results.
+    # The released code may print text. Show this text on stderr, because stdout is for results.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -250,9 +250,9 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Find the class that auto_map names for ``architecture``, and all files that the class needs.
+    """Find the class that config.json names for ``architecture``, and all files that it needs.
 
-    Returns ``None`` if auto_map names no class.
+    Returns ``None`` if the entry auto_map of config.json names no class.
     """
     auto_map = checkpoint.config.get("auto_map")
     if not isinstance(auto_map, dict):
@@ -358,7 +358,7 @@ class _Released:
                 }
                 settings["config"] = factory.config_class.from_dict(kept)
                 settings["attn_implementation"] = (
-                    "eager"  # every version of transformers applies the mask unchanged
+                    "eager"  # in this mode, every version applies the mask unchanged
                 )
             self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
         except Exception as err:  # third-party code may raise any exception

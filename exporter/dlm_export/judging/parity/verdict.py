@@ -47,7 +47,7 @@ class Tolerance:
 
     @property
     def passed_on(self) -> float:
-        """The largest allowed difference of values that depend on attention."""
+        """The largest allowed difference of values that were computed from attention's results."""
         return max(self.relative, self.rounding)
 
 
@@ -64,8 +64,9 @@ TOLERANCES = {
 # are nearly equal, the bundle may therefore choose a different token than torch. This number is the
 # smallest allowed share of identical canvases with a rounded cache.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# With block-causal attention, a pass also reads its own keys and values rounded. If a query sees only
-# one key, a value with the other code changes the result by the distance between two codes. fp16 has
+# With block-causal attention, a pass rounds even its own keys and values before it reads them. If a
+# query attends to one key only, a value that gets the other code changes the result by the distance
+# between two codes. fp16 has
 # 11 significant bits, bf16 has 8, and INT8 has 127 steps up to the largest magnitude of a row.
 ROUNDED_ROWS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8": 1e-2}
 # Tolerances for a single layer, and for the operators between two layers. The keys are precisions
@@ -86,8 +87,9 @@ def tolerance_of(precision: str, cache_dtype: str, visible_block: int | None) ->
 
 
 def rounded(tolerance: Tolerance, cache_dtype: str, visible_block: int | None) -> Tolerance:
-    """Return the tolerance for passes that read their own keys and values rounded, if attention is
-    block-causal.
+    """Add the tolerance for rounded keys and values if attention is block-causal.
+
+    Block-causal passes read their own keys and values as the cache stores them.
     """
     if visible_block is None:
         return tolerance
@@ -134,10 +136,11 @@ class LayerRow:
 
     - ``input_relative`` compares the layer's inputs, to check the operators between the previous
       layer and this layer.
-    - ``output_relative`` compares the layer's outputs. Differences caused by an input halfway
-      between two codes are subtracted. If the layer is part of a fused operator,
-      ``output_relative`` is ``None``, because the layer's output cannot be read. In this case, the
-      comparison of the next layer's inputs also checks this layer.
+    - ``output_relative`` compares the layer's outputs. An input near the boundary between two
+      codes may get either code. The difference that this may cause in an output is subtracted. If
+      the layer is part of a fused operator, ``output_relative`` is ``None``, because the layer's
+      output cannot be read. In this case, the comparison of the next layer's inputs also checks
+      this layer.
 
     The result named ``LOGITS`` checks everything after the last quantised layer.
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dlm_calibration.metrics import summarise
 from dlm_calibration.samples import Sample
-from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
 from dlm_export.judging.sides.side import Scorer, Seer
 from dlm_runtime.policy import Policy
 
@@ -17,12 +17,9 @@ class MaskedLoss:
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """Mask the samples.
-
-        If the reference is a ``Seer``, compute the reference's predictions immediately.
-        """
+        """Mask the samples."""
         limit = reference.max_canvas_length
-        self._canvases = [
+        self.canvases = [
             seen
             for number, sample in enumerate(samples)
             for seen in masked_canvases(
@@ -30,19 +27,26 @@ class MaskedLoss:
             )
         ]
         self._reference, self._samples, self._seed = reference, len(samples), seed
-        self._show(reference)
+        self._is_ready = False
 
     def _show(self, side: Scorer) -> None:
         if isinstance(side, Seer):
-            side.see([seen.view for seen in self._canvases])
+            side.see([seen.view for seen in self.canvases])
 
     def of(self, candidate: Scorer) -> float:
         """Return the relative increase of cross-entropy from the reference to ``candidate``.
 
         If the reference's cross-entropy is 0 and the candidate's cross-entropy is not 0, returns
-        infinity.
+        infinity. The first call computes the predictions of the reference, if it is a ``Seer``.
         """
+        if not self._is_ready:
+            self._show(self._reference)
+            self._is_ready = True
         self._show(candidate)
-        (found,) = compare_masked(self._reference, [candidate], self._canvases)
+        (found,) = compare_masked(self._reference, [candidate], self.canvases)
+        return self.increase(found)
+
+    def increase(self, found: Masked) -> float:
+        """Return the same for the comparison ``found`` on ``canvases``."""
         increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]
         return float("inf") if increase is None else float(increase)

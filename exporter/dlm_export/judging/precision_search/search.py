@@ -21,26 +21,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
-from dlm_export.families import weights
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError
-from dlm_export.judging.parity.by_layer import read_rounded
-from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.precision_search import in_pieces, sensitivity
+from dlm_export.judging.precision_search.assigned import Assigned
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
-from dlm_export.network.denoiser import Block
-from dlm_export.network.layered import Head, Layered, named
 from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Quantisation
 from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.sources import Source
 from dlm_export.targets import Target
@@ -155,61 +149,6 @@ def _by_layer(
     return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
 
 
-class _RoundedHead(Head):
-    """A head that multiplies by the quantised embedding table.
-
-    The head's input is rounded as the head's format requires.
-    """
-
-    def __init__(self, head: Head, done: Quantisation) -> None:
-        super().__init__(head.weight, head.device, head.bias)
-        self._done = done
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """See ``Head``."""
-        seen = calibrate.as_seen(self._done, HEAD, features.float().cpu().numpy())
-        return super().__call__(torch.from_numpy(np.ascontiguousarray(seen)))
-
-
-class _Assigned(Layered):
-    """A source whose layers compute as if their weights and inputs had the chosen formats."""
-
-    def __init__(
-        self,
-        source: Source,
-        ready: Mapping[str, Quantisation],
-        formats: Mapping[str, str],
-        device: torch.device,
-    ) -> None:
-        """``ready`` maps each format to a quantisation of all layers in this format.
-
-        ``formats`` maps each layer to its chosen format.
-        """
-        super().__init__(
-            functools.partial(weights.tensor, source.parameters), source.network, device=device
-        )
-        self._ready, self._formats = ready, formats
-        table = formats.get(HEAD, HIGH)
-        self._table = None if table == HIGH else ready[table]
-        if self._table is not None:
-            self.read = functools.partial(read_rounded, self._table, self.read)
-
-    def head(self) -> Head:
-        """See ``Layered``."""
-        head = super().head()
-        return head if self._table is None else _RoundedHead(head, self._table)
-
-    def block(self, i: int) -> Block:
-        """See ``Layered``."""
-        block = super().block(i)
-        modules = named(i, block)
-        for name, done in self._ready.items():
-            calibrate.simulate(
-                modules, done, [layer for layer in modules if self._formats.get(layer) == name]
-            )
-        return block
-
-
 def search(
     source: Source,
     states: Sequence[State],
@@ -299,12 +238,16 @@ def search(
     loss = MaskedLoss(reference, samples, policy, seed)
 
     def measure(point: Point) -> float:
-        layered = _Assigned(source, ready, _by_layer(layers, point.formats), place.device)
-        increase = loss.of(
-            SweptPredictor(
-                layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
+        chosen = _by_layer(layers, point.formats)
+        if place.remote is not None:
+            increase = loss.increase(in_pieces.masked(place.remote, ready, chosen, loss.canvases))
+        else:
+            layered = Assigned(source.parameters, source.network, ready, chosen, place.device)
+            increase = loss.of(
+                SweptPredictor(
+                    layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
+                )
             )
-        )
         on_done()
         return increase
 

@@ -10,10 +10,10 @@ turn and runs the whole denoiser. The estimate computes the losses of all layers
 and one backward pass, and needs memory for one transformer block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of
-``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is
-not. ``g`` is a random gradient at the layer's output. The module samples random gradients at the
-logits, with the Fisher information as their covariance. The gradients are then backpropagated to
-each layer (as in K-FAC, arXiv:1503.05671).
+``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input
+stays the same. ``g`` is a random gradient at the layer's output. The module samples random
+gradients at the logits, with the Fisher information as their covariance. The gradients are then
+backpropagated to each layer (as in K-FAC, arXiv:1503.05671).
 
 A tied head uses the embedding table. Quantising the table changes both the head's output and the
 table rows that are looked up at the start of a pass. The head's loss is the sum of the losses from
@@ -23,6 +23,7 @@ both changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,35 @@ def divergence(expected: Tensor, found: Tensor) -> Tensor:
 # --- The estimate: all layers from one forward and one backward pass ---
 
 
+@dataclass(frozen=True)
+class Sums:
+    """The losses of layers, summed over positions, for each quantisation that is compared.
+
+    ``counts`` contains the number of frontier positions, and of all other masked positions. Each
+    dictionary in ``lost`` maps a layer to the sums over the same two kinds of positions.
+    """
+
+    counts: tuple[int, int]
+    lost: list[dict[str, tuple[float, float]]]
+
+    def merged(self, later: Sums) -> Sums:
+        """Return the sums over the states of both objects."""
+        lost = [
+            {layer: (a + theirs[layer][0], b + theirs[layer][1]) for layer, (a, b) in ours.items()}
+            for ours, theirs in zip(self.lost, later.lost, strict=True)
+        ]
+        counts = self.counts[0] + later.counts[0], self.counts[1] + later.counts[1]
+        return Sums(counts, lost)
+
+    def losses(self) -> list[Losses]:
+        """Return the mean losses."""
+        frontier, total = self.counts[0], sum(self.counts)
+        return [
+            {layer: ((a + b) / total, a / frontier) for layer, (a, b) in each.items()}
+            for each in self.lost
+        ]
+
+
 def estimate(
     layered: Layered,
     states: Sequence[State],
@@ -110,8 +140,28 @@ def estimate(
 ) -> list[Losses]:
     """Estimate the losses of all quantised layers, for each quantisation in ``choices``.
 
+    See ``sums``.
+    """
+    return sums(
+        layered, states, choices, on_done, memory_bytes=memory_bytes, folder=folder
+    ).losses()
+
+
+def sums(
+    layered: Layered,
+    states: Sequence[State],
+    choices: Sequence[Quantisation],
+    on_done: Callable[[], None],
+    *,
+    first: int = 0,
+    memory_bytes: int | None = None,
+    folder: Path | None = None,
+) -> Sums:
+    """Estimate the losses of all quantised layers, for each quantisation in ``choices``.
+
     ``layered`` must be in fp32. If smoothing or AWQ was used, the weights in ``layered`` must
-    already include the scales. ``on_done`` is called twice per transformer block.
+    already include the scales. ``on_done`` is called twice per transformer block. If ``states`` is
+    a part of all states, ``first`` is the number of states before this part.
 
     Memory contains one block, a quantised copy of the block for each quantisation in ``choices``,
     and the hidden states before every block. Hidden states that do not fit into ``memory_bytes``
@@ -126,26 +176,26 @@ def estimate(
         carried.through(i, layered.block(i))
         on_done()
     gradients = room_for((2 * DRAWS, *shape), dtype, memory_bytes, folder)
-    counts, found = _at_the_head(carried, canvases, choices, gradients)
+    found = _at_the_head(carried, canvases, choices, gradients, first)
     for i in reversed(range(len(c.layers))):
-        for losses, squares in zip(
-            found, _through(i, carried, entered[i], gradients, choices), strict=True
+        for lost, squares in zip(
+            found.lost, _through(i, carried, entered[i], gradients, choices), strict=True
         ):
-            for layer, square in squares.items():
-                at_frontier, elsewhere = (float(square[part].sum()) / 2 for part in _PARTS)
-                losses[layer] = (at_frontier + elsewhere) / sum(counts), at_frontier / counts[0]
+            lost |= {layer: _by_kind(square) for layer, square in squares.items()}
         on_done()
     tables = _at_the_table(carried, gradients, choices)
-    for losses, looked_up in zip(found, tables, strict=True):
+    for lost, looked_up in zip(found.lost, tables, strict=True):
         # Add the loss that arises because the lookup returns rows of the quantised table.
         if looked_up is not None:
-            at_frontier, elsewhere = (float(looked_up[part].sum()) / 2 for part in _PARTS)
-            kl, frontier_kl = losses[HEAD]
-            losses[HEAD] = (
-                kl + (at_frontier + elsewhere) / sum(counts),
-                frontier_kl + at_frontier / counts[0],
-            )
+            (a, b), (more_a, more_b) = lost[HEAD], _by_kind(looked_up)
+            lost[HEAD] = a + more_a, b + more_b
     return found
+
+
+def _by_kind(squares: Tensor) -> tuple[float, float]:
+    """Sum ``(g . e)**2 / 2`` over the gradients g of frontier positions, and over all others."""
+    at_frontier, elsewhere = (float(squares[part].sum()) / 2 for part in _PARTS)
+    return at_frontier, elsewhere
 
 
 # Indices of the gradients: the first ``DRAWS`` are for frontier positions, and the rest are for all
@@ -178,15 +228,14 @@ def _at_the_head(
     canvases: Sequence[np.ndarray],
     choices: Sequence[Quantisation],
     gradients: Tensor,
-) -> tuple[list[int], list[Losses]]:
+    first: int,
+) -> Sums:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    Returns a list with two counts, and a list with the head's losses for each quantisation in
-    ``choices``. The counts are the number of frontier positions and the number of all other masked
-    positions.
+    The random gradients of a canvas depend on its index, to which ``first`` is added.
     """
     layered, c = carried.layered, carried.layered.network
-    end, head, generator = layered.end(), layered.head(), torch.Generator().manual_seed(0)
+    end, head = layered.end(), layered.head()
     plain = Linear(0, 0)
     if head.bias is not None:
         plain.bias = nn.Parameter(head.bias, requires_grad=False)
@@ -198,6 +247,7 @@ def _at_the_head(
         features = end(x)
         pulled = torch.zeros(2 * DRAWS, *x.shape)
         for place, number in enumerate(batch.numbers):
+            generator = torch.Generator().manual_seed(first + number)
             rows = predicting_rows(canvases[number], c)
             mine = features[place, rows.to(x.device)].detach()
             expected = log_probs(head(mine), c)
@@ -217,11 +267,11 @@ def _at_the_head(
             gradients[number, batch.rows] = (
                 torch.autograd.grad(features, x, gradient, retain_graph=True)[0].flatten(0, 1).cpu()
             )
-    found: list[Losses] = [
-        dict.fromkeys(heads, (sum(losses) / sum(counts), losses[0] / counts[0]))
+    found = [
+        dict.fromkeys(heads, (losses[0], losses[1]))
         for losses, heads in zip(lost, quantised, strict=True)
     ]
-    return counts, found
+    return Sums((counts[0], counts[1]), found)
 
 
 def _through(
@@ -264,9 +314,9 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This assignment overwrites the incoming gradient, so it must come last. If a layer's
-            # output is added to the block's result, the array of the incoming gradient is also the
-            # layer's gradient, which the code above still needs.
+            # This assignment overwrites the incoming gradient, so it must come last. The code above
+            # still needs this array, because it is also the gradient of each layer whose output is
+            # added to the block's result.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -388,18 +438,21 @@ def losses(
 ) -> list[Losses]:
     """Measure the loss of each quantised layer, for each quantisation in ``choices``.
 
-    All of them must have been computed from the same ``parameters``.
+    All quantisations must have been computed from the same ``parameters``.
     """
     place = workplace or Workplace()
+    if place.remote is not None:
+        from dlm_export.judging.precision_search import in_pieces
+
+        chosen = swept(states) if exact else swept(states, _most(network))
+        return in_pieces.losses(place.remote, choices, chosen, on_done, exact=exact)
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
         # Three kinds of data get a third of the memory each: the hidden states of the current
         # block, the inputs of all blocks, and the gradients.
         shared = None if most is None else most // 3
-        chosen = swept(
-            states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
-        )
+        chosen = swept(states, _most(network))
         return estimate(layered, chosen, choices, on_done, memory_bytes=shared, folder=place.folder)
     sweep = Sweep(families.load(parameters, network), states)
     found: list[Losses] = []
@@ -410,6 +463,11 @@ def losses(
                 found[-1][unit] = sweep.loss(done, [layer.path for layer in layers])
                 on_done()
     return found
+
+
+def _most(network: NetworkSpec) -> int:
+    """Return the maximum number of states on which the estimate is computed."""
+    return LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
 
 
 def as_rows(

@@ -293,7 +293,7 @@ def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | N
     pieces, others = (
         re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
     )
-    # Do not pass autojunk=False, because difflib then takes minutes for texts with many
+    # Do not pass autojunk=False, because difflib would then take minutes for texts with many
     # repetitions.
     matcher = difflib.SequenceMatcher(None, pieces, others)
     return [

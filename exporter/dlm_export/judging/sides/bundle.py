@@ -7,7 +7,7 @@ activation would depend on all canvases of the pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,26 @@ from dlm_export.network.turns import (
 from dlm_runtime import Bundle, Generation, Policy
 
 
+class Spent(NamedTuple):
+    """The seconds and passes of one generated text, its prompt's tokens, and how many were reused."""
+
+    seconds: float
+    nfe: int
+    prompt_tokens: int
+    cached_tokens: int
+
+    @classmethod
+    def on(cls, done: Generation) -> Spent:
+        return cls(done.timings["total"], done.nfe, done.prompt_tokens, done.cached_tokens)
+
+
 class BundlePredictor:
     """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """``bundle`` must be opened from a folder, because this class needs the manifest."""
+        """``bundle`` must have been opened from a folder, because this class needs the manifest."""
         self.bundle, self.name = bundle, name
-        self._spent: list[Generation] = []
+        self.spent: list[Spent] = []  # one element for each generated text
         self.shift = int(bundle.manifest["loop"]["shift"])
         self.visible_block: int | None = bundle.manifest["loop"].get("visible_block")
         self.draft_block = bundle.draft_block
@@ -47,7 +60,7 @@ class BundlePredictor:
         done = self.bundle.generate(
             tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict()
         )
-        self._spent.append(done)
+        self.spent.append(Spent.on(done))
         return done.tokens, done.nfe
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
@@ -55,7 +68,7 @@ class BundlePredictor:
         events = list(
             self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
         )
-        self._spent += [event.result for event in events if event.result is not None]
+        self.spent += [Spent.on(event.result) for event in events if event.result is not None]
         after = [
             Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events
         ]
@@ -67,12 +80,13 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def reused(self) -> tuple[int, int]:
-        """Return the number of prompt tokens of all generated texts so far, and how many of these
-        tokens were reused from earlier prompts.
+        """Return the number of prompt tokens of all generated texts so far.
+
+        Also returns how many of these tokens were reused from earlier prompts.
         """
         return (
-            sum(done.prompt_tokens for done in self._spent),
-            sum(done.cached_tokens for done in self._spent),
+            sum(done.prompt_tokens for done in self.spent),
+            sum(done.cached_tokens for done in self.spent),
         )
 
     def speed(self) -> dict[str, Any] | None:
@@ -81,8 +95,8 @@ class BundlePredictor:
         If the bundle has generated no text, the function returns ``None``. It also does so if the
         CPU only simulates the bundle's number formats, by computing in fp32.
         """
-        seconds = sum(done.timings["total"] for done in self._spent)
-        passes = sum(done.nfe for done in self._spent)
+        seconds = sum(done.seconds for done in self.spent)
+        passes = sum(done.nfe for done in self.spent)
         is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.is_on_cpu
         if is_simulated or not passes:
             return None
@@ -93,10 +107,10 @@ class BundlePredictor:
         }
         times = {
             "ms_per_pass": 1e3 * seconds / passes,
-            "ms_per_prompt": 1e3 * seconds / len(self._spent),
+            "ms_per_prompt": 1e3 * seconds / len(self.spent),
         }
         return {
-            "prompts": len(self._spent),
+            "prompts": len(self.spent),
             "passes": passes,
             **times,
             "engine": self.bundle.engine,

@@ -107,10 +107,10 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 
 
 def check_judged(network: NetworkSpec) -> None:
-    """Raise JudgeError if a network cannot be judged.
+    """Raise JudgeError if the accuracy of a network cannot be measured.
 
-    Judging makes passes over whole canvases. A network with draft passes predicts masked tokens in
-    draft passes only.
+    The measurement makes passes over whole canvases. A network with draft passes cannot predict
+    masked tokens in such passes.
     """
     if network.draft_block is not None:
         raise JudgeError(

@@ -39,7 +39,7 @@ LEVELS = ("instant", "low", "medium", "high")
 LOSSES = {"medium": 0.02, "low": 0.1}
 """The maximum loss of quality for each level, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
-FEW_STEPS = (1, 2)  # there is one variant for each of these fixed numbers of passes per block
+FEW_STEPS = (1, 2)  # numbers of passes per block; each number gives one variant
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
 """The changes that make a preset commit one token per pass.
 

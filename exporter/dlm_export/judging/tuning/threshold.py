@@ -52,7 +52,7 @@ class Refit:
       ``agreement`` means the share of tokens that are equal to the tokens of the reference with one
       token per pass.
     - ``difference``: the quality of ``refitted`` minus the quality of ``reference``.
-    - ``interval``: the 95% interval of ``difference``, paired over ``samples``.
+    - ``interval``: the 95% interval of ``difference``, from a paired bootstrap over the samples.
     - ``reached``: true if ``interval`` excludes a loss of more than ``MARGIN``.
     - ``verdict``: the outcome for the preset's threshold. The values are:
 
@@ -108,7 +108,7 @@ def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS
 class _Trial:
     """The results of one denoiser with one threshold, for each of N samples.
 
-    ``quality`` is float64 ``[N]``. ``nfe`` contains the counts of passes ``[N]``.
+    ``quality`` is float64 ``[N]``. ``nfe`` contains the number of passes of each sample, ``[N]``.
     """
 
     threshold: float

@@ -14,8 +14,8 @@ using dlm::require;
 
 namespace {
 
-// Returns the member that `size` points to if it has the same value in all layers. Otherwise
-// returns 0.
+// `size` points to a member. If this member has the same value in all layers, returns the value.
+// Otherwise returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };

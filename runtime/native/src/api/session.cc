@@ -40,8 +40,8 @@ struct dlm_session {
   }
 
   dlm_bundle& bundle;
-  // The session runs requests in `passes` (lockstep). If `shared` is not NULL, the session can run
-  // requests in shared passes instead.
+  // By default, the session runs requests in lockstep, with `passes` and `runner`. If `shared` is
+  // not NULL, the session can run requests in shared passes instead.
   dlm::LockstepPasses passes;
   Runner runner;
   std::unique_ptr<SharedRunner> shared;
@@ -134,8 +134,8 @@ void share_passes(dlm_session& session, int64_t rows) {
 void start(dlm_session& session, const dlm_request* request) {
   drop(session);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  // Only the PassMaker for shared passes can reuse stored cache rows. So a single request uses it
-  // only if rows of its prompt may be stored.
+  // Only the PassMaker for shared passes can reuse stored cache rows. So a single request uses this
+  // PassMaker only if rows of its prompt may be stored already.
   const bool has_stored = session.prefix_cache_bytes > 0 || !session.bundle.prompt_caches.empty();
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
   if (has_stored && wanted.request.reusable() > 0)

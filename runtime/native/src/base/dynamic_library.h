@@ -20,7 +20,7 @@ struct LibrarySearch {
 // Otherwise, if the environment variable contains a path, opens the library at that path. Otherwise
 // tries the file names in order until a library can be opened. Sets *name to the path or file name
 // of the opened library. The runtime never closes the library, because it may still run threads.
-// Throws Error(DLM_ENGINE_MISSING) if no library can be opened.
+// Throws an Error with status DLM_ENGINE_MISSING if no library can be opened.
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

@@ -5,10 +5,10 @@
 // converts strings to C strings. The caller passes limits for the length and the nesting depth of
 // the text, and the parser rejects text that exceeds these limits.
 //
-// Every failure throws Error(DLM_BAD_BUNDLE). The message of a syntax error starts with "line N: ".
-// If a value has the wrong type or range, the message starts with the path of the value, for
-// example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote at most 60
-// characters of the text, with escapes.
+// Every failure throws an Error with status DLM_BAD_BUNDLE. The message of a syntax error starts
+// with "line N: ". If a value has the wrong type or range, the message starts with the path of the
+// value, for example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote
+// at most 60 characters of the text, with escapes.
 //
 // A parsed value takes about 120 bytes of memory, and a value may be very short. So the parsed
 // values of n bytes of text may take 100 * n bytes of memory.

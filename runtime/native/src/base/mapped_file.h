@@ -11,8 +11,9 @@ namespace dlm {
 class MappedFile {
  public:
   // Maps the file at `path`. If `reads_all` is true, the kernel reads the whole file at once, so
-  // that later accesses cause no page faults. Throws Error(DLM_NOT_FOUND) if the file is missing.
-  // Throws an Error with the status `refused` if the file is not a plain file or cannot be read.
+  // that later accesses cause no page faults. Throws an Error with status DLM_NOT_FOUND if the file
+  // is missing. Throws an Error with status `refused` if the file is not a plain file or cannot be
+  // read.
   MappedFile(const std::string& path, dlm_status refused, bool reads_all);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;

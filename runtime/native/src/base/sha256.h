@@ -42,9 +42,9 @@ inline std::string sha256_hex(const std::string& text) {
   return hash.hex();
 }
 
-// Returns the hash of a file. Throws Error(DLM_NOT_FOUND) if the file is missing. Throws
-// Error(DLM_BAD_BUNDLE) if the file is not a plain file, or if the file cannot be read. Pipes and
-// devices are rejected because a pipe or device might never end.
+// Returns the hash of a file. Throws an Error with status DLM_NOT_FOUND if the file is missing.
+// Throws an Error with status DLM_BAD_BUNDLE if the file is not a plain file, or if the file cannot
+// be read. Pipes and devices are rejected because a pipe or device might never end.
 std::string sha256_file_hex(const std::string& path);
 
 // Returns the hash of an open file, from the current position in the file to the end. Error

@@ -23,8 +23,8 @@ void give(const Struct& value, size_t size, Struct* to) {
 }
 
 // Copies a caller's struct. If the caller's version of the struct lacks a field, the field gets its
-// default. Throws Error(DLM_INVALID_ARGUMENT) if the caller's struct was not initialised, or if the
-// caller's struct is larger than the library's version of the struct.
+// default. Throws an Error with status DLM_INVALID_ARGUMENT if the caller's struct was not
+// initialised, or if the caller's struct is larger than the library's version of the struct.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;

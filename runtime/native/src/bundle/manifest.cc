@@ -319,8 +319,8 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// Returns advice on how to run a bundle for GPUs. Only the exporter checks the manifest's member
-// "targets", so this list may be empty here.
+// Returns advice on how to run a bundle for GPUs. The manifest's list "targets" may be empty here,
+// because only the exporter checks this list.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");

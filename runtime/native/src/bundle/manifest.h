@@ -72,17 +72,19 @@ struct Manifest {
 // This function does not hash the files in `unhashed`. The caller must check their hashes before
 // the first pass. An engine may already map the files into memory at the same time.
 //
-// Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT).
+// Throws an Error with status DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED or
+// DLM_INVALID_ARGUMENT.
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
-// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle contains no text file,
-// and Error(DLM_BAD_BUNDLE) if the file has changed since the bundle was opened.
+// Reads the compiled text file. Throws an Error with status DLM_UNSUPPORTED if the bundle contains
+// no text file, and an Error with status DLM_BAD_BUNDLE if the file has changed since the bundle
+// was opened.
 std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
-// Throws Error(DLM_BAD_BUNDLE) if the hash of the file is not the expected hash.
+// Throws an Error with status DLM_BAD_BUNDLE if the hash of the file is not the expected hash.
 void check_hash(const FileHash& file);
 
-// Checks a caller's description of a denoiser. Throws Error(DLM_INVALID_ARGUMENT).
+// Checks a caller's description of a denoiser. Throws an Error with status DLM_INVALID_ARGUMENT.
 Denoiser check_denoiser(const dlm_denoiser& denoiser);
 
 }  // namespace dlm

@@ -20,7 +20,8 @@
 namespace dlm {
 namespace {
 
-// A file must be unchanged for this long. Some file systems store times in whole seconds.
+// A file gets a record only after it was unchanged for this long. Some file systems store times in
+// whole seconds.
 constexpr int64_t kSettledSeconds = 2;
 constexpr const char* kFolder = "dlm-runtime";
 

@@ -34,8 +34,8 @@ enum class Records {
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
 // Returns the choice of the user in $DLM_HASH_FILES. "changed" means Records::use, and so does an
-// unset or empty variable. "always" means Records::none. Throws Error(DLM_INVALID_ARGUMENT) for any
-// other value.
+// unset or empty variable. "always" means Records::none. Throws an Error with status
+// DLM_INVALID_ARGUMENT for any other value.
 Records chosen_records();
 
 }  // namespace dlm

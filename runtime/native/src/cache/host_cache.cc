@@ -72,8 +72,8 @@ class HostContext final : public Context {
     bool is_ordered = false;
   };
 
-  // Returns the offset of each tensor in the storage if every head has `rows` rows. The last
-  // element is the total size in bytes.
+  // Returns the offset of each tensor in storage with `rows` rows for every head. The last element
+  // is the total size in bytes.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
     for (size_t i = 0; i < 2 * cache_.size(); ++i) {

@@ -39,7 +39,7 @@ class Pages {
   // Takes a page that no request uses, and returns it. Call this function only if unused() is above
   // 0.
   int32_t take();
-  // Tells that one more request uses a shared page.
+  // Records that one more request uses a shared page.
   void use(int32_t page);
   // Takes back the pages of one request. `pages` must be in the order of their positions.
   void give_back(const std::vector<int32_t>& pages) noexcept;

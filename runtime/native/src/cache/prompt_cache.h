@@ -37,9 +37,9 @@ struct PromptCacheFormat {
 
 class PromptCache {
  public:
-  // Maps a file and checks it. Throws Error(DLM_NOT_FOUND) if the file is missing, and
-  // Error(DLM_BAD_BUNDLE) if the file is damaged or was made for a different bundle. The file must
-  // not change while the object exists.
+  // Maps a file and checks it. Throws an Error with status DLM_NOT_FOUND if the file is missing,
+  // and an Error with status DLM_BAD_BUNDLE if the file is damaged or was made for a different
+  // bundle. The file must not change while the object exists.
   PromptCache(const std::string& path, const PromptCacheFormat& format);
 
   const std::vector<int32_t>& tokens() const { return tokens_; }
@@ -47,7 +47,7 @@ class PromptCache {
 
   // Writes a file. `read` copies a page to the memory that its second argument points to. The
   // number of tokens must be a multiple of format.page_rows. The file appears at `path` only when
-  // it is complete. Throws Error(DLM_INVALID_ARGUMENT) if the file cannot be written.
+  // it is complete. Throws an Error with status DLM_INVALID_ARGUMENT if the file cannot be written.
   static void write(const std::string& path, const PromptCacheFormat& format,
                     const std::vector<int32_t>& tokens,
                     const std::function<void(size_t, std::byte*)>& read);

@@ -24,8 +24,9 @@ namespace dlm {
 // the length of the canvas.
 class Slots {
  public:
-  // Moves `rows` rows of a tensor from row `from` on to row `to`. If is_swap is true, exchanges the
-  // two ranges of rows instead. The ranges do not overlap.
+  // Moves `rows` consecutive rows of a tensor. The first of them moves from index `from` to index
+  // `to`. If is_swap is true, the two ranges of rows are exchanged instead. The ranges do not
+  // overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;

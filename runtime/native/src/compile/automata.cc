@@ -53,8 +53,8 @@ class Utf8 {
 
  private:
   // Adds edges for the code points from `low` to `high` that are in `points`. The byte of an edge
-  // consists of `lead` and the next bits of the code point. `base` contains the bits of the code
-  // point that the earlier bytes contain.
+  // consists of `lead` and the next bits of the code point. `base` is the code point so far: the
+  // earlier bytes have set its upper bits, and the remaining `bits` bits are 0.
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -498,8 +498,8 @@ class Subsets {
   // Finds the number of a subset. Subsets of exactly one state are in alone_ instead.
   HashIndex numbers_;
   std::vector<uint32_t> seen_;  // for each state: the value of round_ at the last visit
-  // For each state: the number of the subset of only this state, or -1 if there is no such subset
-  // yet.
+  // For each state: the number of the subset that contains only this state, or -1 if there is no
+  // such subset yet.
   std::vector<int32_t> alone_;
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;

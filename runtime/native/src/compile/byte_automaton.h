@@ -42,8 +42,8 @@ struct ByteAutomaton {
 // and its bytes end directly before `low`, the function extends the previous edge instead.
 void append_edge(ByteAutomaton& automaton, uint8_t low, uint8_t high, int32_t state);
 
-// Returns the minimal automaton for all texts that `automaton` accepts if it starts in state
-// `first`. `automaton` need not be minimal. Throws an error if the result has more states than the
+// Returns the minimal automaton for all texts that `automaton` accepts from state `first` on.
+// `automaton` need not be minimal. Throws an error if the result has more states than the
 // limit.
 ByteAutomaton minimised(const ByteAutomaton& automaton, int32_t first, Budget& budget);
 

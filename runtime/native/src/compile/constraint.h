@@ -37,12 +37,12 @@ struct Compiled {
   std::vector<std::string> warnings;
 };
 
-// Compiles a constraint. Throws Error(DLM_INVALID_ARGUMENT) if the content is not valid or not
-// supported, or if compiling exceeds a limit.
+// Compiles a constraint. Throws an Error with status DLM_INVALID_ARGUMENT if the content is not
+// valid or not supported, or if compiling exceeds a limit.
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary);
 
-// Reads the vocabulary of a compiled text file. Throws Error(DLM_UNSUPPORTED) if the tokenizer is
-// not byte-level.
+// Reads the vocabulary of a compiled text file. Throws an Error with status DLM_UNSUPPORTED if the
+// tokenizer is not byte-level.
 std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> text,
                                                   int32_t vocab_size, std::vector<int32_t> ends);
 

@@ -221,10 +221,11 @@ class Builder {
   }
 
   // Finds the tokens that can come next, and appends them to `out`. `parent` is a node of the token
-  // tree. Its bytes lead to `node`, and complete the options of `tags`. The function visits only
-  // the tokens below `parent`, or all tokens if `parent` is kNone. If `wanted` is not kNone, it is
-  // also a node of the token tree. In this case, the function leaves out all tokens of at most
-  // `forced` bytes, except the tokens of `wanted`.
+  // tree, which means a prefix of tokens. The bytes of this prefix lead to `node`, and complete the
+  // options of `tags`. The function visits only the longer tokens with this prefix, or all tokens
+  // if `parent` is kNone. If `wanted` is not kNone, it is also a node of the token tree. In this
+  // case, the function leaves out all tokens of at most `forced` bytes, except the tokens of
+  // `wanted`.
   void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
             std::vector<Leap>& out) {
     const int32_t end = parent < 0 ? tree_.size() : tree_.behind[index(parent)];

@@ -19,8 +19,9 @@ namespace dlm::compile {
 // `content` is JSON: {"parts": [...], "is_open": false}. A part is a fixed text, or a list of the 1
 // to 255 options of a question. There must be a fixed text between two questions. If `is_open` is
 // false, at least one end token follows the answer. If `is_open` is true, any tokens may follow the
-// answer. Throws Error(DLM_INVALID_ARGUMENT) if the content is not valid, if two different answers
-// have the same text, if no tokens produce the text of an option, or if compiling exceeds a limit.
+// answer. Throws an Error with status DLM_INVALID_ARGUMENT if the content is not valid, if two
+// different answers have the same text, if no tokens produce the text of an option, or if compiling
+// exceeds a limit.
 Automaton decisions(std::string_view content, const Vocabulary& vocabulary, Budget& budget);
 
 }  // namespace dlm::compile

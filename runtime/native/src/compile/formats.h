@@ -12,8 +12,8 @@ namespace dlm::compile {
 // limit values.
 bool is_format(std::string_view name);
 
-// Returns JSON strings that every validator accepts for a format. Strings that only some validators
-// accept are left out. The strings have no quotes, and are escaped as in json_text.h.
+// Returns the node for the set of JSON strings in the format `name`. The set contains only strings
+// that every validator accepts. The strings have no quotes, and are escaped as in json_text.h.
 // is_format(name) must be true.
 Node format_in_string(Expressions& expressions, std::string_view name);
 

@@ -38,8 +38,8 @@ struct GrammarText {
 // Parses a grammar. Calls refuse_grammar() if the text is not a valid grammar.
 GrammarText read_grammar(Expressions& expressions, std::string_view text);
 
-// Throws Error(DLM_INVALID_ARGUMENT) with the message "grammar: line L, column C: " + `why`. `at`
-// is a byte offset in `text`.
+// Throws an Error with status DLM_INVALID_ARGUMENT and the message "grammar: line L, column C: " +
+// `why`. `at` is a byte offset in `text`.
 [[noreturn]] void refuse_grammar(std::string_view text, size_t at, const std::string& why);
 
 }  // namespace dlm::compile

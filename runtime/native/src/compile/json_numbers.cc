@@ -354,8 +354,9 @@ std::string written(int64_t count, size_t places) {
   return count < 0 ? "-" + digits : digits;
 }
 
-// Returns the texts of multiples of the fraction `units` * 10^-`places`, if a double cannot
-// represent this fraction exactly. The comment of numbers() says which multiples are included.
+// Returns the texts of multiples of the fraction `units` * 10^-`places`. This function is for
+// fractions that a double cannot represent exactly. The comment of numbers() says which multiples
+// are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);

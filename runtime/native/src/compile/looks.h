@@ -37,9 +37,8 @@ struct Look {
 // need no further work.
 class Looks {
  public:
-  // A function that returns a node which matches any one character of a set. The function
-  // determines how characters are written, for example in UTF-8, or in UTF-8 with the escapes of
-  // JSON strings.
+  // A function that returns a node for the characters of a set. The function determines how the
+  // node writes a character, for example in UTF-8, or in UTF-8 with the escapes of JSON strings.
   using Spell = Node (*)(Expressions&, const CodePoints&);
 
   // Each error message starts with `subject`, for example "regex".

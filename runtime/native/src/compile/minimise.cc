@@ -451,8 +451,8 @@ class Minimiser {
     return false;
   }
 
-  // Compares a class with its image, edge by edge. The image of a class is the new state to which
-  // the states of the class may be equal. Also assigns images to the classes to which the edges of
+  // Compares a class with its image, edge by edge. The image of a class is a new state that may
+  // be equal to the states of the class. Also assigns images to the classes to which the edges of
   // this class lead.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];

@@ -23,8 +23,8 @@ class Vocabulary {
   using FirstToken = std::function<int32_t(std::string_view text)>;
 
   // `tokens` contains the text of each id. The text is empty for tokens that a constrained text
-  // must not contain. `ends` contains the end tokens, which may follow a text. Throws
-  // Error(DLM_INVALID_ARGUMENT) if there is no end token, or if an end token is outside the
+  // must not contain. `ends` contains the end tokens, which may follow a text. Throws an Error with
+  // status DLM_INVALID_ARGUMENT if there is no end token, or if an end token is outside the
   // vocabulary.
   Vocabulary(std::vector<std::string> tokens, int32_t vocab_size, std::vector<int32_t> ends,
              FirstToken first_token);

@@ -108,12 +108,13 @@ size_t file_size(const Automaton& automaton);
 std::vector<uint8_t> write_automaton(const Automaton& automaton);
 
 // Reads an automaton from a file's content. Checks all numbers, so that later code can rely on
-// them. Error messages start with `where`. Throws Error(DLM_BAD_BUNDLE) if the content is not
-// valid. Throws Error(DLM_UNSUPPORTED) if the version of the file is unknown.
+// them. Error messages start with `where`. Throws an Error with status DLM_BAD_BUNDLE if the
+// content is not valid. Throws an Error with status DLM_UNSUPPORTED if the version of the file is
+// unknown.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
-// Reads and checks the file at `path`. Throws the same errors as read_automaton(). Also throws
-// Error(DLM_NOT_FOUND) if the file is missing.
+// Reads and checks the file at `path`. Throws the same errors as read_automaton(). Also throws an
+// Error with status DLM_NOT_FOUND if the file is missing.
 Automaton open_automaton(const std::string& path);
 
 }  // namespace dlm

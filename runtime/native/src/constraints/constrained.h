@@ -25,8 +25,9 @@ namespace dlm {
 class Constrained final : public Proposer {
  public:
   // The constrained text starts `given` tokens before the first undecided position. `denoiser` must
-  // outlive the proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the constraint fits into
-  // the canvas. Throws Error(DLM_UNSUPPORTED) if the automaton was made for a different vocabulary.
+  // outlive the proposer. Throws an Error with status DLM_INVALID_ARGUMENT if no text of the
+  // constraint fits into the canvas. Throws an Error with status DLM_UNSUPPORTED if the automaton
+  // was made for a different vocabulary.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);

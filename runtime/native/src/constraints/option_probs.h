@@ -32,8 +32,8 @@ class OptionProbs {
   const std::vector<double>& probs() const { return probs_; }
 
  private:
-  // Sets follows_ to 1 for each option that a text can still complete after `state`. The rest of
-  // the answer with this option must fit into `room` tokens.
+  // Finds the options that a text in `state` can still complete, so that the rest of the answer
+  // fits into `room` tokens. Sets follows_ to 1 for these options, and to 0 for all others.
   void find_following(int32_t state, int32_t room);
   // Returns the number of options of a question for which follows_ is 1.
   double count_following(size_t question) const;

@@ -23,7 +23,8 @@ constexpr size_t kRun = 32;
 // weigh_highest() divides a row into this many sections. It reads only the logits that are not
 // below a bound, and chooses the bound so that each section contains at least one such logit.
 constexpr size_t kSections = 16;
-// Before best_of_class() has read more than 1 / kMany of a row's logits, it calls weigh_highest().
+// best_of_class() may read at most 1 / kMany of a row's logits. Before it would read more, it calls
+// weigh_highest().
 constexpr size_t kMany = 16;
 
 // Returns the weight of a token. The weight is -inf if the denoiser rules out the token.

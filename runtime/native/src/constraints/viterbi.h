@@ -75,13 +75,13 @@ class Viterbi {
   const Automaton& automaton_;
   Ways ways_;
   std::vector<Best> classes_;
-  // For each group: the weight at the current place. The weight is infinite if it is not computed
-  // yet.
+  // For each group: the weight of its best token at the current place, or infinity if this weight
+  // is not computed yet.
   std::vector<double> weights_;
   std::vector<int32_t> tokens_;  // for each group: the best token at the current place
   int32_t place_ = 0;            // index of the current place
-  int32_t looked_at_ = -1;       // index of the last place for which weigh_highest() was called
-  // The number of logits of the current place that best_of_class() has read.
+  int32_t looked_at_ = -1;  // index of the place for which weigh_highest() was called most recently
+  // The number of logits that best_of_class() has read at the current place.
   size_t looked_up_ = 0;
   std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit of the run
   std::vector<Layer> layers_;   // one layer per place, and one more after the last place

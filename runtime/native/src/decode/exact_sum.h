@@ -94,9 +94,9 @@ struct ExactWeight {
   }
 };
 
-// Sums of logits are first computed in double. If the best sum is at least this large (positive or
-// negative), all sums are computed again exactly. Below this limit, the rounding errors of
-// thousands of positions add up to less than 1e-6.
+// Sums of logits are first computed in double. If the magnitude of the best sum is at least this
+// large, all sums are computed again exactly. Below this limit, the rounding errors of thousands of
+// positions add up to less than 1e-6.
 constexpr double kLargestRounded = 0x1p20;
 
 }  // namespace dlm

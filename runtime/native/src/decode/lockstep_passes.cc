@@ -25,7 +25,7 @@ struct LockstepPasses::Lane {
 
   std::unique_ptr<Context> context;
   std::vector<LaneMember*> members;
-  std::vector<Row> rows;  // which canvas each batch row ran in the last pass
+  std::vector<Row> rows;  // the canvas that each row of the batch computed in the last pass
   bool has_begun = false;
   // The range of the last call of keep_outside: the context keeps the cache rows of all positions
   // outside this range. The range is empty if a pass has stored rows since that call. Then
@@ -38,8 +38,9 @@ struct LockstepPasses::Lane {
     });
   }
 
-  // Assigns the batch rows to the members' canvases. While passes read the cache, each batch row
-  // keeps its canvas, even if the row's member has left the lane.
+  // Assigns one batch row to each canvas of each member of the lane. Does nothing if the next pass
+  // reads the cache, because each canvas must then stay in the row whose cache it has filled. The
+  // rows of a member that has left the lane also stay in the batch then.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();

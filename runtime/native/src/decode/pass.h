@@ -85,14 +85,15 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
-// Throws Error(DLM_UNSUPPORTED) if the engine cannot run `batch` canvases in one pass.
+// Throws an Error with status DLM_UNSUPPORTED if the engine cannot run `batch` canvases in one
+// pass.
 void check_batch(const Engine& engine, int32_t batch);
 
 // Measures the time of passes over arbitrary tokens. Runs `repeats` passes, and writes the time of
 // each pass in seconds to `seconds`. Each pass runs `batch` requests. For each request, the pass
 // computes `tokens` new tokens, reads `cached` cached tokens, and scores `rows` rows. If `cached`
 // is above 0, one more pass fills the cache first. Calls before_pass before each pass, outside of
-// the measured time. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// the measured time. Throws an Error with status DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED.
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

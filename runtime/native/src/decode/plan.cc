@@ -76,9 +76,9 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// Returns how many tokens the engine can compute in one pass that also reads `cached` cached
-// tokens. The number is a multiple of the block length. If not even one block fits, returns
-// `tokens`.
+// Returns how many of the `tokens` tokens the engine can compute in one pass that also reads
+// `cached` cached tokens. The number is a multiple of the block length. If not even one block fits,
+// returns `tokens`.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -301,7 +301,8 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
 void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start, int32_t length) {
   const auto end =
       static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
-  // The last position of the block is not drafted, because the last row predicts it.
+  // The draft pass does not predict the last position of the block. The last row of the causal pass
+  // predicts it.
   const Range rows{start - 1, end - 1}, block{start, end}, once{};
   if (end - start > 1)
     plan.push_back({rows,

@@ -81,8 +81,8 @@ struct Stage {
 };
 
 // Checks that the policy suits the denoiser. Returns a copy of the policy with the block length
-// that the denoiser requires. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED) if the policy
-// does not suit the denoiser.
+// that the denoiser requires. Throws an Error with status DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED
+// if the policy does not suit the denoiser.
 Policy suit_policy(Policy policy, const Denoiser& denoiser);
 
 // Returns the distance from the row that predicts a position to the position, in passes that are
@@ -97,7 +97,8 @@ inline int32_t causal_shift(const Policy& policy, const Denoiser& denoiser) {
 // come from suit_policy. The first block starts at the first undecided position, or at position 0
 // with block-causal attention without draft passes. If `steps` is above 0, `steps` is the number of
 // passes planned for all blocks together. The plan stores the cache rows of the prompt before the
-// first block in as few passes as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
+// first block in as few passes as the engine allows. Throws an Error with status
+// DLM_INVALID_ARGUMENT.
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine);
 

@@ -197,8 +197,8 @@ double temperature_of(const Policy& policy, int32_t step, int32_t steps) {
 
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
-  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code computes each value
-  // from the end of the interval that is nearer, with an increment that was rounded to fp32.
+  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code starts from the
+  // nearer end of the interval for each value, and uses an increment that was rounded to fp32.
   const int32_t half = steps / 2 + steps % 2;  // half of steps + 1, which could overflow int32
   const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {
@@ -233,7 +233,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
     case Commit::statically:
     case Commit::timestep:
     case Commit::sequential:
-    case Commit::verify:  // Request decides how many of the planned rows commit
+    case Commit::verify:  // Request::verify() decides how many of the planned rows commit
       taken = planned;
       break;
     case Commit::threshold:

@@ -155,8 +155,8 @@ void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
 }
 
 // Checks the fields of a caller's policy and the combinations of fields. The caller's struct may
-// have the size of any version that this library knows. Throws Error(DLM_INVALID_ARGUMENT or
-// DLM_UNSUPPORTED) with a message that lists the valid choices.
+// have the size of any version that this library knows. Throws an Error with status
+// DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED. The message lists the valid choices.
 Policy check_policy(const dlm_policy& policy);
 
 // Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at

@@ -92,7 +92,9 @@ void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
-  // The blocks that verify() will plan need no larger passes than the last block of full length.
+  // verify() plans the later blocks, so the plan does not contain them yet. None of them needs
+  // larger passes than a whole block at the end of the canvas, so this code checks only such a
+  // block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
     plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
                   length);
@@ -130,10 +132,10 @@ bool Request::fits(const Request& other) const {
   if (!has_cache()) return true;
   // With `reuse`, the last pass of a block also stores the rows of the block. If a faster request
   // ran in lockstep with a slower request, the slower request could make one more pass. This pass
-  // would store different rows for the faster request. Then its result would depend on the slower
-  // request.
+  // would store different rows for the faster request. Then the result of the faster request would
+  // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
-  // The passes that follow depend on the tokens of the request.
+  // With the commit rule `verify`, later passes depend on the request's tokens.
   if (verifies() || other.verifies()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -226,7 +228,7 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   for (size_t number = stage_; number < plan_.size(); ++number)
     if (plan_[number].is_repeated()) add(plan_[number]);
   if (verifies()) {
-    // The blocks are planned later. The passes over the last block cost the most.
+    // verify() plans the later blocks. The passes over the last block cost the most.
     const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
     plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);

@@ -30,8 +30,8 @@ class Request {
   // the ids and lengths first. If `steps` is above 0, the request plans this number of passes for
   // all new tokens. If `proposer` is NULL, the request uses the proposer that the policy selects.
   // `top_log_probs` is the number of alternatives to store for each token that a pass commits.
-  // Throws Error(DLM_INVALID_ARGUMENT) or Error(DLM_UNSUPPORTED), for example if the plan contains
-  // a pass that is too large for the engine.
+  // Throws an Error with status DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED, for example if the plan
+  // contains a pass that is too large for the engine.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0);
@@ -116,7 +116,7 @@ class Request {
   Needs needs() const;
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.
-  // Throws Error(DLM_ENGINE_FAILED).
+  // Throws an Error with status DLM_ENGINE_FAILED.
   void step(const Predictions& predictions, Proposals& proposals);
 
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided

@@ -66,21 +66,21 @@ class Runner {
   // May be called only while no thread is in run() and there are no jobs.
   void set_most_running(int32_t requests) { options_.most_running = requests; }
 
-  // Submits a request. Any thread may call this function. Throws Error(DLM_BUSY) if most_waiting
-  // requests are already waiting, and Error(DLM_INVALID_ARGUMENT) if the request can never fit. If
-  // the last run() ended with an error, throws that error.
+  // Submits a request. Any thread may call this function. Throws an Error with status DLM_BUSY if
+  // most_waiting requests are already waiting, and an Error with status DLM_INVALID_ARGUMENT if the
+  // request can never fit. If the last run() ended with an error, throws that error.
   std::shared_ptr<Job> submit(Request request, JobOptions options);
 
   enum class Until { stopped, idle, pass };
 
   // Makes passes, and calls before_pass before each pass. `until` selects when run() returns. With
   // `stopped`, run() returns after a call of stop(). With `idle`, run() returns when no job is
-  // left. With `pass`, run() returns after one pass. If before_pass returns false, run() throws
-  // Error(DLM_CANCELLED). The jobs then remain for the next call of run().
+  // left. With `pass`, run() returns after one pass. If before_pass returns false, run() throws an
+  // Error with status DLM_CANCELLED. The jobs then remain for the next call of run().
   //
   // An error of one job ends only this job. Any other error ends every job with the status and
   // message of the error, and run() throws the error. Until the next call of run(), submit() throws
-  // it too. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
+  // it too. Throws an Error with status DLM_INVALID_ARGUMENT if another thread is in run().
   void run(Until until, const std::function<bool()>& before_pass);
   // Makes run() return after its current pass. If no thread is in run(), the next call of run()
   // returns without a pass.

@@ -124,7 +124,8 @@ class Context {
 
   // Runs one pass over consecutive positions, which are the same for all requests of the batch. The
   // context sets the field `layers` and the pointers to keys and values. The caller sets all other
-  // fields of the pass. Throws Error(DLM_ENGINE_FAILED), or another error that ends the request.
+  // fields of the pass. Throws an Error with status DLM_ENGINE_FAILED, or another error that ends
+  // the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
@@ -254,18 +255,18 @@ struct ProviderChoice {
 
 // Opens an engine that runs the graph with ONNX Runtime. Loads libonnxruntime from the path
 // `library`. If `library` is empty, searches for libonnxruntime as described in dlm_runtime.h at
-// dlm_open_options.engine_library. If `threads` is 0, the engine uses all cores. Throws
-// Error(DLM_ENGINE_MISSING) if the library, its provider or a dependency is missing. Throws
-// Error(DLM_UNSUPPORTED) if nodes of the graph would run on the CPU, but `provider` does not allow
-// that.
+// dlm_open_options.engine_library. If `threads` is 0, the engine uses all cores. Throws an Error
+// with status DLM_ENGINE_MISSING if the library, its provider or a dependency is missing. Throws an
+// Error with status DLM_UNSUPPORTED if nodes of the graph would run on the CPU, but `provider` does
+// not allow that.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
 // Opens the TensorRT engine of the bundle that can run on this device with the installed TensorRT.
 // Loads TensorRT from the path `library`. If `library` is empty, searches for TensorRT as described
-// in dlm_runtime.h at dlm_open_options.engine_library. Throws Error(DLM_ENGINE_MISSING) if the
-// library or a dependency is missing. Throws Error(DLM_UNSUPPORTED) if no engine of the bundle can
-// run.
+// in dlm_runtime.h at dlm_open_options.engine_library. Throws an Error with status
+// DLM_ENGINE_MISSING if the library or a dependency is missing. Throws an Error with status
+// DLM_UNSUPPORTED if no engine of the bundle can run.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);
@@ -276,7 +277,7 @@ std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
 // Makes an engine that cannot run passes, for a program that only inspects a bundle. Every pass
-// throws Error(DLM_UNSUPPORTED).
+// throws an Error with status DLM_UNSUPPORTED.
 std::unique_ptr<Engine> make_none(CacheShape cache);
 
 }  // namespace dlm

@@ -34,8 +34,8 @@ struct Port {
   // Returns the port's shape in a pass of B requests, T tokens, S cached tokens and R scored rows.
   // A port has at most 4 dimensions.
   std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
-  // Returns the number of bytes of a tensor with this shape. Throws Error(DLM_OUT_OF_MEMORY) if the
-  // number is too large.
+  // Returns the number of bytes of a tensor with this shape. Throws an Error with status
+  // DLM_OUT_OF_MEMORY if the number is too large.
   size_t bytes(const std::array<int64_t, 4>& shape) const;
 };
 
@@ -58,23 +58,23 @@ Ports list_ports(const GraphSpec& graph, int64_t batch);
 Port* find_port(std::vector<Port>& ports, const std::string& name);
 
 // Compares a port of the graph with the manifest, and marks the port as found. `type` and `dims`
-// come from the graph. A dim below 0 means that the graph accepts any size. Throws
-// Error(DLM_BAD_BUNDLE) if the type or the dims differ. The message contains the file `path` and
+// come from the graph. A dim below 0 means that the graph accepts any size. Throws an Error with
+// status DLM_BAD_BUNDLE if the type or the dims differ. The message contains the file `path` and
 // the `kind` of port ("input" or "output").
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims);
 
-// Throws Error(DLM_BAD_BUNDLE) if a required port was not found.
+// Throws an Error with status DLM_BAD_BUNDLE if a required port was not found.
 void check_complete(const std::string& path, const char* kind, const std::vector<Port>& ports);
 
 [[noreturn]] void refuse_port(const std::string& path, const char* kind, const std::string& name,
                               const std::string& reason);
 
-// Throws Error(DLM_ENGINE_FAILED) if one of the `count` numbers in top_probs is not finite. If the
-// denoiser computes a NaN anywhere, at least one of these numbers is NaN.
+// Throws an Error with status DLM_ENGINE_FAILED if one of the `count` numbers in top_probs is not
+// finite. If the denoiser computes a NaN anywhere, at least one of these numbers is NaN.
 void check_finite(const float* top_probs, size_t count);
 
-// Throws Error(DLM_INTERNAL) if the pass has sizes that the decoding loop never uses.
+// Throws an Error with status DLM_INTERNAL if the pass has sizes that the decoding loop never uses.
 void check_pass(const dlm_pass& pass);
 
 }  // namespace dlm

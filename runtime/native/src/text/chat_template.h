@@ -25,10 +25,10 @@ struct RenderedChat {
   std::vector<std::pair<size_t, size_t>> contents;
 };
 
-// Returns the text of a conversation. Throws Error(DLM_INVALID_ARGUMENT) if a message is not valid,
-// for example because its role is unknown. Throws Error(DLM_UNSUPPORTED) if the bundle has no
-// compiled chat template, or if the text file cannot express how the template writes this
-// conversation.
+// Returns the text of a conversation. Throws an Error with status DLM_INVALID_ARGUMENT if a message
+// is not valid, for example because its role is unknown. Throws an Error with status
+// DLM_UNSUPPORTED if the bundle has no compiled chat template, or if the text file cannot express
+// how the template writes this conversation.
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -137,9 +137,9 @@ struct TextFile {
   Numbers empty_contexts;  // contexts in which the content must not be empty
 };
 
-// Reads and checks the content of a text file. Error messages start with `where`. Throws
-// Error(DLM_BAD_BUNDLE) if the content is not valid. Throws Error(DLM_UNSUPPORTED) if the version
-// of the file is unknown.
+// Reads and checks the content of a text file. Error messages start with `where`. Throws an Error
+// with status DLM_BAD_BUNDLE if the content is not valid. Throws an Error with status
+// DLM_UNSUPPORTED if the version of the file is unknown.
 TextFile read_text_file(const void* data, size_t size, const std::string& where);
 
 }  // namespace dlm

@@ -26,8 +26,8 @@ constexpr size_t kMostTextBytes = size_t{1} << 28;
 class Index {
  public:
   void reserve(size_t count);
-  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are so many hash collisions that the keys
-  // must have been chosen to collide.
+  // Adds a number. Throws an Error with status DLM_BAD_BUNDLE if there are so many hash collisions
+  // that the keys must have been chosen to collide.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -56,8 +56,8 @@ class Text {
   const TextFile& file() const { return file_; }
 
   // Appends the ids of a text to `out`. If `how.is_prompt` is true, also adds the tokens that the
-  // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) if the text is not valid
-  // UTF-8, or if the result would contain a special token that is not allowed.
+  // tokenizer puts around a prompt. Throws an Error with status DLM_INVALID_ARGUMENT if the text is
+  // not valid UTF-8, or if the result would contain a special token that is not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
   // Appends the ids of a chat to `out`. This function recognises special tokens only in text that
   // comes from the chat template. Text from a message's content never becomes part of a special

@@ -58,7 +58,7 @@ struct Instance::Answer : std::enable_shared_from_this<Instance::Answer> {
 // A response before the last one.
 struct Instance::Step {
   std::shared_ptr<Answer> answer;
-  Tensors tensors;  // without prompt_tokens; output_ids has the whole canvas
+  Tensors tensors;  // output_ids contains the whole canvas, and prompt_tokens is not set yet
 };
 
 Instance::Instance(TRITONBACKEND_ModelInstance* instance, Model& model)
@@ -93,7 +93,7 @@ Instance::Instance(TRITONBACKEND_ModelInstance* instance, Model& model)
 void Instance::start_threads() {
   runner_ = std::thread([this] {
     char why[1024] = "";
-    // If the call fails, every request has ended with the error, and later ones may still succeed.
+    // If the call fails, all requests have ended with the error. The next call runs new requests.
     while (dlm_scheduler_run(scheduler_.get(), 0, nullptr, nullptr, why, sizeof why) != DLM_OK)
       log_error(TRITONSERVER_ErrorNew(TRITONSERVER_ERROR_INTERNAL, why));
   });
@@ -233,7 +233,7 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   request.steps = asked.steps;
   request.max_steps = asked.max_steps;
   request.deadline_ms = asked.deadline_ms;
-  if (asked.deadline_ms > 0) {  // the time for the constraint counts
+  if (asked.deadline_ms > 0) {  // the deadline includes the time to compile the constraint
     const double waited_ms = static_cast<double>(now_ns() - answer->began_ns) / 1e6;
     request.deadline_ms = std::max(asked.deadline_ms - waited_ms, 1e-3);
   }
@@ -245,7 +245,8 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   request.user = answer.get();
 
   answer->submitted_ns = now_ns();
-  // This list is allocated first, because nothing may fail while the job refers to the answer.
+  // This list is allocated before the request is submitted. If the allocation failed later, the
+  // answer would be freed while the job still refers to it.
   std::list<std::shared_ptr<Answer>> added{answer};
   dlm_job* job = nullptr;
   status = dlm_scheduler_submit(scheduler_.get(), &request, message, sizeof message, &job);
@@ -255,10 +256,11 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     running_.splice(running_.end(), added);
   }
-  wake();  // the job may have ended before it was in running_
+  wake();  // because the job may have ended before it was added to running_
 }
 
-// Runs on the thread of the passes, so it only copies the step.
+// Copies a step. Runs on the thread that runs the passes, so it must be fast, and does not send
+// responses.
 int32_t Instance::on_step(void* user, const dlm_step* step) {
   if (step->done) return 0;
   auto& answer = *static_cast<Answer*>(user);

@@ -4,7 +4,7 @@
 // - One thread sends all responses, and cancels the requests that clients have cancelled.
 // - Two threads compile new constraints, so that other requests do not wait for them.
 //
-// Triton calls start() on its own thread. start() returns before the requests have ended.
+// Triton calls start() on a thread of its own. start() returns before the request has ended.
 #pragma once
 
 #include <condition_variable>
@@ -59,13 +59,13 @@ class Instance {
   std::unique_ptr<dlm_scheduler, Destroy> scheduler_;
   int ended_ = -1;  // an eventfd; the scheduler and wake() write to it
 
-  std::mutex mutex_;  // protects the fields up to is_last_round_
+  std::mutex mutex_;  // protects the members from to_compile_ to is_last_round_
   std::condition_variable has_work_;
   std::deque<std::shared_ptr<Answer>> to_compile_;
-  std::list<std::shared_ptr<Answer>> running_;  // these have a job
+  std::list<std::shared_ptr<Answer>> running_;  // requests that have a job
   std::vector<Step> steps_;
-  bool is_closing_ = false;     // the compilers end when no request is left to compile
-  bool is_last_round_ = false;  // the scheduler is about to be destroyed
+  bool is_closing_ = false;     // true: compiler threads end when to_compile_ is empty
+  bool is_last_round_ = false;  // true: the scheduler is being destroyed, so no new job follows
 
   std::vector<std::thread> compilers_;
   std::thread runner_, replier_;

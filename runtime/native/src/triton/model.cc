@@ -39,7 +39,8 @@ class Config {
     return policy != nullptr && policy->boolean("decoupled");
   }
 
-  // Returns the value of a parameter of config.pbtxt, or `absent`.
+  // Returns the value of a parameter of config.pbtxt. If the file does not set the parameter,
+  // returns `absent`.
   std::string setting(const char* name, const char* absent) const {
     const json::Value* const parameters = root_->find("parameters");
     const json::Value* const found = parameters != nullptr ? parameters->find(name) : nullptr;

@@ -1,5 +1,5 @@
-// A version of a model: its settings, its bundle, and its last compiled constraints. The instances
-// of the version share it.
+// A version of a model: its settings, its bundle, and the constraints that were compiled last. All
+// instances of the version share this object.
 #pragma once
 
 #include <cstdint>

@@ -65,7 +65,8 @@ void* field_of(dlm_policy& policy, const dlm_policy_field& field) {
   return reinterpret_cast<char*>(&policy) + field.offset;
 }
 
-// Sets a field of `asked.policy` if the parameter is named after a field.
+// If the parameter has the name of a policy field, sets this field of `asked.policy` and returns
+// true. Otherwise returns false.
 bool read_policy_field(const Parameter& parameter, Asked& asked) {
   for (size_t index = 0;; ++index) {
     const dlm_policy_field* const field = dlm_policy_field_at(index);

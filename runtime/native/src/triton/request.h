@@ -11,7 +11,8 @@
 
 namespace dlm::triton {
 
-// A request, after its tensors and parameters were read. Exactly one of the inputs is set.
+// The tensors and parameters of a request. `input` says which of `text`, `messages` and `ids` is
+// set.
 struct Asked {
   enum class Input { text, messages, ids };
   Input input = Input::text;
@@ -28,8 +29,8 @@ struct Asked {
   bool streams = false;
   int32_t constraint_kind = -1;  // DLM_CONSTRAINT_..., or -1 without a constraint
   std::string constraint;
-  dlm_policy policy;            // only the fields in `changed` are set
-  std::vector<size_t> changed;  // indexes of policy fields
+  dlm_policy policy;            // contains only the fields in `changed`
+  std::vector<size_t> changed;  // indices of the policy fields that the request sets
 
   Outputs outputs;
 };

@@ -13,10 +13,11 @@ namespace dlm::triton {
 // Throws an Error if a function of Triton returned an error. Deletes the error.
 void check(TRITONSERVER_Error* error);
 
-// Deletes an error that cannot be reported to anyone but the log.
+// Writes an error to Triton's log, and deletes the error. Does nothing if `error` is NULL.
 void log_error(TRITONSERVER_Error* error);
 
-// Makes an error of Triton. The statuses of wrong requests become INVALID_ARG.
+// Converts a failure to an error of Triton. If the request was wrong, the error has the code
+// INVALID_ARG.
 TRITONSERVER_Error* error_of(const Failure& failure);
 
 // The output tensors that the client asked for.
@@ -35,7 +36,7 @@ struct Tensors {
   int32_t completion_tokens = 0;
 };
 
-// These functions throw no exceptions, because a request has only one last response.
+// If these functions fail, they write the error to the log and do not throw it.
 void send_tensors(TRITONBACKEND_ResponseFactory* factory, const Outputs& outputs,
                   const Tensors& tensors, bool is_last) noexcept;
 void send_failure(TRITONBACKEND_ResponseFactory* factory, const Failure& failure) noexcept;

@@ -300,8 +300,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
   return either(out);
 }
 
-// If the writer must split the case, returns the index of the choice to split next. Otherwise
-// returns nullopt.
+// Returns the index of the choice by which the writer must split the case next. Returns nullopt if
+// the case need not be split.
 std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
                                           const std::vector<std::string>& names) {
   if (formulas_.listed(formulas_.all(found.atoms)) != nullptr) return std::nullopt;

@@ -1,6 +1,6 @@
 // Interprets a JSON Schema that describes the data in a text of another format, such as CSV or XML.
-// csv.cc and xml.cc use this code to get the properties of objects, and the texts of strings,
-// numbers, booleans and nulls without JSON quotes and escapes.
+// csv.cc and xml.cc use this code. It lists the properties of objects. It also returns the texts of
+// strings, numbers, booleans and nulls, without JSON quotes and escapes.
 #pragma once
 
 #include <initializer_list>

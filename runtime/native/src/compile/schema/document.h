@@ -120,8 +120,8 @@ struct Schema {
 // The parsed text of one JSON Schema, with its subschemas and references.
 class Document {
  public:
-  // Parses the text of a schema. Throws Error(DLM_INVALID_ARGUMENT) if the text is not JSON or not
-  // a schema.
+  // Parses the text of a schema. Throws an Error with status DLM_INVALID_ARGUMENT if the text is
+  // not JSON or not a schema.
   Document(std::string_view text, Budget& budget);
   // Uses a schema that is already parsed as JSON. `root` must outlive this object.
   Document(const json::Value& root, Budget& budget);

@@ -19,8 +19,8 @@ size_t code_points(const std::string& text) {
 
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
-// Returns true if `number` is a multiple of `of`. If the computation would take too long, sets
-// *is_decided to false. In this case, the returned value has no meaning.
+// Returns true if the first number is a multiple of the second. If the computation would take too
+// long, sets *is_decided to false. In this case, the returned value has no meaning.
 bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   if (number.is_zero()) return true;
   const int64_t shift = number.exponent - of.exponent;
@@ -30,10 +30,10 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
     *is_decided = false;
     return false;
   }
-  // Each number is an integer (its digits) times a power of ten. `number` is a multiple of `of` if
-  // its digits times 10^shift are a multiple of the digits of `of`. If the shift is negative,
-  // `number` cannot be a multiple, because its digits would have to be divisible by a power of ten.
-  // But the last digit of `number` is not zero.
+  // Each number is an integer (its digits) times a power of ten. So the code tests if the first
+  // number's digits times 10^shift are a multiple of the second number's digits. If the shift is
+  // negative, the first number's digits would have to be divisible by a power of ten. They are not,
+  // because the last digit is not zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;

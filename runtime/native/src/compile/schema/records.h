@@ -19,8 +19,8 @@ std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t lo
 // Returns the texts of `low` to `high` repetitions of `part`, with `separator` between them.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
-// The two functions below throw Error(DLM_INVALID_ARGUMENT) if they do not support a schema. The
-// message contains the keyword that is not supported, and its position in the schema.
+// The two functions below throw an Error with status DLM_INVALID_ARGUMENT if they do not support a
+// schema. The message contains the keyword that is not supported, and its position in the schema.
 
 // Returns the texts of all CSV tables (RFC 4180) that `description` allows. The description
 // contains these members:

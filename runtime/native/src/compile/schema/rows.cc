@@ -46,7 +46,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();
   // For each slot: the indices of the clauses about the slot. The bool is true if the presence of
-  // the slot makes the clause true, and false if its absence does.
+  // the slot makes the clause true, and false if the absence of the slot makes it true.
   std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);
   // For each slot: a bit mask of the clauses that no later slot can make true.
   std::vector<uint64_t> closed(slots, 0);

@@ -49,8 +49,8 @@ struct Texts {
   bool is_smallest = true;  // true if a smaller most_states would not reduce `size`
 };
 
-// All functions below throw Error(DLM_INVALID_ARGUMENT) if a schema is not valid or not supported.
-// The message contains the keyword, and its position in the schema.
+// All functions below throw an Error with status DLM_INVALID_ARGUMENT if a schema is not valid or
+// not supported. The message contains the keyword, and its position in the schema.
 
 // Returns the texts of the values that are valid against a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);

@@ -83,11 +83,11 @@ struct CUDA_MEMCPY2D {
 class Cuda {
  public:
   // Loads the library that $DLM_CUDA_LIBRARY names. If the variable is not set, loads libcuda.so.1.
-  // Throws Error(DLM_ENGINE_MISSING).
+  // Throws an Error with status DLM_ENGINE_MISSING.
   Cuda();
 
-  // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message contains the name of the
-  // called function, and the driver's name for the error.
+  // Throws an Error with status DLM_ENGINE_FAILED if `result` is an error. The message contains the
+  // name of the called function, and the driver's name for the error.
   void check(CUresult result, const char* call) const;
 
 #define DLM_CUDA_MEMBER(name, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
@@ -98,8 +98,8 @@ class Cuda {
 // A CUDA device and its primary context, which TensorRT and ONNX Runtime use too.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) if the machine has no CUDA device, and
-  // Error(DLM_INVALID_ARGUMENT) if no device has this index.
+  // Throws an Error with status DLM_ENGINE_MISSING if the machine has no CUDA device, and an Error
+  // with status DLM_INVALID_ARGUMENT if no device has this index.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;

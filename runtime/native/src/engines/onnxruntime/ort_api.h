@@ -41,10 +41,11 @@ namespace dlm::ort {
 // The version of the function table that the engine requests. ONNX Runtime has supported this
 // version since release 1.20.
 constexpr uint32_t kApiVersion = 20;
-// The oldest version of ONNX Runtime that can run graphs of opset 23. All bundles use this opset.
+// 23 stands for ONNX Runtime 1.23, the oldest release that can run graphs of opset 23. All bundles
+// use opset 23.
 constexpr uint32_t kOpsetVersion = 23;
-// The oldest version of ONNX Runtime that reports which provider runs each node. With a GPU
-// provider, the engine needs this report.
+// 24 stands for ONNX Runtime 1.24, the oldest release that reports which provider runs each node.
+// With a GPU provider, the engine needs this report.
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {

@@ -14,18 +14,19 @@ struct Provider {
                                           // messages
 };
 
-// Returns the provider with this name, or NULL for "cpu". Throws Error(DLM_UNSUPPORTED) for an
-// unknown name. The message lists the known names.
+// Returns the provider with this name, or NULL for "cpu". Throws an Error with status
+// DLM_UNSUPPORTED for an unknown name. The message lists the known names.
 const Provider* find_provider(const std::string& name);
 
-// Throws Error(DLM_ENGINE_MISSING) if ONNX Runtime was built without the provider. The message says
-// what to install.
+// Throws an Error with status DLM_ENGINE_MISSING if ONNX Runtime was built without the provider.
+// The message says what to install.
 void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider);
 
 // Adds the provider to the session options. If the provider is TensorRT and allow_fallback is set,
-// also adds the CUDA provider, which runs the nodes that TensorRT does not run. Throws
-// Error(DLM_ENGINE_MISSING) if a dependency cannot be loaded. The message says what to install.
+// also adds the CUDA provider, which runs the nodes that TensorRT does not run. Throws an Error
+// with status DLM_ENGINE_MISSING if a dependency cannot be loaded. The message says what to
+// install.
 void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
                   OrtSessionOptions* options);
 

@@ -55,8 +55,8 @@ class TensorRt final : public Engine {
   // context. Any thread may call this function.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context();
 
-  // Throws Error(DLM_ENGINE_FAILED). The message contains the name of the failed call and
-  // TensorRT's own message.
+  // Throws an Error with status DLM_ENGINE_FAILED. The message contains the name of the failed call
+  // and TensorRT's own message.
   [[noreturn]] void fail_call(const std::string& call);
 
   // Discards errors that TensorRT reported during calls that succeeded. Otherwise the message of a
@@ -80,8 +80,8 @@ class TensorRt final : public Engine {
   std::mutex mutex_;  // guards engine_->createExecutionContext
 };
 
-// Opens a context, and allocates all the memory that its passes need. Throws
-// Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
+// Opens a context, and allocates all the memory that its passes need. Throws an Error with status
+// DLM_ENGINE_FAILED or DLM_OUT_OF_MEMORY.
 std::unique_ptr<Context> open_session(TensorRt& engine);
 
 }  // namespace dlm::trt

@@ -41,7 +41,8 @@ struct Library {
 };
 
 // Loads the library at the path `given`. If `given` is empty, searches for the library as described
-// in dlm_runtime.h at dlm_open_options.engine_library. Throws Error(DLM_ENGINE_MISSING).
+// in dlm_runtime.h at dlm_open_options.engine_library. Throws an Error with status
+// DLM_ENGINE_MISSING.
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

@@ -1,0 +1,74 @@
+"""Runs a denoiser layer by layer as if its layers had the formats that the search has chosen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_calibration.recipes import HIGH
+from dlm_export.families import weights
+from dlm_export.families.base import Parameters
+from dlm_export.judging.parity.by_layer import read_rounded
+from dlm_export.network.denoiser import Block
+from dlm_export.network.layered import Head, Layered, named
+from dlm_export.network.spec import HEAD, NetworkSpec
+from dlm_export.quantising import calibrate
+from dlm_export.quantising.numbers import Quantisation
+
+
+class _RoundedHead(Head):
+    """A head that multiplies by the quantised embedding table.
+
+    The head's input is rounded as the head's format requires.
+    """
+
+    def __init__(self, head: Head, done: Quantisation) -> None:
+        super().__init__(head.weight, head.device, head.bias)
+        self._done = done
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """See ``Head``."""
+        seen = calibrate.as_seen(self._done, HEAD, features.float().cpu().numpy())
+        return super().__call__(torch.from_numpy(np.ascontiguousarray(seen)))
+
+
+class Assigned(Layered):
+    """A source whose layers compute as if their weights and inputs had the chosen formats."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        network: NetworkSpec,
+        ready: Mapping[str, Quantisation],
+        formats: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
+        """``ready`` maps each format to a quantisation of all layers in this format.
+
+        ``formats`` maps each layer to its chosen format.
+        """
+        super().__init__(functools.partial(weights.tensor, parameters), network, device=device)
+        self._ready, self._formats = ready, formats
+        table = formats.get(HEAD, HIGH)
+        self._table = None if table == HIGH else ready[table]
+        if self._table is not None:
+            self.read = functools.partial(read_rounded, self._table, self.read)
+
+    def head(self) -> Head:
+        """See ``Layered``."""
+        head = super().head()
+        return head if self._table is None else _RoundedHead(head, self._table)
+
+    def block(self, i: int) -> Block:
+        """See ``Layered``."""
+        block = super().block(i)
+        modules = named(i, block)
+        for name, done in self._ready.items():
+            calibrate.simulate(
+                modules, done, [layer for layer in modules if self._formats.get(layer) == name]
+            )
+        return block
