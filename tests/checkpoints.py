@@ -236,9 +236,11 @@ def diffusion_gemma_config(**changes: Any) -> dict[str, Any]:
         "vision_config": {"hidden_size": 16, "model_type": "gemma4_vision"},
     }
     inner = {key: value for key, value in changes.items() if key in text}
-    return outer | {"text_config": text | inner} | {
-        key: value for key, value in changes.items() if key not in text
-    }
+    return (
+        outer
+        | {"text_config": text | inner}
+        | {key: value for key, value in changes.items() if key not in text}
+    )
 
 
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:

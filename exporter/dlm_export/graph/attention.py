@@ -29,6 +29,11 @@ ATTENTION = (
     f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
 )
 """Attention functions whose cache contains fp32 rows."""
+UNKERNELLED = (
+    f"{DRAFT}{NORMED}CachedAttention",
+    f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
+)
+"""The functions in ``ATTENTION`` for which the native runtime has no kernel."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
 """Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
@@ -172,7 +177,12 @@ class _Own:
         request follow each other.
         """
         op, fp32 = body.op, ir.DataType.FLOAT
-        number = op("Range", body.constant(np.int64(0)), op("Squeeze", body.size(self.first, 0)), body.constant(np.int64(1)))
+        number = op(
+            "Range",
+            body.constant(np.int64(0)),
+            op("Squeeze", body.size(self.first, 0)),
+            body.constant(np.int64(1)),
+        )
         is_later = op("Greater", op("Unsqueeze", number, body.ints(1)), number)
         is_own = op("And", is_later, op("Equal", self.first, op("Transpose", self.first)))
         # The number of rows in the earlier segments of the same request. Shape [N, 1].

@@ -421,7 +421,9 @@ class Embedding(nn.Module):
         y: Tensor = self.norm(self.types(x))
         if self.conditioning is None:
             return y
-        drafted = self.conditioning(y, torch.zeros_like(y) if conditioning is None else conditioning)
+        drafted = self.conditioning(
+            y, torch.zeros_like(y) if conditioning is None else conditioning
+        )
         return torch.where((position_ids >= self.longest).unsqueeze(-1), drafted, y)
 
 

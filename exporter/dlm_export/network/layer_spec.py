@@ -298,6 +298,4 @@ def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
     if attention.rope is None:
         return None
     size = round(attention.head_size * attention.rope.fraction)
-    return RotaryTable(
-        attention.rope.theta, attention.rope.scaling, size, attention.rope.turning
-    )
+    return RotaryTable(attention.rope.theta, attention.rope.scaling, size, attention.rope.turning)

@@ -452,9 +452,7 @@ class NetworkSpec:
             f"{mixture}.experts", experts.size, experts_site, of_experts, experts.count, share
         )
         if experts.shared_size:
-            found += self._gated(
-                f"{mixture}.shared", experts.shared_size, shared_site, of_shared
-            )
+            found += self._gated(f"{mixture}.shared", experts.shared_size, shared_site, of_shared)
         return found
 
     def _mlp(self, module: str, mlp: MlpSpec, fold: Fold | None) -> list[LinearSpec]:

@@ -150,7 +150,7 @@ class Summing final : public dlm::HostEngine {
           int64_t position = 0;
           for (const auto& [start, count] : part.rows)
             for (int64_t i = start; i < start + count; ++i) {
-              if (cache_[layer].is_ordered && static_cast<int64_t>(rows[2 * i + 1]) != position++)
+              if (mask_ == kVocabulary && static_cast<int64_t>(rows[2 * i + 1]) != position++)
                 dlm::fail(DLM_INTERNAL, "cached rows that are not in order");
               sum += value_of(static_cast<int64_t>(rows[2 * i]),
                               static_cast<int64_t>(rows[2 * i + 1]));
@@ -245,7 +245,6 @@ dlm::Denoiser noised_denoiser() {
   dlm::Denoiser of = denoiser(1, 0);
   of.mask_token_id = kVocabulary;
   of.conditioning_size = kConditioning;
-  for (dlm::CacheLayer& layer : of.cache) layer.is_ordered = true;
   return of;
 }
 

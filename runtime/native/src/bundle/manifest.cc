@@ -244,12 +244,6 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   if (out.conditioning_size > 0 && !is_uniform) size->refuse("needs noise \"uniform\"");
 }
 
-// Denoisers that start from random tokens may have layers with a sliding window. Such a layer finds
-// the window of a query by the order of the cached rows.
-void order_cache(Denoiser& denoiser) {
-  for (CacheLayer& layer : denoiser.cache) layer.is_ordered = !denoiser.has_mask_token();
-}
-
 Denoiser read_denoiser(const json::Value& loop) {
   Denoiser out{};
   out.vocab_size = read_size(loop, "vocab_size", 3, 1 << 24);
@@ -270,7 +264,6 @@ Denoiser read_denoiser(const json::Value& loop) {
   const json::Value& graph = loop.object("graph");
   out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
   out.cache = read_cache(graph);
-  order_cache(out);
   out.has_cache = true;
   return out;
 }
@@ -578,7 +571,6 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   out.draft_block = static_cast<int32_t>(d.draft_block);
   out.conditioning_size = static_cast<int32_t>(d.conditioning_size);
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
-  order_cache(out);
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);
     if (d.eos_token_ids[i] == d.mask_token_id)

@@ -18,10 +18,9 @@ namespace dlm {
 // grows with each pass. A pass reads the first part of the tensor, [heads, S], and writes the part
 // after it, [heads, T].
 //
-// The cached rows of a head may be in any order, unless keep_outside sorts them. If S or the cached
-// positions change, each head gets a new part of the tensor, and only the rows outside this part
-// must move. The number of rows that must move depends on the number of preceding heads, but not on
-// the length of the canvas.
+// The cached rows of a head may be in any order. If S or the cached positions change, each head
+// gets a new part of the tensor, and only the rows outside this part must move. The number of rows
+// that must move depends on the number of preceding heads, but not on the length of the canvas.
 class Slots {
  public:
   // Moves `rows` consecutive rows of a tensor. The first of them moves from index `from` to index
@@ -62,11 +61,18 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
+  // Records that the first `rows` positions of each head are cached, in this order, and no others.
+  void note_in_order(int32_t rows) {
+    kept_ = length_ = rows;
+    hole_ = {length_, length_};
+    for (size_t head = 0, slot = 0; head < heads_; ++head)
+      for (size_t i = 0; i < length_; ++i) put(head * stride_ + i, slot++);
+  }
+
   // Makes the rows of all positions except `first` to `last` - 1 the cached rows. The cached rows
   // must be at the start of the tensor, head by head. Returns the moves that bring them there. The
-  // caller must apply these moves to the tensor. If `is_ordered` is true, the cached rows of each
-  // head are then in the order of their positions, which takes more moves.
-  std::vector<Move> keep_outside(int32_t first, int32_t last, bool is_ordered = false) {
+  // caller must apply these moves to the tensor.
+  std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
@@ -117,7 +123,6 @@ class Slots {
     }
     kept_ = kept;
     hole_ = hole;
-    if (is_ordered) order(moves);
     return moves;
   }
 
@@ -132,22 +137,6 @@ class Slots {
   static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
     for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
     for (size_t i = std::max(one.first, other.last); i < one.last; ++i) visit(i);
-  }
-
-  // Appends the moves that sort the cached rows of each head by position.
-  void order(std::vector<Move>& moves) {
-    size_t slot = 0;
-    for (size_t head = 0; head < heads_; ++head)
-      for (size_t i = 0; i < length_; ++i) {
-        if (hole_.holds(i)) continue;
-        const size_t row = head * stride_ + i, from = slot_of_[row];
-        if (from != slot) {
-          put(row_at_[slot], from);
-          put(row, slot);
-          moves.push_back({from, slot, 1, true});
-        }
-        ++slot;
-      }
   }
 
   void put(size_t row, size_t slot) {

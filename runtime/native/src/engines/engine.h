@@ -24,8 +24,6 @@ namespace dlm {
 // its scale.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
-  // True if a pass must get the cached rows in the order of their positions.
-  bool is_ordered = false;
 
   size_t row_bytes() const { return static_cast<size_t>(head_size) * element_bytes + scale_bytes; }
   size_t tensor_bytes(int32_t batch, int32_t rows) const {
@@ -131,7 +129,7 @@ class Context {
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
   // computed by the last pass. The context may store the rows in any order, because keys include
-  // their positions.
+  // their positions. With `append`, it stores them in the order of their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
   // Returns the number of bytes of the keys and values of all requests in the batch. The number
