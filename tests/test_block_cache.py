@@ -597,7 +597,7 @@ def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, s
             bundle.generate(tokens=[1], max_new_tokens=80, **suiting[name].as_dict())
         elif name not in ("nemotron-diffusion", "diffusion-gemma") or (
             name == "diffusion-gemma" and (shift or block is None)
-        ):  # these two also suit other denoisers, but are not published for them
+        ):  # these two would also run, but are published for other denoisers only
             with pytest.raises(RequestError):
                 bundle.generate(tokens=[1], max_new_tokens=80, **policy.as_dict())
     assert ("llada" in suiting) == (block != 64)

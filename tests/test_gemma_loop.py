@@ -4,6 +4,9 @@ use the same random numbers, in the reference loop and in the native loop.
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,21 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import diffusion_gemma_config, write_checkpoint
-from denoisers import under_native_loop
+from click.testing import CliRunner
+from conftest import DEMO_CHECKPOINT
+from denoisers import load, under_native_loop
+from serving_process import serving
 
+import dlm_runtime
 from dlm_export import families
+from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import gumbels, random_tokens
-from dlm_runtime import Policy
+from dlm_runtime import Bundle, Policy
 from dlm_runtime.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
@@ -155,7 +164,6 @@ CHANGES: list[dict[str, Any]] = [
 def test_the_trajectory_is_that_of_transformers(
     denoiser: Denoiser,
     model: Any,
-    window: int,
     changes: dict[str, Any],
     prompt: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -178,10 +186,97 @@ def test_the_trajectory_is_that_of_transformers(
     ended = np.cumsum(np.array(found.tokens[prompt:]) == END) > 0
     text = np.where(ended, END, found.tokens[prompt:]).tolist()
     assert text == wanted[prompt:] + [END] * (prompt + 3 * CANVAS - len(wanted))
-    if window < CANVAS * 4:  # contexts of engines without segments do not keep rows in order
-        return
     with under_native_loop(denoiser) as native:
         out = native.generate(tokens=tokens, max_new_tokens=3 * CANVAS, **policy.as_dict())
     assert (out.tokens, out.nfe) == (found.tokens, found.nfe)
     blocks = (len(wanted) - prompt) // CANVAS
     assert out.passes == {"prefill": 1, "denoise": len(canvases), "store": blocks - 1}
+
+
+# ---- A bundle ----
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with the tokenizer and the chat template of the demo denoiser."""
+    path = tmp_path_factory.mktemp("spoken") / "checkpoint"
+    write_checkpoint(path, diffusion_gemma_config(vocab_size=3072, eos_token_id=0))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_CHECKPOINT / name, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle_path(spoken: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundle") / "bundle"
+    build(spoken, path, BuildOptions(check_parity=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(bundle_path: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(bundle_path, threads=1) as opened:
+        yield opened
+
+
+FIELDS: dict[str, Any] = {"steps_per_block": 5, "entropy_bound": 6.0, "stop": "none"}
+
+
+def test_a_bundle_generates_the_texts_of_the_reference(spoken: Path, bundle: Bundle) -> None:
+    """Requests that run alone, that share passes, and that continue each other's prompts."""
+    torch_denoiser = load(spoken)
+    shared = np.random.default_rng(1).integers(2, 3072, 40).tolist()
+    prompts = [shared[: 3 + 9 * i] for i in range(5)] + [shared[::-1]]
+    policy = bundle.policy().with_fields(FIELDS)
+    assert policy.remask == "noise"
+    wanted = [reference.generate(torch_denoiser, each, policy, 20) for each in prompts]
+    for tokens, one in zip(prompts, wanted, strict=True):
+        out = bundle.generate(tokens=tokens, max_new_tokens=20, **FIELDS)
+        assert (out.tokens, out.nfe) == (one.tokens, one.nfe)
+        assert out.passes == {"prefill": 1, "denoise": 15, "store": 2}
+    together = bundle.generate_batch(tokens=prompts, max_new_tokens=20, **FIELDS)
+    assert [out.tokens for out in together] == [one.tokens for one in wanted]
+    with bundle.scheduler(max_running=3, max_tokens=16) as scheduler:
+        jobs = [
+            scheduler.submit(tokens=tokens, max_new_tokens=20, **FIELDS)
+            for tokens in [*prompts, *prompts]
+        ]
+        for job, one in zip(jobs, [*wanted, *wanted], strict=True):
+            assert job.result().tokens == one.tokens
+
+
+def test_commands_run_the_preset(bundle_path: Path) -> None:
+    def invoke(*arguments: object) -> Any:
+        done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    made = invoke("run", bundle_path, "--tokens", "5,6,7", "--max-new-tokens", 16, "--json")
+    assert made["passes"]["denoise"] == made["nfe"] - 1 - made["passes"]["store"]
+    warm = invoke(
+        *("run", bundle_path, "--tokens", "5,6,7", "--max-new-tokens", 8, "--json"),
+        *("--temperature", 0.2, "--set", "steps_per_block=3"),
+    )
+    assert warm["passes"] == {"prefill": 1, "denoise": 3, "store": 0}
+    invoke("bench", bundle_path, "--rounds", 3, "--prompt-tokens", 8, "--new-tokens", 8, "--json")
+
+
+def test_a_server_answers_with_the_preset(bundle_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("httpx")
+    messages = [{"role": "user", "content": "turn on the kitchen lights"}]
+    with serving(bundle_path) as served:
+
+        def answer(**fields: Any) -> Any:
+            body = {"model": served.model, "messages": messages, "max_tokens": 16, "seed": 5}
+            return served.client.post("/v1/chat/completions", json=body | fields)
+
+        found = answer().json()
+        # One pass over the prompt, at most 48 over each block, and one that stores the first block.
+        assert 1 < found["usage"]["denoising_passes"] <= 1 + 48 + 1 + 48
+        text = found["choices"][0]["message"]["content"]
+        assert text == answer().json()["choices"][0]["message"]["content"]
+        assert text != answer(seed=6).json()["choices"][0]["message"]["content"]
+        refused = answer(response_format={"type": "json_object"})
+        assert refused.status_code == 400
+        assert "starts from random tokens" in refused.text

@@ -84,8 +84,8 @@ class Policy:
         reserve: "end": the last position holds an end token from the start. "none": the last
             position is generated.
         reuse_prompt: For the caches "prefix" and "dual", with ``refresh`` above 0. 1: a request
-            uses the keys and values of an earlier request if its prompt starts with the same
-            tokens. This is an approximation. 0: the whole prompt is computed.
+            uses the keys and values of an earlier request if its prompt starts with the same tokens.
+            This is an approximation. 0: the whole prompt is computed.
         temperature_drop: For "noise" and "sample", 0 or more: by how much the temperature falls
             over the planned passes of a block.
         stable_entropy: For "noise" and the score "entropy": in nats, 0 or more. A block ends early

@@ -111,7 +111,7 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
     block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
     if (
         bundle.draft_block is not None
-    ):  # here, blocks start after the prompt, whose last row is computed if it predicts a token
+    ):  # blocks start after the prompt, whose last row is computed if it predicts a token
         block_length, shift = 1, int(policy.remask != "noise")
     if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
         raise RequestError(

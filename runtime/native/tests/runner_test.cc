@@ -268,8 +268,8 @@ void test_random_requests(uint32_t seed, bool shares) {
                 shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
   const bool is_noised = visible_block == 1 && random() % 2 == 0;
   const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
-  Summing engine(shape(), visible_block, shares, is_noised),
-      other(shape(), visible_block, false, is_noised);
+  Summing engine(of.cache, visible_block, shares, is_noised),
+      other(of.cache, visible_block, false, is_noised);
   const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
   Scheduler scheduler(
       of, engine,
@@ -327,12 +327,12 @@ void test_prefixes(uint32_t seed) {
                 page = dlm::page_rows(visible_block);
   const bool is_noised = visible_block == 1;
   const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
-  Summing engine(shape(), visible_block, true, is_noised),
-      other(shape(), visible_block, false, is_noised);
+  Summing engine(of.cache, visible_block, true, is_noised),
+      other(of.cache, visible_block, false, is_noised);
   const int64_t rows = page * (8 + static_cast<int64_t>(random() % 20));
   const int64_t most_idle = any_of<int64_t>(random, {0, page, 3 * page, rows});
   const bool has_files = random() % 2 == 0;
-  Summing other_sharing(shape(), visible_block, true, is_noised);
+  Summing other_sharing(of.cache, visible_block, true, is_noised);
   Scheduler scheduler(
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,

@@ -147,10 +147,14 @@ class Summing final : public dlm::HostEngine {
           uint64_t sum = 0;
           const auto* const rows = static_cast<const float*>(tensors[layer]) +
                                    (b * cache_[layer].kv_heads + head) * pass.cached * 2;
+          int64_t position = 0;
           for (const auto& [start, count] : part.rows)
-            for (int64_t i = start; i < start + count; ++i)
+            for (int64_t i = start; i < start + count; ++i) {
+              if (mask_ == kVocabulary && static_cast<int64_t>(rows[2 * i + 1]) != position++)
+                dlm::fail(DLM_INTERNAL, "cached rows that are not in order");
               sum += value_of(static_cast<int64_t>(rows[2 * i]),
                               static_cast<int64_t>(rows[2 * i + 1]));
+            }
           if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
           found = sum;
         }

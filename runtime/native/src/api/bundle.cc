@@ -52,6 +52,11 @@ constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
                                          int threads, const dlm::ProviderChoice& provider) {
   if (manifest.engine == "none") return dlm::make_none(manifest.denoiser.cache);
+  if (manifest.graph.conditioning_size > 0 &&
+      (manifest.engine != "onnxruntime" || provider.is_gpu()))
+    dlm::fail(DLM_UNSUPPORTED,
+              "GPUs do not support self-conditioning yet: open this bundle with engine "
+              "\"onnxruntime\" and provider \"cpu\"");
   if (manifest.engine == "onnxruntime")
     return dlm::open_onnxruntime(manifest.graph, library, threads, provider);
   if (manifest.engines.empty())
@@ -60,10 +65,6 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
         "this bundle has no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
         "CPU, or with a provider such as \"cuda\"",
         manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
-  if (manifest.graph.conditioning_size > 0)
-    dlm::fail(DLM_UNSUPPORTED,
-              "engine \"tensorrt\" does not support self-conditioning yet: open this bundle with "
-              "engine \"onnxruntime\"");
   return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
 }
 
