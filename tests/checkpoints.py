@@ -184,6 +184,65 @@ def nemotron_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def diffusion_gemma_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny DiffusionGemma, with the keys that transformers writes.
+
+    ``changes`` of keys that ``text_config`` contains are made there.
+    """
+    text: dict[str, Any] = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "max_position_embeddings": 256,
+        "model_type": "diffusion_gemma_text",
+        "moe_intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "per_layer_config": {"2": {"head_dim": 32, "num_key_value_heads": 1}},
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "top_k_experts": 3,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": 160,
+    }
+    outer: dict[str, Any] = {
+        "architectures": ["DiffusionGemmaForBlockDiffusion"],
+        "boi_token_id": 255999,
+        "canvas_length": 8,
+        "eoi_token_id": 258882,
+        "image_token_id": 258880,
+        "initializer_range": 0.02,
+        "model_type": "diffusion_gemma",
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 16, "model_type": "gemma4_vision"},
+    }
+    inner = {key: value for key, value in changes.items() if key in text}
+    return (
+        outer
+        | {"text_config": text | inner}
+        | {key: value for key, value in changes.items() if key not in text}
+    )
+
+
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Fast-dLLM v2, with the released keys.
 
@@ -644,7 +703,54 @@ def nemotron_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def diffusion_gemma_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of DiffusionGemma that transformers writes, without a vision tower."""
+    c = config["text_config"]
+    hidden, inner, count = c["hidden_size"], c["intermediate_size"], c["num_experts"]
+    size, heads = c["moe_intermediate_size"], c["num_attention_heads"]
+    decoder = "model.decoder."
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{decoder}embed_tokens.weight": (c["vocab_size"], hidden),
+        f"{decoder}norm.weight": (hidden,),
+        f"{decoder}self_conditioning.pre_norm.weight": (hidden,),
+        f"{decoder}self_conditioning.gate_proj.weight": (inner, hidden),
+        f"{decoder}self_conditioning.up_proj.weight": (inner, hidden),
+        f"{decoder}self_conditioning.down_proj.weight": (hidden, inner),
+    }
+    norms = (
+        *("input_layernorm", "post_attention_layernorm"),
+        *(f"pre_feedforward_layernorm{end}" for end in ("", "_2")),
+        *(f"post_feedforward_layernorm{end}" for end in ("", "_1", "_2")),
+    )
+    for i, kind in enumerate(c["layer_types"]):
+        own = c["per_layer_config"].get(str(i), {})
+        kv_heads = own.get("num_key_value_heads", c["num_key_value_heads"])
+        width, layer = own.get("head_dim", c["head_dim"]), f"{decoder}layers.{i}."
+        shapes |= {f"{layer}{norm}.weight": (hidden,) for norm in norms}
+        shapes |= {
+            f"{layer}layer_scalar": (1,),
+            f"model.encoder.language_model.layers.{i}.layer_scalar": (1,),
+            f"{layer}self_attn.q_proj.weight": (heads * width, hidden),
+            f"{layer}self_attn.k_proj.weight": (kv_heads * width, hidden),
+            f"{layer}self_attn.o_proj.weight": (hidden, heads * width),
+            f"{layer}self_attn.q_norm.weight": (width,),
+            f"{layer}self_attn.k_norm.weight": (width,),
+            f"{layer}mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}mlp.up_proj.weight": (inner, hidden),
+            f"{layer}mlp.down_proj.weight": (hidden, inner),
+            f"{layer}router.scale": (hidden,),
+            f"{layer}router.per_expert_scale": (count,),
+            f"{layer}router.proj.weight": (count, hidden),
+            f"{layer}experts.gate_up_proj": (count, 2 * size, hidden),
+            f"{layer}experts.down_proj": (count, hidden, size),
+        }
+        if kind == "sliding_attention":
+            shapes[f"{layer}self_attn.v_proj.weight"] = (kv_heads * width, hidden)
+    return shapes
+
+
 SHAPES = {
+    "DiffusionGemmaForBlockDiffusion": diffusion_gemma_shapes,
     "NemotronLabsDiffusionModel": nemotron_shapes,
     "BertForMaskedLM": bert_shapes,
     "RobertaForMaskedLM": roberta_shapes,
@@ -679,7 +785,7 @@ def random_tensor(
     noise = torch.randn(shape, generator=generator)
     if name.endswith("orm.bias"):
         return (0.1 * noise).to(dtype)
-    if "norm" in name.lower() or "ln_f" in name:
+    if "norm" in name.lower() or "ln_f" in name or name.endswith(("scalar", "scale")):
         return (1 + 0.1 * noise).to(dtype)
     if name.endswith("bias"):
         return (0.1 * noise).to(dtype)

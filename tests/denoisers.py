@@ -41,11 +41,15 @@ def under_native_loop(
         if p.past:
             past = [(torch.from_numpy(k)[None], torch.from_numpy(v)[None]) for k, v in p.past]
         ids, positions = torch.from_numpy(p.input_ids)[None], torch.from_numpy(p.position_ids)[None]
-        features, present = denoiser.hidden(ids, positions, past)
+        conditioning = None if p.conditioning is None else torch.from_numpy(p.conditioning)[None]
+        features, present = denoiser.hidden(ids, positions, past, conditioning=conditioning)
         logits = denoiser.project(features[0, torch.from_numpy(p.score_rows)]).float()
         if p.logits is not None:
             p.logits[:] = logits.numpy()
-        logits[:, c.mask_token_id] = -torch.inf
+        if p.next_conditioning is not None:
+            temperature = torch.from_numpy(p.temperature)
+            p.next_conditioning[:] = denoiser.soft_embedding(logits, temperature).numpy()
+        logits[:, c.mask_token_id : c.mask_token_id + 1] = -torch.inf
         probs = logits.softmax(-1)
         order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :2]
         p.top_tokens[:] = order.int().numpy()
@@ -67,6 +71,7 @@ def under_native_loop(
         has_cache=True,
         visible_block=c.visible_block,
         draft_block=c.draft_block,
+        conditioning_size=0 if c.conditioning is None else c.hidden_size,
     )
     return from_callback(info, run)
 

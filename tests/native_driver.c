@@ -608,7 +608,11 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_POLICY(timestep_eps, 0.0, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* argmax does not allow a temperature */
   REFUSE_POLICY(temperature, (double)NAN, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(select, "sample", DLM_INVALID_ARGUMENT); /* at temperature 0 */
+  REFUSE_POLICY(select, "sample", DLM_INVALID_ARGUMENT);      /* at temperature 0 */
+  REFUSE_POLICY(temperature_drop, 0.1, DLM_INVALID_ARGUMENT); /* for remask "noise" only */
+  REFUSE_POLICY(stable_entropy, 0.1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(stable_passes, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(remask, "noise", DLM_INVALID_ARGUMENT); /* commit is "static" */
   REFUSE_POLICY(top_p, 1.5, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(top_k, -1, DLM_INVALID_ARGUMENT);
   REFUSE_VALUE(score_of);

@@ -209,6 +209,7 @@ def test_a_choice_falls_short_by_how_much_worse_it_is(
             count, active, 8, router=RouterSpec(groups=groups, active_groups=active_groups)
         ),
         4,
+        1e-6,
     )
     generator = torch.Generator().manual_seed(seed)
     router.weight.data = torch.randn(4, count, generator=generator)

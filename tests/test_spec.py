@@ -299,7 +299,7 @@ def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights(
     spec = ExpertsSpec(
         6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)
     )
-    router = Router(spec, 1)
+    router = Router(spec, 1, 1e-6)
     products = torch.tensor([2.0, 1.0, -1.0, 0.0, 1.5, -3.0])
     router.weight.copy_(products[None])
     router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0, 0.0]))

@@ -176,7 +176,7 @@ def _check_config(
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
     """Return the presets for a network. If its attention has a window, no preset uses a cache."""
-    presets = presets_for(network.visible_block, network.shift, network.draft_block)
+    presets = presets_for(network.visible_block, network.shift, network.draft_block, network.noise)
     if not network.has_window:
         return presets
     return {name: policy.with_fields({"cache": "none"}) for name, policy in presets.items()}

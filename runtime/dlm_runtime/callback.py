@@ -28,7 +28,8 @@ class DenoiserInfo:
 
     Args:
         vocab_size: V, the size of the vocabulary, 3..16777216.
-        mask_token_id: The id of the mask token, 0..V-1.
+        mask_token_id: The id of the mask token, 0..V-1. V means that the denoiser has no mask token
+            and starts from random tokens. It then has draft passes.
         max_canvas_length: The longest canvas in tokens, 1..16777216.
         eos_token_ids: The ids of the end tokens. The mask token must not be an end token.
         layers: Number of layers, 1..1024.
@@ -41,6 +42,8 @@ class DenoiserInfo:
         visible_block: The block length of block-causal attention. If None, attention is full.
         draft_block: The number of tokens of a draft pass. If None, there are no draft passes. A
             denoiser with draft passes has visible_block 1, shift 0 and a cache.
+        conditioning_size: C, the number of values of self-conditioning per row, 0..65536. 0 means
+            that the denoiser has no self-conditioning. Otherwise, the denoiser has no mask token.
     """
 
     vocab_size: int
@@ -57,6 +60,8 @@ class DenoiserInfo:
     """The block length of block-causal attention. None means that attention is full."""
     draft_block: int | None = None
     """The number of tokens of a draft pass. None means that there are no draft passes."""
+    conditioning_size: int = 0
+    """The number of values of self-conditioning per row. 0 means that there is none."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ class CallbackPass:
         entropy: Output ``[R]``: the entropy of each row's distribution.
         logits: Output ``[R, V]``.
         present: Output: the keys and values of the T tokens, as nested lists like ``past``.
+        conditioning: ``next_conditioning`` of the last pass over the same block, ``[T, C]``. The
+            values are 0 in the first pass over a block, and in causal passes. None if the denoiser
+            has no self-conditioning. The same holds for the next two fields.
+        temperature: The temperature of each scored row, ``[R]``, for ``next_conditioning``.
+        next_conditioning: Output ``[R, C]``, computed from the softmax of the logits divided by
+            ``temperature``. None if it is not needed.
     """
 
     input_ids: np.ndarray
@@ -93,6 +104,9 @@ class CallbackPass:
     entropy: np.ndarray | None
     logits: np.ndarray | None
     present: list[tuple[np.ndarray, np.ndarray]] | None
+    conditioning: np.ndarray | None = None
+    temperature: np.ndarray | None = None
+    next_conditioning: np.ndarray | None = None
 
 
 def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
@@ -124,6 +138,10 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
     tokens, probs = _view(p.top_tokens, (B, R, info.top_k)), _view(p.top_probs, (B, R, info.top_k))
     entropy = _view(p.entropy, (B, R)) if p.entropy else None
     logits = _view(p.logits, (B, R, info.vocab_size)) if p.logits else None
+    c = info.conditioning_size
+    conditioning = _view(p.conditioning, (B, T, c)) if p.conditioning else None
+    temperature = _view(p.temperature, (B, R)) if p.temperature else None
+    following = _view(p.next_conditioning, (B, R, c)) if p.next_conditioning else None
     past = _rows(info, p.past_keys, p.past_values, B, S) if S else []
     present = _rows(info, p.present_keys, p.present_values, B, T) if p.present_keys else None
     for b in range(B):
@@ -137,6 +155,9 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
             entropy=None if entropy is None else entropy[b],
             logits=None if logits is None else logits[b],
             present=None if present is None else [(keys[b], values[b]) for keys, values in present],
+            conditioning=None if conditioning is None else conditioning[b],
+            temperature=None if temperature is None else temperature[b],
+            next_conditioning=None if following is None else following[b],
         )
 
 
@@ -188,6 +209,7 @@ def from_callback(
     denoiser.has_cache = int(info.has_cache)
     denoiser.visible_block = info.visible_block or 0
     denoiser.draft_block = info.draft_block or 0
+    denoiser.conditioning_size = info.conditioning_size
     denoiser.eos_token_ids = C.cast(eos, _native.i32p)
     denoiser.eos_count = len(info.eos_token_ids)
     function = _native.PassFn(call)

@@ -45,7 +45,8 @@ class Policy:
             "entropy_threshold".
         compare: How a score is compared with the threshold: ">=" or ">".
         remask: "none": committed tokens do not change. "edit": extra passes may replace tokens of a
-            finished block.
+            finished block. "noise": a block starts from random tokens, and each pass predicts all
+            its positions again.
         cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
             "block" or "block-dual".
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
@@ -85,9 +86,15 @@ class Policy:
         reserve: "end": the last position holds an end token from the start. "none": the last
             position is generated.
         reuse_prompt: For the caches "prefix" and "dual", with ``refresh`` above 0. 1: a request
-        uses
-            the keys and values of an earlier request if its prompt starts with the same tokens.
+            uses the keys and values of an earlier request if its prompt starts with the same tokens.
             This is an approximation. 0: the whole prompt is computed.
+        temperature_drop: For "noise" and "sample", 0 or more: by how much the temperature falls
+            over the planned passes of a block.
+        stable_entropy: For "noise" and the score "entropy": in nats, 0 or more. A block ends early
+            if the mean entropy of its positions is below this value, and if its most likely tokens
+            are stable. 0 means that all planned passes run.
+        stable_passes: For ``stable_entropy``: the most likely tokens of a block are stable if they
+            did not change in this many passes before.
     """
 
     select: str = "argmax"
@@ -118,13 +125,17 @@ class Policy:
     reserve: str = "none"
     reuse_prompt: int = 0
     next_block: float = 1.0
+    temperature_drop: float = 0.0
+    stable_entropy: float = 0.0
+    stable_passes: int = 1
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.
 
         ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
         value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
-        ``temperature`` becomes 0. ``beside`` contains the names of the caller's other arguments.
+        ``temperature`` becomes 0. If ``temperature`` changes but not ``temperature_drop``, the drop
+        changes by the same factor. ``beside`` contains the names of the caller's other arguments.
         The error message for an unknown field may suggest one of these names.
         """
         known = [field.name for field in fields(self)]
@@ -146,6 +157,13 @@ class Policy:
             )
         elif changes.get("select") == "argmax" and "temperature" not in changes:
             changes["temperature"] = 0.0
+        if "temperature_drop" not in changes:
+            if changes.get("select") == "argmax":
+                changes["temperature_drop"] = 0.0
+            elif self.temperature_drop and isinstance(changes.get("temperature"), Real):
+                changes["temperature_drop"] = (
+                    self.temperature_drop * float(changes["temperature"]) / self.temperature
+                )
         return replace(self, **changes)
 
     def greedy(self) -> Policy:

@@ -2,7 +2,8 @@
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
 (arXiv:2510.06303), d3LLM (arXiv:2601.07568), and the released code of RND1, LLaDA2, Fast-dLLM v2,
-Stable-DiffCoder and Nemotron-Labs-Diffusion. ``docs/reference/policies.md`` describes each preset.
+Stable-DiffCoder, Nemotron-Labs-Diffusion and DiffusionGemma. ``docs/reference/policies.md``
+describes each preset.
 """
 
 from __future__ import annotations
@@ -79,6 +80,22 @@ PRESETS = {
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
     # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
     "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),
+    # For denoisers without a mask token. A block starts from random tokens. Each pass accepts the
+    # positions with the lowest entropies and draws new random tokens for the others. The temperature
+    # falls from 0.8 to 0.4. A block ends after 48 passes, or when its tokens are stable and certain.
+    "diffusion-gemma": Policy(
+        select="sample",
+        commit="entropy_bound",
+        score="entropy",
+        score_of="draw",
+        remask="noise",
+        cache="block",
+        block_length=0,
+        steps_per_block=48,
+        temperature=0.8,
+        temperature_drop=0.4,
+        stable_entropy=0.005,
+    ),
 }
 
 _OF_DRAFTS = [
@@ -88,19 +105,24 @@ _OF_DRAFTS = [
 
 
 def presets_for(
-    visible_block: int | None, shift: int, draft_block: int | None = None
+    visible_block: int | None,
+    shift: int,
+    draft_block: int | None = None,
+    noise: str = "absorbing",
 ) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
     ``visible_block`` is the block length of the denoiser's attention, or None if attention is full.
     For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
     of the network. ``draft_block`` is the number of tokens of a draft pass, or None if the denoiser
-    has no draft passes.
+    has no draft passes. ``noise`` is "absorbing" for denoisers with a mask token, and "uniform" for
+    denoisers that start from random tokens.
     """
     found = {
         name: policy
         for name, policy in PRESETS.items()
-        if _suits(policy, visible_block, shift, draft_block)
+        if (policy.remask == "noise") == (noise == "uniform")
+        and _suits(policy, visible_block, shift, draft_block)
     }
     if visible_block is None:
         return found

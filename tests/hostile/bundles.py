@@ -400,6 +400,22 @@ LOOP: list[Case] = [
         put("loop", "draft_block", 8),
         "loop.draft_block: needs visible_block 1 and shift 0",
     ),
+    Case("unknown noise", put("loop", "noise", "pink"), 'loop.noise: "pink" is not known'),
+    Case(
+        "random tokens beside a mask token",
+        put("loop", "noise", "uniform"),
+        "loop.mask_token_id: expected an integer",
+    ),
+    Case(
+        "self-conditioning with mask tokens",
+        put("loop", "conditioning_size", 8),
+        'loop.conditioning_size: needs noise "uniform"',
+    ),
+    Case(
+        "a port for self-conditioning that is missing",
+        put("loop", "graph", "ports", "conditioning", "conditioning"),
+        "loop.graph.ports.conditioning: needs conditioning_size above 0",
+    ),
     Case(
         "a block of nothing",
         put("loop", "visible_block", 0),

@@ -203,6 +203,7 @@ def check_job(request: Request, source: Source) -> Job:
     )
     formats: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
+    _check_noise(request, network)
     if request.recipe is not None and network.mixtures():
         request = replace(request, recipe=for_experts(request.recipe))
     if request.recipe is not None:
@@ -238,6 +239,22 @@ def check_job(request: Request, source: Source) -> Job:
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
     return job
+
+
+def _check_noise(request: Request, network: NetworkSpec) -> None:
+    """Raise an error if this version cannot make the build for a network without a mask token."""
+    if network.has_mask_token:
+        return
+    if request.on_gpu:
+        raise TargetError(
+            f"target {request.targets[0].name}: {network.architecture} has self-conditioning, which this version supports on "
+            "CPUs only. Build for cpu."
+        )
+    if request.is_quantised:
+        raise RecipeError(
+            f"{network.architecture} has no mask token, and this version cannot calibrate such a denoiser: build with "
+            "--precision fp32, fp16 or bf16"
+        )
 
 
 DENSE_EXPERTS = 16

@@ -88,6 +88,8 @@ def make_manifest(
             **{name: described.pop(name) for name in LOOP_FIELDS},
             **({} if network.visible_block is None else {"visible_block": network.visible_block}),
             **({} if network.draft_block is None else {"draft_block": network.draft_block}),
+            **({} if network.noise == "absorbing" else {"noise": network.noise}),
+            **({} if network.conditioning is None else {"conditioning_size": network.hidden_size}),
             "graph": graph,
             "presets": {name: policy.as_dict() for name, policy in presets.items()},
             "default_preset": default_preset,

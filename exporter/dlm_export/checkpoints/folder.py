@@ -127,6 +127,7 @@ class Config:
         self.path = path
         self._values = values
         self._read: set[str] = set()
+        self._sections: dict[str, Config] = {}
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or ``None`` if the key is missing."""
@@ -138,7 +139,7 @@ class Config:
 
         Keys whose value is null or false are left out.
         """
-        return [
+        found = [
             key
             for key, value in self._values.items()
             if key not in self._read
@@ -146,6 +147,20 @@ class Config:
             and value is not None
             and value is not False
         ]
+        return found + [
+            f"{name}.{key}" for name, section in self._sections.items() for key in section.unread()
+        ]
+
+    def section(self, key: str) -> Config:
+        """Return the object under ``key`` as a ``Config``. Raises CheckpointError."""
+        if key not in self._sections:
+            values = self.get(key)
+            if not isinstance(values, dict):
+                raise CheckpointError(
+                    f"{self.path}: {key} must be an object, found {reprlib.repr(values)}"
+                )
+            self._sections[key] = Config(self.path, values)
+        return self._sections[key]
 
     def integer(
         self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 24

@@ -211,10 +211,9 @@ def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSp
         raise CheckpointError(
             f"{checkpoint.path}: the tokenizer has {size} ids, but the denoiser's vocabulary has only {vocab_size}"
         )
-    specials = [
-        ("mask_token_id", network.mask_token_id),
-        *(("eos_token_id", token) for token in network.eos_token_ids),
-    ]
+    specials = [("eos_token_id", token) for token in network.eos_token_ids]
+    if network.noise != "uniform":  # otherwise, the denoiser has no mask token
+        specials.insert(0, ("mask_token_id", network.mask_token_id))
     names = tokenizer.names([token for _, token in specials])
     for (name, token), text in zip(specials, names, strict=True):
         if text is None:

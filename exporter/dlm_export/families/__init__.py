@@ -18,6 +18,7 @@ from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import (
     a2d,
     bert,
+    diffusion_gemma,
     dream,
     fast_dllm_v2,
     llada,
@@ -45,8 +46,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
-        *(stable_diffcoder.FAMILY, wedlm.FAMILY),
-        *(nemotron_labs_diffusion.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
+        *(stable_diffcoder.FAMILY, wedlm.FAMILY, nemotron_labs_diffusion.FAMILY),
+        *(diffusion_gemma.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
         torch_encoder.FAMILY,
     )
 }

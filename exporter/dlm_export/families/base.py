@@ -52,18 +52,19 @@ class Piece:
     """A released tensor, or a part of it.
 
     If ``rows`` is ``(first, last)``, the part consists of the entries ``[first, last)`` of the
-    tensor's first axis.
+    tensor's axis ``axis``.
     """
 
     tensor: str
     rows: tuple[int, int] | None = None
+    axis: int = 0
 
 
 @dataclass(frozen=True)
 class Origin:
     """Says which tensors of a checkpoint, or parts of tensors (pieces), make up one parameter.
 
-    If ``is_stacked`` is false, the pieces are concatenated along their first axis. If
+    If ``is_stacked`` is false, the pieces are concatenated along their axis ``axis``. If
     ``is_stacked`` is true, each piece is one entry of a new first axis, for example one expert. If
     ``transpose`` is true, the released matrices are ``[out, in]``, and the parameter is ``[in,
     out]``. Several parameters may use the same tensor. For example, a fused matrix contains the
@@ -93,9 +94,10 @@ class Origin:
             return [released[1:]] * len(self.pieces)
         if self.whole is not None:
             return [released]
+        (axis,) = {piece.axis for piece in self.pieces}
         counts = [last - first for piece in self.pieces for first, last in (piece.rows or (0, 0),)]
-        assert sum(counts) == released[0], (released, self)
-        return [(count, *released[1:]) for count in counts]
+        assert sum(counts) == released[axis], (released, self)
+        return [(*released[:axis], count, *released[axis + 1 :]) for count in counts]
 
 
 @dataclass(frozen=True)
@@ -229,9 +231,11 @@ class Layout:
             return outside[parameter]
         if module in outside:
             return f"{outside[module]}.{kind}"
-        _, i, inner = module.split(".", 2)  # blocks.I.INNER
-        own = self.names.get(f"{inner}.{kind}")
-        return self.layer.format(i=i) + (f"{self.names[inner]}.{kind}" if own is None else own)
+        _, i, inner = parameter.split(".", 2)  # blocks.I.INNER
+        own = self.names.get(inner)
+        if own is None:
+            own = f"{self.names[inner.removesuffix(f'.{kind}')]}.{kind}"
+        return self.layer.format(i=i) + own
 
 
 def split_rows(

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Overrides
 from dlm_runtime.files import read_object, read_text
 from dlm_runtime.text.tokenizer import TOKENIZER_LIMIT_BYTES
@@ -37,6 +37,17 @@ def special_tokens(
     ``mask_text`` is the mask token's text, for releases whose files do not record which token is
     the mask token. Raises CheckpointError.
     """
+    mask = _mask_token(checkpoint, overrides, mask_text)
+    eos, pad = end_and_pad_tokens(checkpoint, checkpoint.config, vocab_size)
+    _check_token(checkpoint, "mask_token_id", mask, vocab_size)
+    if mask in eos:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id"
+        )
+    return SpecialTokens(mask, eos, pad)
+
+
+def _mask_token(checkpoint: Checkpoint, overrides: Overrides, mask_text: str | None) -> int:
     config = checkpoint.config
     mask = overrides.mask_token_id
     for found in (
@@ -51,6 +62,16 @@ def special_tokens(
             f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json{other}. "
             "Pass --mask-token-id."
         )
+    return mask
+
+
+def end_and_pad_tokens(
+    checkpoint: Checkpoint, config: Config, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
+    """Find the IDs of the end tokens and of the padding token. Raises CheckpointError.
+
+    ``config`` is config.json, or the part of it that describes the network.
+    """
     eos: list[int] = []
     generation = checkpoint.optional_json("generation_config.json")
     for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
@@ -58,23 +79,19 @@ def special_tokens(
             if token is not None and token not in eos:
                 eos.append(token)
     pad = config.get("pad_token_id")
-    for name, token in [
-        ("mask_token_id", mask),
-        ("pad_token_id", pad),
-        *(("eos_token_id", token) for token in eos),
-    ]:
-        if token is None and name == "pad_token_id":
-            continue
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise CheckpointError(
-                f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
-                "Pass --mask-token-id, or correct the file."
-            )
-    if mask in eos:
+    if pad is not None:
+        _check_token(checkpoint, "pad_token_id", pad, vocab_size)
+    for token in eos:
+        _check_token(checkpoint, "eos_token_id", token, vocab_size)
+    return tuple(eos), pad
+
+
+def _check_token(checkpoint: Checkpoint, name: str, token: object, vocab_size: int) -> None:
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
         raise CheckpointError(
-            f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id"
+            f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
+            "Pass --mask-token-id, or correct the file."
         )
-    return SpecialTokens(mask, tuple(eos), pad)
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:

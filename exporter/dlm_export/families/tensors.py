@@ -106,7 +106,8 @@ class Tensors:
             ):
                 if piece.rows is not None:
                     read.setdefault(piece.tensor, []).append(piece.rows)
-                    shape = (max(last for _, last in read[piece.tensor]), *shape[1:])
+                    end = max(last for _, last in read[piece.tensor])
+                    shape = (*shape[: piece.axis], end, *shape[piece.axis + 1 :])
                 expected[piece.tensor] = Expected(tuple(WEIGHT_DTYPES), (shape,))
         for tensor, rows in read.items():
             ends = [0, *(last for _, last in sorted(set(rows)))]

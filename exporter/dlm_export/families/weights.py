@@ -137,7 +137,8 @@ class Weights(Tensors):
             tensor = torch.from_numpy(stored.weight.dequantise())
         else:
             pieces = [self._piece(piece) for piece in origin.pieces]
-            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            axis = origin.pieces[0].axis
+            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
             tensor = tensor.mT if origin.transpose else tensor
         self._opened = (parameter, tensor)
         return tensor
@@ -150,7 +151,10 @@ class Weights(Tensors):
 
     def _piece(self, piece: Piece) -> torch.Tensor:
         tensor = self.checkpoint.tensor(piece.tensor)
-        return tensor if piece.rows is None else tensor[slice(*piece.rows)]
+        if piece.rows is None:
+            return tensor
+        first, last = piece.rows
+        return tensor.narrow(piece.axis, first, last - first)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

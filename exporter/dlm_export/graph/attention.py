@@ -6,6 +6,7 @@ The docstring of ``functions`` describes these functions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -18,14 +19,21 @@ BLOCK, DRAFT, WINDOW, NORMED = "Block", "Draft", "Window", "Normed"
 
 ``Block`` means block-causal attention. ``Draft`` means causal attention with draft passes.
 ``Window`` means attention in a window. ``Normed`` means that an RMSNorm is applied to queries and
-keys.
+keys. Functions whose names contain both ``Draft`` and ``Normed`` also have the attribute ``scale``.
 """
 ATTENTION = (
     *(f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)),
     f"{DRAFT}CachedAttention",
     f"{WINDOW}CachedAttention",
+    f"{DRAFT}{NORMED}CachedAttention",
+    f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
 )
 """Attention functions whose cache contains fp32 rows."""
+UNKERNELLED = (
+    f"{DRAFT}{NORMED}CachedAttention",
+    f"{DRAFT}{WINDOW}{NORMED}CachedAttention",
+)
+"""The functions in ``ATTENTION`` for which the native runtime has no kernel."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
 """Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
@@ -75,7 +83,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     own = _own(body, segments, positions, past_key)
     # Some cached rows belong to no request. Set these rows to 0, because they may contain NaN, and
     # NaN plus an attention mask is still NaN.
-    is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
+    is_read = op("ReduceMax", body.cast(own.past, ir.DataType.UINT8), ints(0), keepdims=0)
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
     stored_key, stored_value = store(body, key), store(body, value)
@@ -88,7 +96,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     attributes = dict.fromkeys(("heads", "kv_heads", "rotary_size"), ir.AttributeType.INT)
     if is_normed:
         attributes["epsilon"] = ir.AttributeType.FLOAT
-    seen = op("Unsqueeze", op("Concat", *own, axis=1), ints(0, 1))
+    seen = op("Unsqueeze", op("Concat", own.past, own.new, axis=1), ints(0, 1))
     if BLOCK in name or DRAFT in name:
         if BLOCK in name:
             attributes["visible_block"] = ir.AttributeType.INT
@@ -101,7 +109,17 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
         seen = op("And", seen, is_before)
-    if WINDOW in name:
+    if WINDOW in name and DRAFT in name:
+        attributes["window"] = ir.AttributeType.INT
+        # In a draft pass, all queries see what the first position of the pass sees.
+        is_draft = op("GreaterOrEqual", positions, longest)
+        first = op("Where", is_draft, op("Gather", rows, own.begin, axis=1), rows)
+        size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
+        keys_at = op("Concat", op("Expand", own.places(body), size), rows, axis=1)
+        before = op("Sub", op("Unsqueeze", first, ints(1, 3)), op("Unsqueeze", keys_at, ints(1, 2)))
+        window = body.attribute("window", ir.AttributeType.INT)
+        seen = op("And", seen, op("LessOrEqual", before, window))
+    elif WINDOW in name:
         attributes["window"] = ir.AttributeType.INT
         distances = op(
             "Abs",
@@ -109,11 +127,15 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         )
         window = body.attribute("window", ir.AttributeType.INT)
         is_near = op("Unsqueeze", op("LessOrEqual", distances, window), ints(1))
-        past = op("Unsqueeze", op("Unsqueeze", own[0], ints(0)), ints(1))
+        past = op("Unsqueeze", op("Unsqueeze", own.past, ints(0)), ints(1))
         batch = op("Concat", body.size(positions, 0), ints(1, 1, 1), axis=0)
-        near = op("And", op("Unsqueeze", own[1], ints(0, 1)), is_near)
+        near = op("And", op("Unsqueeze", own.new, ints(0, 1)), is_near)
         seen = op("Concat", op("Expand", past, batch), near, axis=3)
-    y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
+    scale = {}
+    if DRAFT in name and is_normed:
+        attributes["scale"] = ir.AttributeType.FLOAT
+        scale["scale"] = ir.Attr("scale", ir.AttributeType.FLOAT, None, ref_attr_name="scale")
+    y = op("Transpose", op("Attention", turned, keys, values, seen, **scale), perm=[0, 2, 1, 3])
     merged = op("Reshape", y, ints(0, 0, -1))
     outputs = {"y": merged, "present_key": stored_key, "present_value": stored_value}
     return body.function(outputs, attributes)
@@ -128,14 +150,51 @@ def rms_norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
     return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
 
 
-def _own(
-    body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """For each token, find the rows that belong to the same request.
+@dataclass(frozen=True)
+class _Own:
+    """The rows that belong to the same request as each token.
 
-    Returns two bool arrays: ``[T, S]`` for the S cached rows, and ``[T, T]`` for the rows of the T
-    tokens.
+    ``past`` ``[T, S]`` and ``new`` ``[T, T]`` are bool arrays for the S cached rows, and for the
+    rows of the T tokens. ``begin`` ``[T]`` is the index of the first token of the same request.
+    The other fields describe N segments: the first cached row, the number of cached rows, and the
+    first token, all ``[N, 1]``, and which of the cached rows ``row`` ``[S]`` are in the segment,
+    ``[N, S]``.
     """
+
+    past: ir.Value
+    new: ir.Value
+    begin: ir.Value
+    start: ir.Value
+    count: ir.Value
+    first: ir.Value
+    row: ir.Value
+    is_in_segment: ir.Value
+
+    def places(self, body: Body) -> ir.Value:
+        """Return the position of each cached row, ``[S]``.
+
+        The cached rows of a request are those of its first positions, in order. The segments of a
+        request follow each other.
+        """
+        op, fp32 = body.op, ir.DataType.FLOAT
+        number = op(
+            "Range",
+            body.constant(np.int64(0)),
+            op("Squeeze", body.size(self.first, 0)),
+            body.constant(np.int64(1)),
+        )
+        is_later = op("Greater", op("Unsqueeze", number, body.ints(1)), number)
+        is_own = op("And", is_later, op("Equal", self.first, op("Transpose", self.first)))
+        # The number of rows in the earlier segments of the same request. Shape [N, 1].
+        sums = op("MatMul", body.cast(is_own, fp32), body.cast(self.count, fp32))
+        earlier = body.cast(sums, ir.DataType.INT64)
+        places = op("Add", op("Sub", self.row, self.start), earlier)
+        of_segments = op("Where", self.is_in_segment, places, body.constant(np.int64(0)))
+        return op("ReduceMax", of_segments, body.ints(0), keepdims=0)
+
+
+def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> _Own:
+    """Find the rows that belong to the same request as each token."""
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
     # A segment is a request's range of tokens and of cached rows. Prepend a segment that covers all
@@ -155,7 +214,8 @@ def _own(
     in_segment = op("And", op("LessOrEqual", start, row), op("Less", row, op("Add", start, count)))
     numbers = (body.cast(each, ir.DataType.FLOAT) for each in (of_token, in_segment))
     of_past = body.cast(op("MatMul", *numbers), ir.DataType.BOOL)
-    return of_past, op("Equal", op("Unsqueeze", begin, ints(1)), begin)
+    of_new = op("Equal", op("Unsqueeze", begin, ints(1)), begin)
+    return _Own(of_past, of_new, begin, start, count, first, row, in_segment)
 
 
 def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:

@@ -25,6 +25,7 @@ OPERATORS = frozenset(
             "abs",
             "add.Tensor",
             "amax",
+            "amin",
             "any.dim",
             "arange",
             "cat",
@@ -38,11 +39,13 @@ OPERATORS = frozenset(
             "expand",
             "full",
             "gather",
+            "ge.Scalar",
             "gelu",
             "gt.Scalar",
             "gt.Tensor",
             "layer_norm",
             "log",
+            "logical_or",
             "matmul",
             "maximum",
             "mean.dim",
@@ -65,9 +68,10 @@ OPERATORS = frozenset(
             "sub.Tensor",
             "sum.dim_IntList",
             "sym_size.int",
+            "tanh",
             "topk",
         ),
-        *("transpose.int", "unsqueeze", "view", "where.ScalarOther"),
+        *("transpose.int", "unsqueeze", "view", "where.ScalarOther", "where.self"),
     )
 )
 

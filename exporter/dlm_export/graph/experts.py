@@ -25,7 +25,7 @@ from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
-from dlm_export.graph.routed import FUNCTIONS, MIXTURE, RANGES
+from dlm_export.graph.routed import FUNCTIONS, GELU, MIXTURES, RANGES
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 
 _Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
@@ -47,7 +47,8 @@ class StackPart:
 def function_of(name: str) -> str | None:
     """Return the name of the ONNX function that computes experts in the layer format ``name``.
 
-    Returns ``None`` if there is no such function.
+    Returns ``None`` if there is no such function. If the activation is gelu-tanh, ``GELU`` must be
+    put before the name.
     """
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
@@ -65,9 +66,10 @@ def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mi
     """
     by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
-        if node.op_type == MIXTURE and node.domain == DOMAIN:
+        if node.op_type in MIXTURES and node.domain == DOMAIN:
             yield node, by_path[node.metadata_props[LAYER_KEY]]
-    model.functions.pop((DOMAIN, MIXTURE, ""), None)
+    for name in MIXTURES:
+        model.functions.pop((DOMAIN, name, ""), None)
 
 
 def lay_out(
@@ -87,6 +89,8 @@ def lay_out(
         (held,) = {formats.get(stack.path, HIGH) for stack in stacks}
         chosen, name = FORMATS[held], function_of(held)
         assert name is not None, held
+        is_gelu = node.op_type.startswith(GELU)
+        name = f"{GELU}{name}" if is_gelu else name
         functions.declare(model, name)
         inputs = list(node.inputs[:3])
         for stack in stacks:
@@ -100,9 +104,9 @@ def lay_out(
                 path = gate.path.removesuffix(".gate")
                 inputs.append(constant(model.graph, f"{path}.{scale}", number))
         attributes: dict[str, list[int] | int] = {}
-        if name != "FP8Experts":
+        if chosen.weights != "fp8":
             attributes = {
-                "columns": [gate.outputs] * (1 if chosen.weights == "nvfp4" else 2),
+                "columns": [gate.outputs] * (1 if chosen.weights == "nvfp4" or is_gelu else 2),
                 "out_columns": [down.outputs],
             }
         if chosen.weights == "int4" and chosen.group_size is not None:
@@ -180,7 +184,11 @@ def _all_experts(
     if dtype != fp32:
         shares = op("Cast", shares, to=dtype)
     first = product(x, gate)
-    hidden = op("Mul", op("Mul", first, op("Sigmoid", first)), product(x, up))
+    is_gelu = before.op_type.startswith(GELU)
+    gated = (
+        op("Gelu", first, approximate="tanh") if is_gelu else op("Mul", first, op("Sigmoid", first))
+    )
+    hidden = op("Mul", gated, product(x, up))
     by_expert = op("Reshape", hidden, ints(0, 0, gate.count, gate.outputs))
     weighed = op("Mul", by_expert, op("Unsqueeze", shares, ints(-1)))
     return product(op("Reshape", weighed, ints(0, 0, gate.count * gate.outputs)), down)

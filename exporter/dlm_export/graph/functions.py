@@ -24,6 +24,7 @@ as the definition.
 ``Int4Experts``
 ``FP8Experts``,             like ``Experts``, with FP8 or NVFP4 weights. Weights are dequantised. The inputs, and the
 ``NVFP4Experts``            weighted features before the down projection, are rounded to the format
+``Gelu...Experts``          like the functions above, with the activation GELU (tanh) instead of SiLU
 ``NVFP4WeightExperts``      like ``NVFP4Experts``, but inputs and features are not rounded
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin, segments) -> (y, present_key,
                             present_value)``. q, k and v are ``[B, T, heads * D]``, before rotation
@@ -36,6 +37,11 @@ as the definition.
                             ``cos``, a query sees all keys. This number is subtracted before rotation
 ``WindowCachedAttention``,  like the first three functions, with attention in a window. A query sees new keys with
 ``Fp16``, ``Int8Window...`` ``|pos_key - pos_query| <= window``. There must be no cached rows
+``DraftNormed...``,         like ``DraftCachedAttention``, with the inputs ``q_norm`` and ``k_norm``, and with the
+``DraftWindowNormed...``    attribute ``scale``, by which products of queries and keys are multiplied. With a window, a
+                            query sees only keys that are at most ``window`` positions before it. In a draft pass, the
+                            distance is counted from the first position of the pass. Row i of a request's cached rows
+                            must be that of position i
 ``NormedCachedAttention``,  like the first six functions, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
 ``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
@@ -99,6 +105,7 @@ from dlm_export.graph.attention import (
     ATTENTION,
     CACHES,
     STORED,
+    UNKERNELLED,
     cached_attention,
     rms_norm,
 )
@@ -112,7 +119,12 @@ LINEAR = ("Int8Linear", "Int4Linear")
 Calls with the same input can be merged into one call.
 """
 KERNELS = (
-    *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
+    *(
+        f"{stored}{name}"
+        for name in ATTENTION
+        if name not in UNKERNELLED
+        for stored in STORED.values()
+    ),
     "AddNorm",
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),

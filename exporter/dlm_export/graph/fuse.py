@@ -213,7 +213,8 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
     sizes = ("q_num_heads", "kv_num_heads")
-    _refuse_settings(attention, ("is_causal", "scale", "softcap", *sizes, "softmax_precision"))
+    _refuse_settings(attention, ("is_causal", "softcap", *sizes, "softmax_precision"))
+    scale = attention.attributes.get_float("scale", 0.0)
     if len(attention.inputs) > 4:
         raise _Unlike("Attention has more inputs than a mask")
     hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
@@ -235,16 +236,25 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     if hidden is not None:
         kind, positions, seen = _seen(hidden, positions, traced.network.max_canvas_length)
     norms = _norms_of(*parts)
+    own_scale = {}
+    if kind.startswith(DRAFT) and norms:
+        size = int(past_key.shape[3])  # type: ignore[index, arg-type]
+        own_scale = {"scale": scale or size**-0.5}
+    elif scale:
+        raise _Unlike(f"Attention with scale = {scale:g}")
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
     name = kind + (NORMED if norms else "")
     if f"{name}CachedAttention" not in ATTENTION:
-        raise _Unlike("no kernel has norms of queries and keys with a window or with draft passes")
+        raise _Unlike("no kernel has such a mask with such norms of queries and keys")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
     settings |= {"rotary_size": rotation.size} | seen
     epsilon = {"epsilon": norms[0].epsilon} if norms else {}
-    _call(traced.model, attention, f"{name}CachedAttention", given, old, **settings, **epsilon)
+    _call(
+        *(traced.model, attention, f"{name}CachedAttention", given, old),
+        **settings | epsilon | own_scale,
+    )
 
 
 @dataclass(frozen=True)
@@ -318,8 +328,28 @@ _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
 _BLOCKS = _hiding(("Sub", "positions", ("Mod", "positions", "length")))
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
 _DRAFTS = _hiding(("Where", ("Less", "positions", "length"), "positions", "longest"))
-"""The node patterns of attention masks: block-causal attention, attention in a window, and causal
-attention with draft passes.
+_IS_DRAFT = ("GreaterOrEqual", "positions", "length")
+_KEYS = ("Unsqueeze", ("Concat", ("Expand", "range", "rows"), "places"), 1)
+_FIRST = ("Where", _IS_DRAFT, ("ReduceMin", "places", 1), "places")
+_LAST = ("Where", _IS_DRAFT, ("Cast", "length"), "places")
+_DRAFT_WINDOW = (
+    "Unsqueeze",
+    (
+        "Mul",
+        (
+            "Cast",
+            (
+                "Or",
+                ("Greater", ("Sub", ("Unsqueeze", _FIRST, 2), _KEYS), "window"),
+                ("Greater", _KEYS, ("Unsqueeze", _LAST, 2)),
+            ),
+        ),
+        float(np.finfo(np.float32).min),
+    ),
+    1,
+)
+"""The node patterns of attention masks: block-causal attention, attention in a window, causal
+attention with draft passes, and the same in a window.
 
 Tracing the function ``hiding`` of ``network.denoiser`` gives these nodes. A tuple is an operator
 with its inputs. A number is a constant with this value. A name matches any value.
@@ -352,6 +382,11 @@ def _seen(
             _number(found[limit]) == longest for limit in limits
         ):
             return DRAFT, ids, {}
+        found = {"positions": ids, "places": positions}
+        if _looks_like(hidden, _DRAFT_WINDOW, found) and _number(found["length"]) == longest:
+            window = _number(found["window"])
+            if window is not None and _producer(found["range"], "Range") is not None:
+                return f"{DRAFT}{WINDOW}", ids, {"window": int(window)}
     raise _Unlike("the mask is not block-causal, not a window and not that of draft passes")
 
 

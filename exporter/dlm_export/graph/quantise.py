@@ -53,7 +53,7 @@ from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
-from dlm_export.graph.routed import E4M3_VALUES, MIXTURE
+from dlm_export.graph.routed import E4M3_VALUES, MIXTURES
 from dlm_export.graph.taps import weight_of
 from dlm_export.graph.tied import FP8_TIED_HEAD
 from dlm_export.graph.trace import Graph
@@ -136,7 +136,7 @@ def rewrite(
     )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
     # skip the weights of mixtures, because ``experts`` replaces the mixtures
-    if any(node.op_type == MIXTURE for node in traced.model.graph):
+    if any(node.op_type in MIXTURES for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]
     for node in list(traced.model.graph):

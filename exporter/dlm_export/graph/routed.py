@@ -9,7 +9,7 @@ by the expert's routing weight, and then rounded to the format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,10 @@ MIXTURE = "Experts"
 
 ``graph.experts`` replaces calls of this function with calls of another function in ``FUNCTIONS``.
 """
+GELU = "Gelu"
+"""Prefix of the names of functions whose gates use the activation gelu-tanh instead of silu."""
+MIXTURES = (MIXTURE, f"{GELU}{MIXTURE}")
+"""Names of the functions for mixtures of experts in a traced graph."""
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -43,7 +47,7 @@ class Held:
 
 
 _CODES, _IN_GROUPS = ("", "_scales"), ("", "_scales", "_global_scale")
-FUNCTIONS: dict[str, Held] = {
+_SILU_FUNCTIONS: dict[str, Held] = {
     MIXTURE: Held(),
     "Fp32Experts": Held(),
     "Int8Experts": Held(_CODES, ("Int8GatedLinear", "Int8Linear")),
@@ -51,6 +55,12 @@ FUNCTIONS: dict[str, Held] = {
     "FP8Experts": Held(_CODES, has_ranges=True),
     "NVFP4Experts": Held(_IN_GROUPS, ("NVFP4Linear", "NVFP4QuantizeDequantize"), has_ranges=True),
     "NVFP4WeightExperts": Held(_IN_GROUPS, ("NVFP4Linear",)),
+}
+FUNCTIONS: dict[str, Held] = _SILU_FUNCTIONS | {
+    f"{GELU}{name}": replace(
+        held, calls=tuple(call for call in held.calls if not call.endswith("GatedLinear"))
+    )
+    for name, held in _SILU_FUNCTIONS.items()
 }
 
 
@@ -78,7 +88,7 @@ def experts(name: str) -> ir.Function:
     zero, last = body.number(0), ints(-1)
     attributes = _attributes(name)
     counts = []
-    if name == "Fp32Experts":
+    if name.endswith("Fp32Experts"):
         counts = [
             op("Slice", body.attribute(each, ir.AttributeType.INTS), ints(0), ints(1))
             for each in attributes
@@ -92,7 +102,7 @@ def experts(name: str) -> ir.Function:
     mine = loop.op("Transpose", loop.op("NonZero", has_chosen), perm=[1, 0])
     inputs = loop.op("Gather", rows, loop.op("Squeeze", mine, last))
     own_share = loop.op("Gather", share, mine)
-    if name.startswith(("FP8", "NVFP4")):
+    if name.removeprefix(GELU).startswith(("FP8", "NVFP4")):
         weighed = _rounded_expert(name, loop, inputs, own_share, stored, expert)
     else:
         result = _one(
@@ -105,9 +115,9 @@ def experts(name: str) -> ir.Function:
 
 
 def _attributes(name: str) -> dict[str, ir.AttributeType]:
-    if name in (MIXTURE, "FP8Experts"):
+    if name.removeprefix(GELU) in (MIXTURE, "FP8Experts"):
         return {}
-    group_size = {"group_size": ir.AttributeType.INT} if name == "Int4Experts" else {}
+    group_size = {"group_size": ir.AttributeType.INT} if name.endswith("Int4Experts") else {}
     return {"columns": ir.AttributeType.INTS, "out_columns": ir.AttributeType.INTS} | group_size
 
 
@@ -119,28 +129,29 @@ def _one(
     ``stored`` contains the expert's weights and scales.
     """
     if calls := FUNCTIONS[name].calls:
-        gated, linear = calls
-        hidden: ir.Value = loop.call(
-            gated, x, *stored[:4], columns="columns", group_size="group_size" * ("4" in name)
-        )
-        return loop.call(
-            linear,
-            hidden,
-            *stored[4:],
-            columns="out_columns",
-            group_size="group_size" * ("4" in name),
-        )
+        *gated, linear = calls
+        own = {"group_size": "group_size" * ("4" in name)}
+        if gated:
+            hidden: ir.Value = loop.call(gated[0], x, *stored[:4], columns="columns", **own)
+        else:
+            gate, up = (
+                loop.call(linear, x, *stored[i : i + 2], columns="columns", **own) for i in (0, 2)
+            )
+            hidden = _gated(name, loop, gate, up)
+        return loop.call(linear, hidden, *stored[4:], columns="out_columns", **own)
     gate, up, down = (
         stored
         if not counts
         else (_matrix(loop, panels, counts[i > 1]) for i, panels in enumerate(stored))
     )
     return loop.op(
-        "MatMul", _gated(loop, loop.op("MatMul", x, gate), loop.op("MatMul", x, up)), down
+        "MatMul", _gated(name, loop, loop.op("MatMul", x, gate), loop.op("MatMul", x, up)), down
     )
 
 
-def _gated(loop: LoopBody, gate: ir.Value, up: ir.Value) -> ir.Value:
+def _gated(name: str, loop: LoopBody, gate: ir.Value, up: ir.Value) -> ir.Value:
+    if name.startswith(GELU):
+        return loop.op("Mul", loop.op("Gelu", gate, approximate="tanh"), up)
     return loop.op("Mul", loop.op("Mul", gate, loop.op("Sigmoid", gate)), up)
 
 
@@ -164,12 +175,14 @@ def _rounded_expert(
     """
     held = FUNCTIONS[name]
     size = len(held.parts)
-    multiply, rounded = (_by_fp8, _to_fp8) if name.startswith("FP8") else (_by_nvfp4, _to_nvfp4)
+    is_fp8 = name.removeprefix(GELU).startswith("FP8")
+    multiply, rounded = (_by_fp8, _to_fp8) if is_fp8 else (_by_nvfp4, _to_nvfp4)
     seen, *scales = x, *stored[3 * size :]
     gate, up, down = (stored[i * size : (i + 1) * size] for i in range(3))
     if held.has_ranges:
         seen = rounded(loop, seen, scales[0])
     hidden = _gated(
+        name,
         loop,
         multiply(loop, seen, gate, expert, "columns"),
         multiply(loop, seen, up, expert, "columns"),

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.routed import MIXTURE
+from dlm_export.graph.routed import MIXTURES
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
@@ -59,7 +59,7 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
         # A mixture of experts has a second tap, for the chosen experts and their routing weights.
-        if node.domain == DOMAIN and node.op_type == MIXTURE:
+        if node.domain == DOMAIN and node.op_type in MIXTURES:
             tokens, chosen, weights = (
                 str(value.name) for value in node.inputs[:3] if value is not None
             )

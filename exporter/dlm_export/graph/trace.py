@@ -36,7 +36,7 @@ from dlm_export.graph import (
     repeat,
 )
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.routed import MIXTURE
+from dlm_export.graph.routed import GELU, MIXTURE, MIXTURES
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import Router
 from dlm_export.network.spec import STACKS, NetworkSpec
@@ -88,7 +88,8 @@ class Pass(nn.Module):
         super().__init__()
         self.denoiser = denoiser
         bias = torch.zeros(denoiser.network.vocab_size)
-        bias[denoiser.network.mask_token_id] = -torch.inf
+        if denoiser.network.has_mask_token:
+            bias[denoiser.network.mask_token_id] = -torch.inf
         self.register_buffer("mask_token_bias", bias, persistent=False)
 
     def forward(
@@ -97,8 +98,12 @@ class Pass(nn.Module):
         position_ids: Tensor,
         score_rows: Tensor,
         past: list[tuple[Tensor, Tensor]],
+        conditioning: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        features, presents = self.denoiser.hidden(input_ids, position_ids, past)
+        features, presents = self.denoiser.hidden(
+            input_ids, position_ids, past, conditioning=conditioning
+        )
         rows = score_rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         logits = self.denoiser.project(features.gather(1, rows)).float()
         masked = logits + self.mask_token_bias
@@ -109,6 +114,8 @@ class Pass(nn.Module):
         behind = logits - masked.amax(-1, keepdim=True)
         entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
+        if temperature is not None:
+            flat.append(self.denoiser.soft_embedding(logits, temperature).float())
         return (top_token.int(), top_prob, entropy, logits, *flat)
 
 
@@ -127,6 +134,9 @@ def _quiet_logger(name: str) -> Iterator[None]:
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _INPUTS = ("input_ids", "position_ids", "score_rows")
 _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
+# Inputs and outputs of networks with self-conditioning, after the inputs and outputs of the cache.
+_CONDITIONING_INPUTS = ("conditioning", "temperature")
+_CONDITIONING_OUTPUTS = ("next_conditioning",)
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
@@ -143,12 +153,14 @@ def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]
 
 def input_names(network: NetworkSpec) -> list[str]:
     """Return the names of the graph's inputs, in order."""
-    return [*_INPUTS, *_cache_ports(network, "past")]
+    conditioning = () if network.conditioning is None else _CONDITIONING_INPUTS
+    return [*_INPUTS, *_cache_ports(network, "past"), *conditioning]
 
 
 def output_names(network: NetworkSpec) -> list[str]:
     """Return the names of the graph's outputs, in order."""
-    return [*_OUTPUTS, *_cache_ports(network, "present")]
+    conditioning = () if network.conditioning is None else _CONDITIONING_OUTPUTS
+    return [*_OUTPUTS, *_cache_ports(network, "present"), *conditioning]
 
 
 def describe(
@@ -169,16 +181,16 @@ def describe(
         {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
         for i, (kv_heads, head_size) in enumerate(network.cache_shapes())
     ]
+    own = [*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else [])]
+    if network.conditioning is not None:
+        own += [*_CONDITIONING_INPUTS, *_CONDITIONING_OUTPUTS]
     return {
         "file": GRAPH_FILE,
         **({"device_file": DEVICE_FILE} if for_device else {}),
         "simulated": is_simulated,
         "top_k": TOP_K,
         "cache_dtype": cache_dtype,
-        "ports": {
-            name: name for name in (*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else []))
-        }
-        | {"layers": layers},
+        "ports": {name: name for name in own} | {"layers": layers},
     }
 
 
@@ -214,6 +226,10 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
+    more: list[Tensor] = []
+    if c.conditioning is not None:
+        with torch.device("meta"):
+            more = [torch.zeros(B, T, c.hidden_size), torch.zeros(B, R)]
     # Hide torch's warnings and log lines, which do not help users. One example is the warning that
     # torchvision is missing.
     with (
@@ -227,12 +243,16 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module,
-            (ids, ids.clone(), rows, past),
+            (ids, ids.clone(), rows, past, *more),
             dynamo=True,
             opset_version=OPSET,
             input_names=input_names(c),
             output_names=output_names(c),
-            dynamic_shapes=(*[rows_and_tokens] * 3, [(cached, cached)] * len(past)),
+            dynamic_shapes=(
+                *[rows_and_tokens] * 3,
+                [(cached, cached)] * len(past),
+                *[rows_and_tokens] * len(more),
+            ),
             custom_translation_table={torch.ops.dlm_export.experts.default: _experts},
             optimize=False,
             verbose=False,
@@ -251,8 +271,9 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         # Remove the parameter's tensor, which has no values. ``write`` supplies the values later.
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
-    if any(node.domain == DOMAIN for node in model.graph):
-        functions.declare(model, MIXTURE)
+    for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
+        assert name in MIXTURES, name
+        functions.declare(model, name)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
     if is_plain:  # the remaining operators are the same in both opsets
@@ -260,17 +281,18 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     return Graph(model, network, dtype)
 
 
-def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
+def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any], activation: str) -> Any:
     """Translate the operator of ``network.experts`` to one node of the graph."""
+    name = MIXTURE if activation == "silu" else f"{GELU}{MIXTURE}"
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
     outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
     schema = onnx.defs.OpSchema(
-        MIXTURE, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
+        name, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
     )
-    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), MIXTURE, schema)
+    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
     return operator(x, chosen, weights, *stacks)
 
 
@@ -362,6 +384,9 @@ def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
         "top_prob": ["B", "R", TOP_K],
         "entropy": ["B", "R"],
         "logits": ["B", "R", c.vocab_size],
+        "conditioning": ["B", "T", c.hidden_size],
+        "temperature": ["B", "R"],
+        "next_conditioning": ["B", "R", c.hidden_size],
     }
     for prefix, rows in (("past", "S"), ("present", "T")):
         for name, (kv_heads, head_size) in _cache_ports(c, prefix).items():

@@ -106,7 +106,8 @@ def write_graph(
     """
     c, dtype = graph.network, graph.element_type.numpy()
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
-    mask_token_bias[c.mask_token_id] = -np.inf
+    if c.has_mask_token:
+        mask_token_bias[c.mask_token_id] = -np.inf
     buffers = {"mask_token_bias": mask_token_bias}
     for i, table in enumerate(c.rotary_tables()):
         for name, values in zip(

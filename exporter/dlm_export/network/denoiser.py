@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from dlm_export.network.caches import read_back
 from dlm_export.network.experts import Experts
-from dlm_export.network.linear import MLP, Linear, TiedHead, activate
+from dlm_export.network.linear import MLP, Linear, TiedHead, activate, product
+from dlm_export.network.norms import RMSNorm, make_norm, unit_norm
 from dlm_export.network.scaling import QueryScale, RotaryTable
 from dlm_export.network.spec import (
     ACTIVATIONS,
@@ -39,13 +40,15 @@ class Turn(NamedTuple):
     """The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
 
     The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables. If
-    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by these factors.
+    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by these factors. If the
+    network has draft passes, ``is_draft`` ``[B, T, 1]`` says which tokens belong to a draft pass.
     """
 
     cos: Tensor
     sin: Tensor
     position_ids: Tensor
     query_scale: Tensor | None = None
+    is_draft: Tensor | None = None
 
 
 Past = tuple[Tensor, Tensor]
@@ -76,56 +79,23 @@ def check_built(network: NetworkSpec) -> None:
     Otherwise, raises UnbuiltNetworkError, which names the layer and the feature.
     """
     for i, layer in enumerate(network.layers):
-        known = ACTIVATIONS if isinstance(layer.mlp, MlpSpec) else ("silu",)
+        known = ACTIVATIONS if isinstance(layer.mlp, MlpSpec) else ("silu", "gelu-tanh")
         if layer.mlp.activation not in known:
             raise UnbuiltNetworkError(
                 f"{network.architecture}: layer {i} has activation {layer.mlp.activation}, which this version does not support"
             )
-    if network.noise != "absorbing":
+        if layer.has_scalar and layer.attention.rope is None:
+            raise UnbuiltNetworkError(
+                f"{network.architecture}: layer {i} has a scalar and no rotary positions, which this version does not support"
+            )
+    if network.noise not in ("absorbing", "uniform"):
         raise UnbuiltNetworkError(
             f"{network.architecture}: this version does not support {network.noise} noise"
         )
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in fp32.
-
-    The result is cast back to the input's type, and then multiplied by ``weight`` (not by
-    ``1 + weight``).
-    """
-
-    def __init__(self, size: int, eps: float, is_plain: bool) -> None:
-        super().__init__()
-        self.eps, self.is_plain = eps, is_plain
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain:
-            wide = x.float()
-            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(
-                x.dtype
-            ) * self.weight
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm over the last axis, with or without a bias."""
-
-    def __init__(self, size: int, eps: float, bias: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def make_norm(kind: str, size: int, eps: float, is_plain: bool) -> nn.Module:
-    """Return a norm of a kind in ``NORM_KINDS``."""
-    if kind == "rms":
-        return RMSNorm(size, eps, is_plain)
-    return LayerNorm(size, eps, bias=kind == "layer-bias")
+    if network.conditioning is not None and (network.draft_block is None or not network.tied_head):
+        raise UnbuiltNetworkError(
+            f"{network.architecture}: this version supports self-conditioning only with draft passes and a tied head"
+        )
 
 
 def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
@@ -168,16 +138,26 @@ def hiding(
     """Return an additive attention mask, or ``None`` if every query attends to every key.
 
     The mask is ``[B, 1, T, S + T]`` of type ``dtype``. It is 0 for visible keys, and the lowest
-    finite number for hidden keys. All ``cached`` (S) keys are visible. A network with a window has
-    no cached keys. The mask does not contain minus infinity, because some kernels compute the
-    softmax in tiles. If all keys of a tile were hidden, minus infinity would make the result of the
-    tile NaN.
+    finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A network
+    with full attention in a window has no cached keys. If a network has draft passes and a window,
+    the cached keys must be those of the positions 0 to S - 1, in this order. The mask does not
+    contain minus infinity, because some kernels compute the softmax in tiles. If all keys of a tile
+    were hidden, minus infinity would make the result of the tile NaN.
 
     ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
     position ids. With visibility ``draft``, the tokens of a draft pass attend to each other.
     """
     block_length, window = attention.visible_block, attention.window
-    if window is not None:
+    if window is not None and attention.draft_block is not None:
+        is_draft, places = position_ids >= longest, position_ids % longest
+        # In a draft pass, all queries see what the first position of the pass sees.
+        first = torch.where(is_draft, places.amin(1, keepdim=True), places)
+        last = torch.where(is_draft, longest, places)
+        rows = torch.arange(cached, device=places.device).expand(places.shape[0], cached)
+        keys = torch.cat((rows, places), 1).unsqueeze(1)
+        is_far = first.unsqueeze(2) - keys > window
+        is_hidden = torch.logical_or(is_far, keys > last.unsqueeze(2))
+    elif window is not None:
         distances = position_ids.unsqueeze(1) - position_ids.unsqueeze(2)
         front = torch.full((*position_ids.shape, cached), 0, device=position_ids.device)
         is_hidden = torch.cat((front, distances.abs()), 2) > window
@@ -211,7 +191,10 @@ def turns_of(
     of the layer does not depend on positions.
     """
     longest, known = network.max_canvas_length, network.rotary_tables()
+    is_draft = None
     if network.draft_block is not None:
+        if any(layer.has_scalar for layer in network.layers):
+            is_draft = (ids >= longest).unsqueeze(-1)
         ids = ids % longest
     scales: dict[QueryScale, Tensor] = {}
     found: list[Turn | None] = []
@@ -226,7 +209,13 @@ def turns_of(
             scales[scale] = (1 + scale.beta * torch.log(1 + times)).unsqueeze(-1)
         module = tables[known.index(table)]
         found.append(
-            Turn(module.cos, module.sin, ids, None if scale is None else scales.get(scale))
+            Turn(
+                module.cos,
+                module.sin,
+                ids,
+                None if scale is None else scales.get(scale),
+                is_draft,
+            )
         )
     return found
 
@@ -239,10 +228,12 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         a = self.spec = spec
-        self.is_plain = is_plain
+        self.is_plain, self.norm_eps = is_plain, norm_eps
         self.q = Linear(hidden_size, a.heads * a.head_size, bias=a.qkv_bias)
         self.k = Linear(hidden_size, a.kv_heads * a.head_size, bias=a.qkv_bias)
-        self.v = Linear(hidden_size, a.kv_heads * a.head_size, bias=a.qkv_bias)
+        self.v = (
+            Linear(hidden_size, a.kv_heads * a.head_size, bias=a.qkv_bias) if a.has_values else None
+        )
         self.out = Linear(a.heads * a.head_size, hidden_size, bias=a.out_bias)
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
@@ -270,8 +261,13 @@ class Attention(nn.Module):
             q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
         else:
             q = self.q_norm(q.view(B, T, a.heads, a.head_size)).transpose(1, 2)
-        k = self.k_norm(self.k(x).view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
-        v = self.v(x).view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
+        k = self.k(x)
+        v = k if self.v is None else self.v(x)
+        if a.value_norm:
+            by_head = v.view(B, T, a.kv_heads, a.head_size)
+            v = unit_norm(by_head, self.norm_eps).reshape(B, T, a.kv_heads * a.head_size)
+        k = self.k_norm(k.view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
+        v = v.view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
         if turn is not None:
             q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
         new = k, v
@@ -295,12 +291,15 @@ class Attention(nn.Module):
             (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         )
         if self.is_plain:  # two matrix products, with an fp32 softmax between them
-            scores = ((q * self.spec.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
+            scale = self.spec.head_size**-0.5 if self.spec.scale is None else self.spec.scale
+            scores = ((q * scale) @ keys.unsqueeze(2).transpose(-1, -2)).float()
             if hidden is not None:
                 scores = scores + hidden.unsqueeze(1)
             y: Tensor = scores.softmax(-1).to(q.dtype) @ values.unsqueeze(2)
             return y.permute(0, 3, 1, 2, 4)
-        y = F.scaled_dot_product_attention(q, keys, values, hidden, enable_gqa=self.spec.group > 1)
+        y = F.scaled_dot_product_attention(
+            q, keys, values, hidden, scale=self.spec.scale, enable_gqa=self.spec.group > 1
+        )
         return y.transpose(1, 2)
 
 
@@ -323,10 +322,13 @@ class Block(nn.Module):
         self.mlp = (
             MLP(spec.mlp, hidden_size, is_plain)
             if isinstance(spec.mlp, MlpSpec)
-            else Experts(spec.mlp, hidden_size)
+            else Experts(spec.mlp, hidden_size, spec.norm_eps, is_plain)
         )
         self.mlp_out_norm = norm("mlp_out_norm")
         self.mlp_sum_norm = norm("mlp_sum_norm")
+        self.scalars = spec.scalars
+        for scalar in spec.scalars:
+            self.register_parameter(scalar, nn.Parameter(torch.empty(1)))
 
     def forward(
         self,
@@ -338,7 +340,15 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Past]:
         y, present = self.attention(self.attention_norm(x), turn, hidden, past, cache_dtype)
         x = self.attention_sum_norm(x + self.attention_out_norm(y))
-        return self.mlp_sum_norm(x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))), present
+        y = self.mlp_sum_norm(x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
+        if not self.scalars:
+            return y, present
+        scalar: Tensor = self.get_parameter("scalar")
+        if len(self.scalars) > 1:
+            assert turn is not None
+            assert turn.is_draft is not None
+            scalar = torch.where(turn.is_draft, self.get_parameter("draft_scalar"), scalar)
+        return y * scalar, present
 
 
 def cosines_and_sines(table: RotaryTable, positions: int, copies: int = 1) -> tuple[Tensor, Tensor]:
@@ -401,16 +411,49 @@ class Embedding(nn.Module):
         self.norm = (
             make_norm(c.norm_kind, c.hidden_size, c.norm_eps, is_plain) if e.norm else nn.Identity()
         )
+        self.scale, self.longest = e.scale, c.max_canvas_length
+        self.conditioning = None if c.conditioning is None else Conditioning(c, is_plain)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.complete(F.embedding(input_ids, self.weight), position_ids)
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, conditioning: Tensor | None = None
+    ) -> Tensor:
+        return self.complete(F.embedding(input_ids, self.weight), position_ids, conditioning)
 
-    def complete(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the embeddings from looked-up table rows ``x`` ``[B, T, hidden]``."""
+    def complete(
+        self, x: Tensor, position_ids: Tensor, conditioning: Tensor | None = None
+    ) -> Tensor:
+        """Compute the embeddings from looked-up table rows ``x`` ``[B, T, hidden]``.
+
+        With self-conditioning, ``conditioning`` contains the soft embeddings of the draft pass
+        before, also ``[B, T, hidden]``. ``None`` means zeros. Only tokens of draft passes read them.
+        """
+        if self.scale != 1:
+            x = x * self.scale
         if self.positions is not None:
             x = x + self.positions(position_ids)
         y: Tensor = self.norm(self.types(x))
-        return y
+        if self.conditioning is None:
+            return y
+        drafted = self.conditioning(
+            y, torch.zeros_like(y) if conditioning is None else conditioning
+        )
+        return torch.where((position_ids >= self.longest).unsqueeze(-1), drafted, y)
+
+
+class Conditioning(MLP):
+    """Adds what an MLP computes from soft embeddings to the embeddings of tokens."""
+
+    def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
+        c = network
+        assert c.conditioning is not None
+        mlp = MlpSpec(c.conditioning.size, c.conditioning.activation)
+        super().__init__(mlp, c.hidden_size, is_plain)
+        self.norm, self.norm_eps = RMSNorm(c.hidden_size, c.norm_eps, is_plain), c.norm_eps
+
+    def forward(self, x: Tensor, soft: Tensor | None = None) -> Tensor:
+        """``x``, ``soft`` and the result are ``[B, T, hidden]``."""
+        assert soft is not None
+        return unit_norm(x + super().forward(self.norm(soft.to(x.dtype))), self.norm_eps)
 
 
 class Transform(Linear):
@@ -426,6 +469,11 @@ class Transform(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(activate(super().forward(x), self.activation, self.is_plain))
         return y
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Limit logits to the range from ``-softcap`` to ``softcap``, in fp32, if it is not ``None``."""
+    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 
 class Denoiser(nn.Module):
@@ -465,15 +513,17 @@ class Denoiser(nn.Module):
         position_ids: Tensor,
         past: Sequence[Past] | None = None,
         cache_dtype: str | None = None,
+        conditioning: Tensor | None = None,
     ) -> tuple[Tensor, list[Past]]:
         """Return the features after the final norm, and the new keys and values of each layer.
 
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
         contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
-        rotated by their positions. Cached positions may be in any order, because every query
-        attends to all of them. ``Attention.forward`` explains ``cache_dtype``.
+        rotated by their positions. Cached positions may be in any order, if every query attends to
+        all of them (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
+        ``Embedding.complete`` explains ``conditioning``.
         """
-        x = self.embed(input_ids, position_ids)
+        x = self.embed(input_ids, position_ids, conditioning)
         position_ids = move_masks(self.network, input_ids, position_ids)
         turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
         cached = 0 if past is None else past[0][0].shape[2]
@@ -501,7 +551,17 @@ class Denoiser(nn.Module):
         logits: Tensor = (
             self.head(ready, self.embed.weight) if self.network.tied_head else self.head(ready)
         )
-        return logits
+        return capped(logits, self.network.head.softcap)
+
+    def soft_embedding(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Return the conditioning of the next draft pass, ``[..., hidden]``, for self-conditioning.
+
+        ``logits`` ``[..., V]`` are the logits of a draft pass. They are divided by ``temperature``
+        ``[...]``.
+        """
+        probs = (logits.float() / temperature.unsqueeze(-1)).softmax(-1)
+        table = self.embed.weight
+        return product(probs.to(table.dtype), table) * self.embed.scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the raw logits ``[B, L, V]`` of whole canvases ``[B, L]``, without using a cache.

@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_export.network.linear import MLP, product
-from dlm_export.network.spec import ExpertsSpec, MlpSpec
+from dlm_export.network.linear import MLP, activate, product
+from dlm_export.network.norms import RMSNorm
+from dlm_export.network.spec import BRANCH_NORMS, ExpertsSpec, MlpSpec
 
 torch.library.define(
-    "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
+    "dlm_export::experts",
+    "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks, str activation) -> Tensor",
 )
 _NO_SUM = 1e-20
 """Routers normalise routing weights by dividing them by their sum.
@@ -29,7 +31,9 @@ As in released routers, this number is added to the sum, so that the sum is neve
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
-def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
+def _shape_of_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor], activation: str
+) -> Tensor:
     """Return an empty tensor with the shape of the output of ``RoutedMLPs``.
 
     torch.export needs this shape, because ``RoutedMLPs`` becomes a single graph node.
@@ -44,11 +48,17 @@ class Router(nn.Module):
     scores.
     """
 
-    def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
+    def __init__(
+        self, spec: ExpertsSpec, hidden_size: int, norm_eps: float, is_plain: bool = False
+    ) -> None:
         super().__init__()
         self.active, self.spec = spec.active, spec.router
+        self.norm = RMSNorm(hidden_size, norm_eps, is_plain) if spec.router.has_norm else None
         self.weight = nn.Parameter(torch.empty(hidden_size, spec.count))
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
+        self.expert_scales = (
+            nn.Parameter(torch.empty(spec.count)) if spec.router.has_expert_scales else None
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of the tokens ``x`` ``[.., hidden]``.
@@ -64,7 +74,10 @@ class Router(nn.Module):
 
         The router chooses experts by the scores with the bias.
         """
-        products = x.float() @ self.weight.float()
+        x = x.float()
+        if self.norm is not None:
+            x = self.norm(x) * x.shape[-1] ** -0.5
+        products = x @ self.weight.float()
         scores = products.softmax(-1) if self.spec.score == "softmax" else products.sigmoid()
         return scores, scores if self.bias is None else scores + self.bias.float()
 
@@ -77,6 +90,9 @@ class Router(nn.Module):
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)
         if r.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _NO_SUM)
+        if self.expert_scales is not None:
+            scales = self.expert_scales.float().unsqueeze(-1)
+            weights = weights * F.embedding(chosen, scales).squeeze(-1)
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
@@ -187,7 +203,9 @@ class RoutedMLPs(nn.Module):
         """
         if torch.compiler.is_exporting():
             stacks = [self.gate.weight, self.up.weight, self.down.weight]
-            y: Tensor = torch.ops.dlm_export.experts(x, chosen, weights, stacks)
+            y: Tensor = torch.ops.dlm_export.experts(
+                x, chosen, weights, stacks, self.spec.activation
+            )
             return y
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
@@ -207,14 +225,17 @@ class RoutedMLPs(nn.Module):
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
         """Map ``x`` ``[n, hidden]`` to an expert's features ``[n, size]`` before ``down``."""
-        y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
+        y: Tensor = self._activate(self.gate(x, expert)) * self.up(x, expert)
         return y
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return activate(x, self.spec.activation, is_plain=False)
 
     def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         experts = torch.arange(self.count, device=x.device)
         # routing weight of every token for every expert, [.., E]
         shares = ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
-        hidden = F.silu(self.gate(x)) * self.up(x)
+        hidden = self._activate(self.gate(x)) * self.up(x)
         y: Tensor = self.down(
             (hidden.unflatten(-1, (self.count, -1)) * shares.unsqueeze(-1)).flatten(-2)
         )
@@ -224,13 +245,33 @@ class RoutedMLPs(nn.Module):
 class Experts(nn.Module):
     """A mixture of experts, which some layers use instead of an MLP."""
 
-    def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
+    experts_norm: nn.Module
+    experts_out_norm: nn.Module
+    shared_norm: nn.Module
+    shared_out_norm: nn.Module
+
+    def __init__(
+        self, spec: ExpertsSpec, hidden_size: int, norm_eps: float, is_plain: bool = False
+    ) -> None:
         super().__init__()
-        self.router = Router(spec, hidden_size)
+        self.router = Router(spec, hidden_size, norm_eps, is_plain)
         self.experts = RoutedMLPs(spec, hidden_size)
-        self.shared = MLP(MlpSpec(spec.shared_size), hidden_size) if spec.shared_size else None
+        shared = MlpSpec(spec.shared_size, spec.activation)
+        self.shared = MLP(shared, hidden_size, is_plain) if spec.shared_size else None
+        self.has_norms = spec.branch_norms
+        if spec.branch_norms:
+            for name in BRANCH_NORMS:
+                self.add_module(name, RMSNorm(hidden_size, norm_eps, is_plain))
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` and the result are ``[B, T, hidden]``."""
-        y: Tensor = self.experts(x, *self.router(x))
-        return y if self.shared is None else y + self.shared(x)
+        read = self.experts_norm(x) if self.has_norms else x
+        y: Tensor = self.experts(read, *self.router(x))
+        if self.shared is None:
+            return y
+        if not self.has_norms:
+            plain: Tensor = y + self.shared(x)
+            return plain
+        z: Tensor = self.shared_out_norm(self.shared(self.shared_norm(x)))
+        whole: Tensor = self.experts_out_norm(y) + z
+        return whole

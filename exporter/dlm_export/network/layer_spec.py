@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from dlm_export.network.scaling import QueryScale, RotaryTable, Scaling, scaling
 VISIBILITIES = ("full", "block", "causal", "draft", "masks-last")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
-ACTIVATIONS = ("silu", "gelu", "relu")
-"""Activation functions of MLPs. ``gelu`` is the exact function, computed with erf."""
+ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu")
+"""Activation functions of MLPs. ``gelu`` is the exact function, computed with erf. ``gelu-tanh`` is
+the approximation with tanh.
+"""
 NORMS = (
     "attention_norm",
     "attention_out_norm",
@@ -39,16 +42,21 @@ class Rope:
     ``fraction`` is the share of a head's features that are rotated. The rotated features are the
     first ones. ``scaling`` describes how frequencies are lowered for long canvases. If it is
     ``None``, frequencies are not lowered. ``query_scale`` describes how queries are scaled on long
-    canvases. If it is ``None``, queries are not scaled.
+    canvases. If it is ``None``, queries are not scaled. ``turning`` is the share of the rotated
+    pairs of features whose angle depends on the position. These are the first pairs. All other
+    pairs have the angle 0.
     """
 
     theta: float
     fraction: float = 1.0
     scaling: Scaling | None = None
     query_scale: QueryScale | None = None
+    turning: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a scaling has no meaning for ``theta``."""
+        """Raises ValueError if a scaling has no meaning for ``theta``, or if a share is no share."""
+        if not 0 < self.turning <= 1:
+            raise ValueError(f"turning must be above 0 and at most 1, found {self.turning:g}")
         if self.scaling is not None and self.theta <= 1:
             raise ValueError(
                 f"rope_theta must be greater than 1 if frequencies are scaled, found {self.theta:g}"
@@ -70,7 +78,14 @@ class AttentionSpec:
       mask tokens. So decided tokens do not attend to mask tokens, and a mask token attends to all
       decided tokens.
     - ``window``: if not ``None``, a query attends only to keys that are at most this many tokens
-      away. A network with a window cannot use a cache.
+      away. With visibility ``draft``, the distance of a query of a draft pass is counted from the
+      first token of the pass, and the queries of the pass attend to all keys of the pass. With
+      visibility ``full``, a network with a window cannot use a cache.
+    - ``scale``: the factor by which products of queries and keys are multiplied. ``None`` means
+      ``head_size ** -0.5``.
+    - ``has_values``: False if there is no matrix for values. A value is then the key before its
+      norm and its rotation.
+    - ``value_norm``: True if an RMSNorm without a weight is applied to every value head.
     """
 
     heads: int
@@ -83,6 +98,9 @@ class AttentionSpec:
     visibility: str = "full"
     block_length: int | None = None
     window: int | None = None
+    scale: float | None = None
+    has_values: bool = True
+    value_norm: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError if fields contradict each other."""
@@ -98,10 +116,16 @@ class AttentionSpec:
             )
         if self.block_length is not None and self.block_length < 1:
             raise ValueError(f"block_length is {self.block_length}; it must be at least 1")
-        if self.window is not None and (self.visibility != "full" or self.window < 1):
+        if self.window is not None and (
+            self.visibility not in ("full", "draft") or self.window < 1
+        ):
             raise ValueError(
-                f"a window of {self.window} needs at least 1 token and visibility full, not {self.visibility}"
+                f"a window of {self.window} needs at least 1 token and visibility full or draft, not {self.visibility}"
             )
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ValueError(f"scale is {self.scale}; it must be a positive number")
+        if not self.has_values and self.qkv_bias:
+            raise ValueError("biases of queries, keys and values need a matrix for values")
         if self.qk_norm and self.rope is not None and self.rope.query_scale is not None:
             raise ValueError("norms of queries cannot be combined with a query_scale")
 
@@ -154,6 +178,10 @@ class RouterSpec:
     - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
       ``active_groups`` groups. The score of a group is the sum of the scores of the group's two
       best experts.
+    - ``has_norm``: True if the router applies an RMSNorm to its input, and multiplies the result by
+      ``hidden_size ** -0.5``.
+    - ``has_expert_scales``: True if the routing weight of each expert is also multiplied by a
+      number that was learned for this expert.
     """
 
     score: str = "softmax"
@@ -162,6 +190,8 @@ class RouterSpec:
     scale: float = 1.0
     groups: int = 1
     active_groups: int = 1
+    has_norm: bool = False
+    has_expert_scales: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError if fields contradict each other."""
@@ -179,6 +209,8 @@ class ExpertsSpec:
 
     Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
     ``shared_size`` features processes every token. If ``shared_size`` is 0, there is no shared MLP.
+    If ``branch_norms`` is true, an RMSNorm is applied to the inputs and to the outputs of the
+    shared MLP and of the experts, as in Gemma 4. The router reads its input without these norms.
     """
 
     count: int
@@ -187,10 +219,13 @@ class ExpertsSpec:
     shared_size: int = 0
     activation: str = "silu"
     router: RouterSpec = RouterSpec()
+    branch_norms: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError if fields contradict each other."""
         groups, r = self.router.groups, self.router
+        if self.branch_norms and not self.shared_size:
+            raise ValueError("norms of the shared MLP and of the experts need a shared MLP")
         if self.count % groups or (groups > 1 and self.count // groups < 2):
             raise ValueError(
                 f"{self.count} experts cannot form {groups} equal groups of two or more"
@@ -206,7 +241,9 @@ class LayerSpec:
     """One transformer layer.
 
     ``norms`` is a subset of ``NORMS``. ``norm_eps`` and ``norm_kind`` are the epsilon and the kind
-    of these norms.
+    of these norms. If ``has_scalar`` is true, the output of the layer is multiplied by a learned
+    number. A layer with visibility ``draft`` has one number for draft passes, and one for all other
+    passes.
     """
 
     attention: AttentionSpec
@@ -214,6 +251,14 @@ class LayerSpec:
     norm_eps: float
     norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
     norm_kind: str = "rms"
+    has_scalar: bool = False
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The names of the learned numbers that multiply the output of the layer."""
+        if not self.has_scalar:
+            return ()
+        return ("scalar", "draft_scalar") if self.attention.visibility == "draft" else ("scalar",)
 
 
 def layer_from(values: Mapping[str, Any]) -> LayerSpec:
@@ -228,6 +273,7 @@ def layer_from(values: Mapping[str, Any]) -> LayerSpec:
         values["norm_eps"],
         tuple(values["norms"]),
         values.get("norm_kind", "rms"),  # bundles of earlier versions have RMSNorms only
+        values.get("has_scalar", False),  # bundles of earlier versions have no such numbers
     )
 
 
@@ -242,6 +288,7 @@ def _rope_from(values: Mapping[str, Any]) -> Rope:
         values["fraction"],
         None if scaling is None else scaling_from(scaling),
         None if query_scale is None else QueryScale(**query_scale),
+        values.get("turning", 1.0),  # bundles of earlier versions do not have this field
     )
 
 
@@ -255,4 +302,4 @@ def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
     if attention.rope is None:
         return None
     size = round(attention.head_size * attention.rope.fraction)
-    return RotaryTable(attention.rope.theta, attention.rope.scaling, size)
+    return RotaryTable(attention.rope.theta, attention.rope.scaling, size, attention.rope.turning)

@@ -31,13 +31,14 @@ from dlm_export.network.denoiser import (
     Rotary,
     Transform,
     Turn,
+    capped,
     check_built,
     hiding,
-    make_norm,
     move_masks,
     turns_of,
 )
 from dlm_export.network.experts import Stacked
+from dlm_export.network.norms import make_norm
 from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec
 from dlm_runtime.errors import DlmError
 
@@ -133,6 +134,8 @@ class Layered:
 
     def embed(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the input of the first layer ``[B, L, hidden]`` for token ids ``[B, L]``.
+
+        With self-conditioning, the soft embeddings are zeros.
 
         The function loads only the table rows of these ids. ``positions`` contains the positions of
         the tokens. If it is ``None``, the tokens are whole canvases.
@@ -257,7 +260,7 @@ class Layered:
             else self.read("head.weight", None)
         )
         bias = self.read("head.bias", torch.float32) if self.network.head.bias else None
-        return Head(weight, self.device, bias)
+        return Head(weight, self.device, bias, self.network.head.softcap)
 
     def _with_parameters(self, module: _Module, path: str) -> _Module:
         """Load the parameters of a small module that has no data yet."""
@@ -280,9 +283,15 @@ class Head:
     To save memory, the head converts only a few columns of its weight matrix to fp32 at a time.
     """
 
-    def __init__(self, weight: Tensor, device: torch.device, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        device: torch.device,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
         """``weight`` is ``[hidden, V]``, and ``bias`` is fp32 ``[V]``."""
-        self.weight, self.device, self.bias = weight, device, bias
+        self.weight, self.device, self.bias, self.softcap = weight, device, bias, softcap
 
     def __call__(self, features: Tensor) -> Tensor:
         """Map features ``[..., hidden]`` to raw logits fp32 ``[..., V]`` on the CPU."""
@@ -290,13 +299,14 @@ class Head:
         out = torch.empty(*features.shape[:-1], self.weight.shape[1])
         for columns, weight in self._widened():
             out[..., columns] = (wide @ weight).cpu()
-        return out if self.bias is None else out.add_(self.bias)
+        return capped(out if self.bias is None else out.add_(self.bias), self.softcap)
 
     def pull(self, gradients: Tensor) -> Tensor:
         """Backpropagate gradients of logits ``[..., V]``.
 
-        Returns fp32 ``[..., hidden]`` on the CPU.
+        Returns fp32 ``[..., hidden]`` on the CPU. The logits must have no softcap.
         """
+        assert self.softcap is None
         out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():
             out += gradients[..., columns].to(self.device) @ weight.T

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,10 @@ def activate(x: Tensor, activation: str, is_plain: bool) -> Tensor:
         # Not F.relu: ONNX Runtime 1.31.1 removes a Relu before a QuantizeLinear to FP8, which makes
         # the results wrong.
         return torch.maximum(x, torch.zeros((), dtype=x.dtype, device=x.device))
+    if activation == "gelu-tanh":
+        if is_plain:  # elementary operators, for engines that have no GELU
+            return 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x * x * x)))
+        return F.gelu(x, approximate="tanh")
     if is_plain:  # elementary operators, for engines that have no GELU
         return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
     return F.gelu(x)

@@ -212,7 +212,8 @@ def _block_causal_stages(
     only the sub-block, and use the stored keys and values of the other rows.
     """
     length, is_draft = len(undecided), looped.draft_block is not None
-    shift = 1 if is_draft else looped.shift
+    # With random tokens instead of mask tokens, causal passes predict no position.
+    shift = 0 if policy.remask == "noise" else 1 if is_draft else looped.shift
     has_cache, stored = policy.cache != "none", 0
     has_parts = policy.cache == "block-dual" and bool(policy.sub_block_length)
     for number, (start, end, steps) in enumerate(blocks):

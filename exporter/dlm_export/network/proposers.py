@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_export.network.turns import Canvas, Turn, gumbels, random_scores, scored_by
+from dlm_export.network.turns import (
+    Canvas,
+    Turn,
+    gumbels,
+    random_scores,
+    scored_by,
+    temperature_of,
+)
 from dlm_runtime.policy import Policy
 
 
@@ -87,9 +94,9 @@ class Proposer:
         """
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return a copy of the logits that excludes the mask token."""
+        """Return a copy of the logits that excludes the mask token, if there is one."""
         logits = logits.clone()
-        logits[:, self.mask_token_id] = -torch.inf
+        logits[:, self.mask_token_id : self.mask_token_id + 1] = -torch.inf
         return logits
 
 
@@ -115,7 +122,8 @@ class Sampled(Proposer):
         )
         rows = np.arange(len(best))
         wide = logits.double().cpu().numpy()
-        behind = (wide - wide[rows, best][:, None]) / policy.temperature
+        temperature = temperature_of(policy, turn.step, turn.steps)
+        behind = (wide - wide[rows, best][:, None]) / temperature
         drawn = cut(behind, policy.top_p, policy.top_k)
         at = turn.positions.tolist()
         noise = np.stack(

@@ -7,7 +7,8 @@ A ``Policy`` selects the algorithm. The algorithms are from these papers:
 - Dream (arXiv:2508.15487): timestep schedule, entropy and margin scores;
 - SDAR (arXiv:2510.06303): the commit rule "dynamic";
 - entropy-bounded sampling (arXiv:2505.24857);
-- d3LLM (arXiv:2601.07568): positions of several blocks in one pass.
+- d3LLM (arXiv:2601.07568): positions of several blocks in one pass;
+- the released code of DiffusionGemma: blocks that start from random tokens.
 
 This module runs the passes of one request. ``turns`` schedules the passes and decides which
 positions commit. ``proposers`` chooses the tokens of these positions. ``lockstep`` runs many
@@ -26,9 +27,17 @@ from torch import Tensor
 from dlm_export.network.caches import read_back
 from dlm_export.network.denoiser import Denoiser, Past
 from dlm_export.network.passes import Span, shift_of
-from dlm_export.network.proposers import Proposer, make_proposer
+from dlm_export.network.proposers import Proposals, Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, choose_in, reserve_end, start_canvas, turns
+from dlm_export.network.turns import (
+    Canvas,
+    choose_in,
+    random_tokens,
+    reserve_end,
+    start_canvas,
+    temperature_of,
+    turns,
+)
 from dlm_runtime.policy import Policy
 
 
@@ -99,6 +108,9 @@ class Run:
         # The tokens that the last pass proposed for undecided positions, and -1 for other
         # positions.
         self.guess = np.full(len(self.tokens), -1)
+        # For ``remask`` "noise": number of passes over the block, directly before the last one, with
+        # the same most likely tokens.
+        self._stable = 0
         self._turns = turns(
             Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
         )
@@ -123,7 +135,27 @@ class Run:
             self.proposer.note(ended, self.tokens[ended])
             return None
         self._turn = turn
+        if self.policy.remask == "noise" and turn.step == 0:
+            self.tokens[turn.positions] = self._noise(0)
         return turn.span
+
+    def _noise(self, step: int) -> np.ndarray:
+        """Return random tokens for the turn's positions, before pass ``step`` over the block."""
+        network, positions = self.network, self._turn.positions
+        return random_tokens(
+            self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
+        )
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the next pass, for self-conditioning."""
+        turn = self._turn
+        return min(max(temperature_of(self.policy, turn.step, turn.steps), 1e-30), 1e30)
+
+    @property
+    def is_first(self) -> bool:
+        """True if the next pass is the first pass over its positions."""
+        return self._turn.step == 0
 
     @property
     def rows(self) -> Tensor:
@@ -144,6 +176,10 @@ class Run:
         turn, proposer = self._turn, self.proposer
         self.nfe += 1
         proposals = proposer.propose(turn, self.canvas, logits)
+        if self.policy.remask == "noise":
+            if len(turn.positions):
+                self._renoise(proposals, logits)
+            return
         chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
         is_verified = self.policy.commit == "verify"
         if is_verified and self.policy.stop == "eos":
@@ -164,6 +200,31 @@ class Run:
         self.tokens[committed] = proposals.tokens[chosen]
         self.undecided[committed] = False
         proposer.note(committed, proposals.tokens[chosen])
+
+    def _renoise(self, proposals: Proposals, logits: Tensor) -> None:
+        """Choose the tokens of the next pass over a block that started from random tokens.
+
+        The chosen positions get their proposed tokens, and the others get new random tokens. After
+        the last pass over the block, its positions get their most likely tokens.
+        """
+        turn, policy = self._turn, self.policy
+        best = self.proposer.masked(logits).argmax(-1).cpu().numpy()
+        is_equal = turn.step > 0 and np.array_equal(best, self.guess[turn.positions])
+        self._stable = self._stable + 1 if is_equal else 0
+        is_stable = (
+            self._stable >= policy.stable_passes
+            and -proposals.scores.mean() < policy.stable_entropy
+        )
+        self.guess[:] = -1
+        self.guess[turn.positions] = best
+        if (is_stable and policy.stable_entropy) or turn.step + 1 >= turn.steps:
+            self.tokens[turn.positions] = best
+            self.undecided[turn.positions] = False
+            self.proposer.note(turn.positions, best)
+            return
+        chosen = choose_in(turn, proposals.tokens, proposals.scores, policy)
+        following = self._noise(turn.step + 1)
+        self.tokens[turn.positions] = np.where(chosen, proposals.tokens, following)
 
     def end(self) -> None:
         """Stop early, and fill the undecided positions with the result of ``Proposer.complete``."""
@@ -223,12 +284,16 @@ def fill(
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~run.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
+    is_conditioned = denoiser.network.conditioning is not None
+    conditioning: Tensor | None = None
     while (span := run.advance()) is not None:
         if max_steps and run.nfe == max_steps:
             run.end()
             break
         tokens = torch.from_numpy(run.tokens)
-        logits = conditional.logits(tokens, span, run.rows)
+        if run.is_first or not span.is_draft:
+            conditioning = None
+        logits = conditional.logits(tokens, span, run.rows, conditioning)
         if policy.cfg_scale:
             without = unconditional.logits(
                 tokens.masked_fill(given, denoiser.network.mask_token_id), span, run.rows
@@ -238,6 +303,9 @@ def fill(
                 without.double() + (policy.cfg_scale + 1) * (logits.double() - without.double())
             ).float()
             logits = logits.masked_fill(ruled_out, -torch.inf)
+        if is_conditioned and span.is_draft:
+            temperature = torch.tensor(run.temperature, device=logits.device)
+            conditioning = denoiser.soft_embedding(logits, temperature)[None]
         run.commit(logits)
         if on_step is not None:
             on_step(run.canvas)
@@ -251,9 +319,12 @@ class _Passes:
         self.denoiser, self.cache_dtype = denoiser, cache_dtype
         self.cache: list[Past | None] = [None] * len(denoiser.network.layers)
 
-    def logits(self, tokens: Tensor, span: Span, rows: Tensor) -> Tensor:
+    def logits(
+        self, tokens: Tensor, span: Span, rows: Tensor, conditioning: Tensor | None = None
+    ) -> Tensor:
         """Run a pass over a span of the canvas ``tokens`` ``[L]``.
 
+        ``conditioning`` is the self-conditioning of the span, ``[1, T, d]``. ``None`` means zeros.
         Returns raw logits, fp32 ``[M, V]``.
         """
         device = self.denoiser.embed.weight.device
@@ -262,7 +333,7 @@ class _Passes:
         longest = self.denoiser.network.max_canvas_length
         positions = torch.arange(*span.ids(longest), device=device)
         hidden, presents = self.denoiser.hidden(
-            ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype
+            ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype, conditioning
         )
         if span.is_stored:
             rounded = (

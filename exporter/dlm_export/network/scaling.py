@@ -202,16 +202,19 @@ def scaling_from(values: Mapping[str, Any]) -> Scaling:
 class RotaryTable:
     """A table of cosines and sines for ``size`` rotated features, which have ``size / 2`` angles.
 
-    Layers whose tables are equal share one table.
+    Layers whose tables are equal share one table. ``turning`` is the share of the angles that
+    depend on the position. All other angles are 0.
     """
 
     theta: float
     scaling: Scaling | None
     size: int
+    turning: float = 1.0
 
     def frequencies(self) -> np.ndarray:
         """Return the angle per position for each pair of features, float64 ``[size / 2]``."""
         plain: np.ndarray = self.theta ** (-np.arange(0, self.size, 2) / self.size)
+        plain[int(self.turning * self.size // 2) :] = 0
         if self.scaling is None:
             return plain
         kept = self.scaling.kept(plain, self.theta)

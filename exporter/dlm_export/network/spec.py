@@ -45,7 +45,9 @@ from dlm_export.network.scaling import RotaryTable
 __all__ = [
     "ACTIVATIONS",
     "BIASES",
+    "BRANCH_NORMS",
     "CACHE_ROWS",
+    "CONDITIONING",
     "EMBEDDING",
     "HEAD",
     "NEVER_QUANTISED",
@@ -56,6 +58,7 @@ __all__ = [
     "TRANSFORM",
     "VISIBILITIES",
     "AttentionSpec",
+    "ConditioningSpec",
     "EmbeddingSpec",
     "ExpertsSpec",
     "Fold",
@@ -74,9 +77,15 @@ CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": 
 """Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
 bytes of the scale of a row. A row is the key or value of one position in one head.
 """
+BRANCH_NORMS = ("shared_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
+"""Norms of a mixture of experts with ``branch_norms``: before and after the shared MLP, and before
+and after the experts.
+"""
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP. The stacks of experts have the same roles."""
-NEVER_QUANTISED = ("router", "transform")
+CONDITIONING = "embed.conditioning"
+"""Module path of the block for self-conditioning. Its matrices have the role ``conditioning``."""
+NEVER_QUANTISED = ("router", "transform", "conditioning")
 """Roles of linear layers that a recipe cannot quantise."""
 TRANSFORM = "transform"
 """Module path and role of the matrix before the head, for networks that have such a matrix."""
@@ -106,8 +115,8 @@ class Fold:
 class LinearSpec:
     """A multiplication by a weight matrix ``[inputs, outputs]`` of the module at ``path``.
 
-    - ``role``: ``head``, ``transform``, or the matrix of the layer: ``q``, ``k``, ``v``, ``out``, ``gate``,
-      ``up``, ``down`` or ``router``.
+    - ``role``: ``head``, ``transform``, ``conditioning``, or the matrix of the layer: ``q``, ``k``,
+      ``v``, ``out``, ``gate``, ``up``, ``down`` or ``router``.
     - ``site``: the path of the first matrix with the same input. Matrices with equal ``site`` have
       the same input.
     - ``fold``: the parameters into which scales of the input can be folded, if there are any.
@@ -166,12 +175,14 @@ class EmbeddingSpec:
     - ``token_types``: number of rows of the table of token types. If 0, there is no such table. All
       tokens of a canvas have type 0.
     - ``norm``: True if a norm is applied to the sum.
+    - ``scale``: the number by which the embeddings of tokens are multiplied.
     """
 
     positions: int = 0
     first_position: int = 0
     token_types: int = 0
     norm: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -183,12 +194,28 @@ class HeadSpec:
       this function and apply a norm before the head. ``None`` for all other networks.
     - ``transform_bias``: True if the matrix of this transform has a bias.
     - ``bias``: True if the head has a bias.
+    - ``softcap``: if not ``None``, a logit ``x`` is replaced by ``softcap * tanh(x / softcap)``.
     """
 
     final_norm: bool = True
     transform: str | None = None
     transform_bias: bool = False
     bias: bool = False
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class ConditioningSpec:
+    """Describes self-conditioning: a draft pass also reads the predictions of the draft pass before.
+
+    The predictions of a position are read as a *soft embedding*: the mean of all embeddings, each
+    weighted with the probability of its token. A gated MLP with ``size`` features reads the
+    normalised soft embedding. Its output is added to the embedding of the token, and an RMSNorm
+    without a weight is applied to the sum. Without predictions, the soft embedding is 0.
+    """
+
+    size: int
+    activation: str = "silu"
 
 
 @dataclass(frozen=True)
@@ -196,7 +223,11 @@ class NetworkSpec:
     """The description of a denoiser, as read from its checkpoint.
 
     ``norm_eps`` and ``norm_kind`` are the epsilon and the kind of the norms outside layers. With
-    ``shift`` 1, the logits of row i predict the token at position i + 1.
+    ``shift`` 1, the logits of row i predict the token at position i + 1. ``noise`` says what
+    training replaced tokens with. ``absorbing`` means the mask token. ``uniform`` means random
+    tokens. A network with uniform noise has no mask token, and its ``mask_token_id`` is
+    ``vocab_size``, which is not a token. ``conditioning`` describes self-conditioning, or is
+    ``None``.
     """
 
     family: str
@@ -215,6 +246,12 @@ class NetworkSpec:
     norm_kind: str = "rms"
     embedding: EmbeddingSpec = EmbeddingSpec()
     head: HeadSpec = HeadSpec()
+    conditioning: ConditioningSpec | None = None
+
+    @property
+    def has_mask_token(self) -> bool:
+        """True if a token represents undecided positions. ``mask_token_id`` is this token."""
+        return self.mask_token_id < self.vocab_size
 
     @property
     def end_token_id(self) -> int | None:
@@ -258,6 +295,9 @@ class NetworkSpec:
                 shapes[f"embed.{name}.weight"] = (rows, self.hidden_size)
         if self.embedding.norm:
             shapes |= self._norm("embed.norm", self.norm_kind)
+        if self.conditioning is not None:
+            shapes |= self._norm(f"{CONDITIONING}.norm", "rms")
+            shapes |= {linear.weight: linear.shape for linear in self._conditioning_layers()}
         for i, layer in enumerate(self.layers):
             block, attention = f"blocks.{i}.", layer.attention
             biased = ("q", "k", "v") * attention.qkv_bias + ("out",) * attention.out_bias
@@ -265,6 +305,9 @@ class NetworkSpec:
                 biased += STACKS
             for name in layer.norms:
                 shapes |= self._norm(f"{block}{name}", layer.norm_kind)
+            shapes |= dict.fromkeys((f"{block}{name}" for name in layer.scalars), (1,))
+            if isinstance(layer.mlp, ExpertsSpec):
+                shapes |= self._mixture_vectors(f"{block}mlp.", layer.mlp)
             for linear in self._linear_layers_of(f"blocks.{i}", layer):
                 shapes[linear.weight] = linear.shape
                 if linear.role in biased or (linear.role == "router" and has_router_bias(layer)):
@@ -285,6 +328,18 @@ class NetworkSpec:
             shapes["head.weight"] = (self.hidden_size, self.vocab_size)
         if self.head.bias:
             shapes["head.bias"] = (self.vocab_size,)
+        return shapes
+
+    def _mixture_vectors(self, mixture: str, experts: ExpertsSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the norms and expert scales of a mixture of experts."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if experts.branch_norms:
+            for name in BRANCH_NORMS:
+                shapes |= self._norm(f"{mixture}{name}", "rms")
+        if experts.router.has_norm:
+            shapes |= self._norm(f"{mixture}router.norm", "rms")
+        if experts.router.has_expert_scales:
+            shapes[f"{mixture}router.expert_scales"] = (experts.count,)
         return shapes
 
     def _norm(self, path: str, kind: str) -> dict[str, tuple[int, ...]]:
@@ -326,7 +381,8 @@ class NetworkSpec:
 
     @functools.cached_property
     def _linear_layers(self) -> tuple[LinearSpec, ...]:
-        found = [
+        found = self._conditioning_layers()
+        found += [
             linear
             for i, layer in enumerate(self.layers)
             for linear in self._linear_layers_of(f"blocks.{i}", layer)
@@ -347,6 +403,12 @@ class NetworkSpec:
         )
         return tuple(found)
 
+    def _conditioning_layers(self) -> list[LinearSpec]:
+        if self.conditioning is None:
+            return []
+        layers = self._gated(CONDITIONING, self.conditioning.size, f"{CONDITIONING}.gate", None)
+        return [replace(layer, role="conditioning", fold=None) for layer in layers]
+
     def _linear_layers_of(self, block: str, layer: LayerSpec) -> list[LinearSpec]:
         a, hidden = layer.attention, self.hidden_size
 
@@ -356,29 +418,41 @@ class NetworkSpec:
             return Fold(_norm_parameters(f"{block}.{name}", layer.norm_kind))
 
         site, fold = f"{block}.attention.q", norm("attention_norm")
-        heads = {"q": a.heads, "k": a.kv_heads, "v": a.kv_heads}
+        heads = {"q": a.heads, "k": a.kv_heads} | ({"v": a.kv_heads} if a.has_values else {})
         found = [
             LinearSpec(f"{block}.attention.{role}", role, hidden, count * a.head_size, site, fold)
             for role, count in heads.items()
         ]
         out, value = f"{block}.attention.out", f"{block}.attention.v"
-        values = Fold(
-            (f"{value}.weight", *((f"{value}.bias",) if a.qkv_bias else ())),
-            repeats=a.group,
-            run=a.head_size,
-        )
+        # Scales cannot be folded into the value matrix if there is a norm after it, or if the keys
+        # use the same matrix.
+        values = None
+        if a.has_values and not a.value_norm:
+            values = Fold(
+                (f"{value}.weight", *((f"{value}.bias",) if a.qkv_bias else ())),
+                repeats=a.group,
+                run=a.head_size,
+            )
         found.append(LinearSpec(out, "out", a.heads * a.head_size, hidden, out, values))
         fold = norm("mlp_norm")
         if isinstance(layer.mlp, MlpSpec):
             return found + self._mlp(f"{block}.mlp", layer.mlp, fold)
-        experts, router = layer.mlp, f"{block}.mlp.router"
-        found.append(LinearSpec(router, "router", hidden, experts.count, router, fold))
+        experts, mixture = layer.mlp, f"{block}.mlp"
+        router = experts_site = shared_site = f"{mixture}.router"
+        of_router = of_experts = of_shared = fold
+        if experts.router.has_norm:
+            of_router = Fold((f"{router}.norm.weight",))
+        if experts.branch_norms:
+            experts_site, shared_site = f"{mixture}.experts.gate", f"{mixture}.shared.gate"
+            of_experts = Fold((f"{mixture}.experts_norm.weight",))
+            of_shared = Fold((f"{mixture}.shared_norm.weight",))
+        found.append(LinearSpec(router, "router", hidden, experts.count, router, of_router))
         share = experts.active / experts.count
         found += self._gated(
-            f"{block}.mlp.experts", experts.size, router, fold, experts.count, share
+            f"{mixture}.experts", experts.size, experts_site, of_experts, experts.count, share
         )
         if experts.shared_size:
-            found += self._gated(f"{block}.mlp.shared", experts.shared_size, router, fold)
+            found += self._gated(f"{mixture}.shared", experts.shared_size, shared_site, of_shared)
         return found
 
     def _mlp(self, module: str, mlp: MlpSpec, fold: Fold | None) -> list[LinearSpec]:
@@ -419,9 +493,16 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Map the path of each linear layer that a recipe may quantise to the layer."""
+        """Map the path of each linear layer that a recipe may quantise to the layer.
+
+        With self-conditioning, a recipe cannot quantise a tied head, because the soft embeddings
+        are also computed from its table.
+        """
         return {
-            layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
+            layer.path: layer
+            for layer in self.linear_layers()
+            if layer.role not in NEVER_QUANTISED
+            and not (layer.is_tied and self.conditioning is not None)
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
@@ -475,8 +556,11 @@ class NetworkSpec:
 
     @property
     def has_window(self) -> bool:
-        """True if any layer has attention in a window. Such a network cannot use a cache."""
-        return any(layer.attention.window is not None for layer in self.layers)
+        """True if any layer has full attention in a window. Such a network cannot use a cache."""
+        return any(
+            layer.attention.window is not None and layer.attention.visibility == "full"
+            for layer in self.layers
+        )
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(kv_heads, head_size)`` of the keys of each layer. The values have the same shape."""
@@ -529,8 +613,12 @@ class NetworkSpec:
         chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         chosen["layers"] = tuple(layer_from(layer) for layer in chosen["layers"])
         chosen["eos_token_ids"] = tuple(chosen["eos_token_ids"])
-        for name, kind in (("embedding", EmbeddingSpec), ("head", HeadSpec)):
-            if name in chosen:
+        for name, kind in (
+            ("embedding", EmbeddingSpec),
+            ("head", HeadSpec),
+            ("conditioning", ConditioningSpec),
+        ):
+            if chosen.get(name) is not None:
                 chosen[name] = kind(**chosen[name])
         return cls(**chosen)
 

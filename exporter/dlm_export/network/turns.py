@@ -64,7 +64,8 @@ def reserve_end(canvas: Canvas, policy: Policy, eos_token_ids: Sequence[int]) ->
 class Turn:
     """The next turn of the loop: a pass over ``span``, and a commit in the block ``[start, end)``.
 
-    - ``passes``: the number of earlier passes of the request.
+    - ``passes``: the number of earlier passes of the request. With ``remask`` "noise", the number of
+      earlier passes for the same positions. Random numbers depend on it.
     - ``step``: the number of earlier passes for the same positions.
     - ``positions``: the scored positions, int64 ``[M]``, in ascending order. The array is empty if
       the pass only fills the cache.
@@ -76,6 +77,7 @@ class Turn:
       last position has no drafted token, and contains -1.
     - ``first_end``: the end of the first unfinished block, if the turn decides positions of several
       blocks. At least one position before it commits.
+    - ``steps``: the number of passes planned for the same positions.
     """
 
     start: int
@@ -89,6 +91,7 @@ class Turn:
     standing: np.ndarray | None = None
     drafted: np.ndarray | None = None
     first_end: int | None = None
+    steps: int = 1
 
 
 def turns(
@@ -152,7 +155,15 @@ def turns(
             is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
             is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
             yield Turn(
-                stage.start, stage.end, step, passes, stage.span, positions, planned, is_forced
+                stage.start,
+                stage.end,
+                step,
+                step if policy.remask == "noise" else passes,
+                stage.span,
+                positions,
+                planned,
+                is_forced,
+                steps=stage.steps,
             )
             step, passes = step + 1, passes + 1
         if stage.is_last:
@@ -323,6 +334,37 @@ def unit(high: Word, low: Word) -> Any:
     The number is (a random 52-bit integer plus one half) / 2^52, which a double represents exactly.
     """
     return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
+
+
+def random_tokens(
+    seed: int, step: int, positions: np.ndarray, vocab_size: int, mask_token_id: int
+) -> np.ndarray:
+    """Return random tokens, int64 ``[M]``, for positions of a block that starts from random tokens.
+
+    ``step`` is the number of earlier passes over the block. The mask token is never drawn. If
+    ``mask_token_id`` is ``vocab_size``, there is no mask token.
+    """
+    counters = positions.astype(np.uint64)
+    high, low, _, _ = philox(seed, (step, counters, 0, 2))
+    count = vocab_size - (mask_token_id < vocab_size)
+    tokens = (unit(high, low) * count).astype(np.int64)
+    found: np.ndarray = tokens + (tokens >= mask_token_id)
+    return found
+
+
+def temperature_of(policy: Policy, step: int, steps: int) -> float:
+    """Return the temperature of a pass, of which ``steps`` are planned, after ``step`` passes.
+
+    With ``temperature_drop``, the temperature is computed in fp32, like DiffusionGemma's code does.
+    With ``select`` "argmax", it is 1.
+    """
+    if policy.select == "argmax":
+        return 1.0
+    if not policy.temperature_drop:
+        return policy.temperature
+    share = np.float32(steps - step) / np.float32(steps)
+    lowest = np.float32(min(policy.temperature - policy.temperature_drop, 1e30))
+    return float(lowest + np.float32(policy.temperature_drop) * share)
 
 
 def random_score(seed: int, step: int, position: int) -> float:

@@ -69,6 +69,7 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         has_cache=True,
         visible_block=network.visible_block,
         draft_block=network.draft_block,
+        conditioning_size=0 if network.conditioning is None else network.hidden_size,
     )
     given = 0 if network.mask_token_id else 1  # any token but the mask token
     ended = threading.Event()
@@ -87,6 +88,7 @@ def list_passes(
     The prediction makes these assumptions: Each pass that scores positions commits
     ``tokens_per_pass`` tokens on average, which must be at least 1. With the commit rule "verify",
     each verifying pass commits this number of tokens on average, and draft passes commit no token.
+    With ``remask`` "noise", a block of n positions takes n / ``tokens_per_pass`` passes.
     Passes that may edit a finished block change no token. The generation contains no end token.
     """
     canvas = start_canvas([_GIVEN] * prompt_tokens, new_tokens, _MASK)
@@ -108,7 +110,12 @@ def list_passes(
             cached = _cached(turn, start, len(canvas.tokens), loop)
             commits = is_last and len(turn.positions) > 0 and not is_idle
             found.append(PlannedPass(PassSize(end - start, cached, rows), commits))
-        if not is_idle:
+        if policy.remask == "noise":
+            # The last pass over a block decides the whole block.
+            is_done = (turn.step + 1) * tokens_per_pass >= len(turn.positions)
+            if is_done or turn.step + 1 == turn.steps:
+                canvas.tokens[turn.positions], canvas.undecided[turn.positions] = _GIVEN, False
+        elif not is_idle:
             count = math.floor((turn.step + 1) * tokens_per_pass) - math.floor(
                 turn.step * tokens_per_pass
             )

@@ -42,6 +42,7 @@ from dlm_export.targets import Target
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
 from dlm_runtime import Policy
 from dlm_runtime.precision import NUMBER_FORMATS
+from dlm_runtime.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def default_policy(network: NetworkSpec) -> Policy:
     """Return the policy of a plan without a preset, which uses the cache ``block`` or ``dual``."""
     if network.visible_block is None:
         return Policy(cache="dual")
+    if network.noise == "uniform":
+        return PRESETS["diffusion-gemma"]
     return Policy(cache="block", block_length=network.draft_block or network.visible_block)
 
 
@@ -98,7 +101,7 @@ def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
             if network.draft_block is None
             else 1,
             network.visible_block,
-            network.shift if network.draft_block is None else 1,
+            network.shift if network.draft_block is None else int(policy.remask != "noise"),
         )
     return Loop(
         policy,

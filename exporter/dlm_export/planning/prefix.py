@@ -111,8 +111,8 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
     block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
     if (
         bundle.draft_block is not None
-    ):  # here, blocks start after the prompt, and its last token is computed again
-        block_length, shift = 1, 1
+    ):  # blocks start after the prompt, whose last row is computed if it predicts a token
+        block_length, shift = 1, int(policy.remask != "noise")
     if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
         raise RequestError(
             f"prefix: {load.shared} tokens are too few, because only whole pages of {reuse.page_tokens} "

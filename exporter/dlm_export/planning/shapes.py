@@ -108,7 +108,7 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
     return {
         name: policy.as_dict()
         for name, policy in presets_for(
-            network.visible_block, network.shift, network.draft_block
+            network.visible_block, network.shift, network.draft_block, network.noise
         ).items()
     }
 
@@ -184,7 +184,8 @@ def precisions_of(
 
     def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:
         held = {layer: formats.get(layer, HIGH) for layer in every}
-        if shape.network.tied_head:
+        # With self-conditioning, the table is never quantised.
+        if shape.network.tied_head and HEAD in held:
             held[HEAD] = _held_table(held[HEAD], target)
         layers = tuple((layer, name) for layer, name in held.items() if name != HIGH)
         if target.sm is None and any(FORMATS[held].is_simulated_on_cpu for _, held in layers):

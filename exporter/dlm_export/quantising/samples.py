@@ -118,7 +118,7 @@ def threshold_preset(
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
     # The preset of Fast-dLLM v2 supports only some block lengths, so it may be missing.
     if name is None and network.draft_block is not None:
-        chosen = "nemotron-diffusion"
+        chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if name is None and network.has_masks_last:

@@ -69,6 +69,7 @@ class Handle:
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[: info.eos_count])
         self.visible_block: int | None = info.visible_block or None
         self.draft_block: int | None = info.draft_block or None
+        self.conditioning_size: int = info.conditioning_size
         self.max_new_tokens: int = info.max_new_tokens
 
     def close(self) -> None:

@@ -270,6 +270,9 @@ class RequestOptions(TypedDict, total=False):
     reserve: str
     reuse_prompt: int
     next_block: float
+    temperature_drop: float
+    stable_entropy: float
+    stable_passes: int
 
 
 class InfillOptions(RequestOptions, total=False):

@@ -21,10 +21,10 @@ constexpr int32_t kNumbers[] = {0, 1, 2, 3, 4, 7, 16, 31, -1, 1 << 24, INT32_MAX
 constexpr double kReals[] = {0, 0.5, 1,     0.9,  0.3,       1e-3,      -1,
                              2, 1e9, 1e300, kNan, kInfinite, -kInfinite};
 constexpr const char* kStrings[] = {
-    nullptr,    "",       "sample",        "margin",        "entropy",    "random", "threshold",
-    "dynamic",  "factor", "entropy_bound", "timestep",      "sequential", ">",      "edit",
-    "prefix",   "dual",   "block",         "block-dual",    "none",       "reuse",  "draw",
-    "marginal", "floor",  "end",           "no such %s\x1b"};
+    nullptr,    "",       "sample",        "margin",     "entropy",       "random", "threshold",
+    "dynamic",  "factor", "entropy_bound", "timestep",   "sequential",    ">",      "edit",
+    "prefix",   "dual",   "block",         "block-dual", "none",          "reuse",  "draw",
+    "marginal", "floor",  "end",           "noise",      "no such %s\x1b"};
 constexpr dlm_status kOwn = 77;  // the status that a pass callback returns when it fails
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};

@@ -80,11 +80,13 @@ DLM_API const char* dlm_status_name(dlm_status status); /* returns a static stri
 /* The properties of a denoiser that the decoding loop needs. The comments in this header use
  * these letters for sizes of arrays: B requests in a pass, T tokens that the pass computes for
  * each request, S cached tokens of each request, R scored rows of each request (rows for which
- * the pass predicts tokens), V tokens in the vocabulary, and K candidates per row. */
+ * the pass predicts tokens), V tokens in the vocabulary, K candidates per row, and C numbers of
+ * self-conditioning per row. */
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V, 3..16777216 */
-  int32_t mask_token_id;     /* 0..V-1 */
+  int32_t mask_token_id;     /* 0..V. V: the denoiser has no mask token, and starts from random
+                                tokens. It then needs draft passes, and a policy with remask "noise" */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
   int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. 0 for a
@@ -112,6 +114,9 @@ typedef struct dlm_denoiser {
                           position. Each row of any other pass sees no later positions and predicts
                           the next position. n is the number of rows of a draft pass in training.
                           draft_block needs visible_block 1, shift 0 and a cache */
+  int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
+                                pass returns C numbers for each scored row, which the next draft
+                                pass over the same block reads. Then mask_token_id is V */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -146,6 +151,13 @@ typedef struct dlm_pass {
                           be finite, or -infinity for a token that is ruled out. The logit of the
                           mask token is ignored. If any other logit is NaN or +infinity, the request
                           ends with ENGINE_FAILED */
+  /* The following arrays are NULL if the denoiser has no self-conditioning. */
+  const float* conditioning; /* [B, T, C]: next_conditioning of the last pass over the same block;
+                                0 in the first pass over a block, and for rows of causal passes */
+  const float* temperature;  /* [B, R], above 0: the temperature of each scored row, for
+                                next_conditioning only */
+  float* next_conditioning; /* [B, R, C], computed from the softmax of logits / temperature; NULL if
+                               the caller does not need it */
 } dlm_pass;
 
 /* Runs one pass. If the status is not DLM_OK, the requests of the pass end with this status. */
@@ -173,7 +185,14 @@ typedef struct dlm_policy {
                           after the first undecided position, or a number of steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
   const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided,
-                          further passes may replace its tokens; see edit_threshold */
+                          further passes may replace its tokens; see edit_threshold | "noise": a
+                          block starts from random tokens instead of mask tokens. Each pass predicts
+                          all positions of the block. For the next pass, the positions that `commit`
+                          chooses get their predicted tokens, and all others get new random tokens.
+                          The last pass decides the block: each position gets its most likely token.
+                          "noise" needs commit "entropy_bound", "threshold" or "factor", and cache
+                          "block" or "none". It cannot be combined with constraints, guidance,
+                          sub-blocks or a reserved end */
   const char* cache; /* which keys and values passes reuse: "none" (default) | "prefix", "dual": for
                         full attention | "block", "block-dual": for block-causal attention. With
                         "block-dual", some passes run only a sub-block */
@@ -267,6 +286,15 @@ typedef struct dlm_policy {
                            ">=", it always commits the position with the highest score too. After an
                            end token, all positions become end tokens. A value below 1 cannot be
                            combined with edits or constraints */
+  double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): by how much the
+                              temperature falls over the planned passes of a block. In pass k of n,
+                              the temperature is temperature - temperature_drop * (k - 1) / n */
+  double stable_entropy;   /* for remask "noise" and score "entropy": a block ends before its last
+                              planned pass if the mean entropy of its positions is below this number,
+                              in nats, 0..1e9, and if its most likely tokens are stable (see
+                              stable_passes). 0 (default): all planned passes are made */
+  int32_t stable_passes;   /* for stable_entropy, 0..16777216 (1): the most likely tokens of a block
+                              are stable if they are the same in this number of passes before, too */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */

@@ -151,9 +151,13 @@ struct Wish {
   dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine,
                     Fault fault = Fault::none) const {
     std::vector<uint8_t> undecided;
-    for (const int32_t token : canvas) undecided.push_back(token == kMask);
-    auto proposer = fault == Fault::none ? nullptr : std::make_unique<Faulty>(of, policy, fault);
-    return dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer));
+    for (const int32_t token : canvas) undecided.push_back(token == of.mask_token_id);
+    if (fault == Fault::none) return dlm::Request(of, engine, policy, canvas, undecided, 0);
+    // A request with its own proposer cannot start from random tokens.
+    dlm::Policy other = policy;
+    if (other.remask == dlm::Remask::noise) other.remask = dlm::Remask::none;
+    return dlm::Request(of, engine, other, canvas, undecided, 0,
+                        std::make_unique<Faulty>(of, other, fault));
   }
 };
 
@@ -162,7 +166,24 @@ auto any_of(std::mt19937& random, const std::vector<Of>& values) {
   return values[random() % values.size()];
 }
 
-Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
+// Sets the fields of a policy that starts blocks from random tokens.
+void choose_noise(std::mt19937& random, dlm_policy& policy) {
+  policy.remask = "noise", policy.reserve = "none", policy.store = "pass";
+  policy.sub_block_length = 0;
+  policy.commit = any_of<const char*>(random, {"entropy_bound", "threshold", "factor"});
+  policy.entropy_bound = any_of<double>(random, {0, 0.5, 4});
+  policy.steps_per_block = any_of<int32_t>(random, {0, 1, 6});
+  policy.stable_passes = any_of<int32_t>(random, {0, 1, 2});
+  if (std::string(policy.commit) == "entropy_bound")
+    policy.stable_entropy = any_of<double>(random, {0, 1, 3});
+  if (random() % 2 == 0) {
+    policy.select = "sample", policy.temperature = any_of<double>(random, {0.2, 1.5});
+    policy.temperature_drop = any_of<double>(random, {0, 0.1, 0.2});
+    policy.score_of = any_of<const char*>(random, {"prediction", "draw"});
+  }
+}
+
+Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool is_noised = false) {
   dlm_policy policy = dlm::default_policy();
   policy.commit =
       any_of<const char*>(random, {"static", "threshold", "dynamic", "factor", "sequential"});
@@ -175,7 +196,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   if (visible_block == 1) {  // the denoiser has draft passes
     policy.cache = "block";
     policy.block_length = any_of<int32_t>(random, {0, 1, 5});
-    is_verified = random() % 2 == 0;
+    is_verified = !is_noised && random() % 2 == 0;
     if (is_verified) policy.commit = "verify", policy.score = "confidence", policy.reserve = "none";
   } else if (visible_block > 0) {
     policy.cache = any_of<const char*>(random, {"none", "block", "block", "block-dual"});
@@ -190,14 +211,21 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
     if (std::string(policy.cache) != "none") policy.refresh = any_of<int32_t>(random, {0, 0, 5});
   }
-  if (!is_verified && random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
-  if (!is_verified && random() % 4 == 0) policy.cfg_scale = 0.7;
+  const std::string cache = policy.cache;
+  const bool may_start_from_noise = (cache == "none" || cache == "block") && shift == 0;
+  if (is_noised || (!is_verified && may_start_from_noise && random() % 3 == 0)) {
+    choose_noise(random, policy);
+  } else {
+    if (!is_verified && random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
+    if (!is_verified && random() % 4 == 0) policy.cfg_scale = 0.7;
+  }
+  const int32_t mask = is_noised ? kVocabulary : kMask;
   Wish wish{dlm::check_policy(policy), {}, {}};
   const size_t given = 1 + random() % 30, wanted = 1 + random() % 40;
   for (size_t i = 0; i < given + wanted; ++i)
-    wish.canvas.push_back(i < given && (is_verified || random() % 12 != 0)
+    wish.canvas.push_back(i < given && (is_verified || is_noised || random() % 12 != 0)
                               ? static_cast<int32_t>(2 + random() % (kVocabulary - 2))
-                              : kMask);
+                              : mask);
   if (random() % 5 == 0) wish.limits.max_steps = static_cast<int32_t>(1 + random() % 6);
   return wish;
 }
@@ -238,8 +266,10 @@ void test_random_requests(uint32_t seed, bool shares) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {0, 1, 4, 8}),
                 shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
-  const dlm::Denoiser of = denoiser(visible_block, shift);
-  Summing engine(shape(), visible_block, shares), other(shape(), visible_block, false);
+  const bool is_noised = visible_block == 1 && random() % 2 == 0;
+  const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+  Summing engine(of.cache, visible_block, shares, is_noised),
+      other(of.cache, visible_block, false, is_noised);
   const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
   Scheduler scheduler(
       of, engine,
@@ -248,7 +278,7 @@ void test_random_requests(uint32_t seed, bool shares) {
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto submit = [&] {
-    wishes.push_back(make_wish(random, visible_block, shift));
+    wishes.push_back(make_wish(random, visible_block, shift, is_noised));
     jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
   };
   for (int i = 0; i < 4; ++i) submit();
@@ -292,14 +322,17 @@ void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32
 // start with the tokens of a prompt cache reuse keys and values too. The answers must not change.
 void test_prefixes(uint32_t seed) {
   std::mt19937 random(seed);
-  const int32_t visible_block = any_of<int32_t>(random, {4, 8, 16, 32}),
-                shift = static_cast<int32_t>(random() % 2), page = dlm::page_rows(visible_block);
-  const dlm::Denoiser of = denoiser(visible_block, shift);
-  Summing engine(shape(), visible_block, true), other(shape(), visible_block, false);
+  const int32_t visible_block = any_of<int32_t>(random, {1, 4, 8, 16, 32}),
+                shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2),
+                page = dlm::page_rows(visible_block);
+  const bool is_noised = visible_block == 1;
+  const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+  Summing engine(of.cache, visible_block, true, is_noised),
+      other(of.cache, visible_block, false, is_noised);
   const int64_t rows = page * (8 + static_cast<int64_t>(random() % 20));
   const int64_t most_idle = any_of<int64_t>(random, {0, page, 3 * page, rows});
   const bool has_files = random() % 2 == 0;
-  Summing other_sharing(shape(), visible_block, true);
+  Summing other_sharing(of.cache, visible_block, true, is_noised);
   Scheduler scheduler(
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
@@ -318,9 +351,9 @@ void test_prefixes(uint32_t seed) {
     }
     for (size_t more = random() % 40; more > 0 && prompt.size() < 70; --more)
       prompt.push_back(static_cast<int32_t>(2 + random() % (kVocabulary - 2)));
-    Wish wish = make_wish(random, visible_block, shift);
+    Wish wish = make_wish(random, visible_block, shift, is_noised);
     wish.canvas = prompt;
-    wish.canvas.resize(std::min(prompt.size() + 1 + random() % 30, size_t{96}), kMask);
+    wish.canvas.resize(std::min(prompt.size() + 1 + random() % 30, size_t{96}), of.mask_token_id);
     if (rows_of(wish.make(of, engine), page) > rows) return;
     wishes.push_back(wish);
     prompts.push_back(prompt);

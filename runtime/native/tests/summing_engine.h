@@ -24,6 +24,8 @@ constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1, kLongest = 96;
 // With full attention, a pass over a whole canvas that starts with kMarked never predicts tokens
 // from kBarred on.
 constexpr int32_t kMarked = 3, kBarred = 11;
+// Numbers of self-conditioning per row, for the denoiser that starts from random tokens.
+constexpr int32_t kConditioning = 3;
 
 uint64_t mix(uint64_t x) {  // the SplitMix64 generator
   x += 0x9e3779b97f4a7c15u;
@@ -36,10 +38,12 @@ uint64_t mix(uint64_t x) {  // the SplitMix64 generator
 // of all rows that the pass sees.
 class Summing final : public dlm::HostEngine {
  public:
-  Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
+  Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments,
+          bool has_conditioning = false)
       : HostEngine(std::move(cache)),
         visible_block_(visible_block),
-        takes_segments_(takes_segments) {}
+        takes_segments_(takes_segments),
+        mask_(has_conditioning ? kVocabulary : kMask) {}
 
   bool takes_segments() const override { return takes_segments_; }
   std::string description() const override { return "made up"; }
@@ -55,6 +59,7 @@ class Summing final : public dlm::HostEngine {
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
     if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
+    if (mask_ == kVocabulary) check_tokens(pass);
     std::vector<Part> parts;
     if (segments.empty())
       for (int64_t b = 0; b < pass.batch; ++b)
@@ -94,6 +99,26 @@ class Summing final : public dlm::HostEngine {
     if (parts.size() > 1) costliest_shared_ = std::max(costliest_shared_, cost);
   }
 
+  // The mask token of a denoiser that starts from random tokens is no token that a pass can
+  // compute. Rows of causal passes have no self-conditioning.
+  void check_tokens(const dlm_pass& pass) const {
+    for (int64_t at = 0; at < int64_t{pass.batch} * pass.tokens; ++at) {
+      if (pass.input_ids[at] >= kVocabulary) dlm::fail(DLM_INTERNAL, "a pass over no token");
+      if (pass.position_ids[at] < kLongest && conditioning_sum(pass, at) != 0)
+        dlm::fail(DLM_INTERNAL, "self-conditioning of a causal row");
+    }
+  }
+
+  // Returns a number that depends on the self-conditioning of a row, or 0 if it consists of zeros.
+  static uint64_t conditioning_sum(const dlm_pass& pass, int64_t at) {
+    uint64_t sum = 0;
+    if (pass.conditioning == nullptr) return sum;
+    for (int64_t c = 0; c < kConditioning; ++c)
+      if (const float number = pass.conditioning[at * kConditioning + c]; number != 0)
+        sum += mix(static_cast<uint64_t>(number) * kConditioning + static_cast<uint64_t>(c));
+    return sum;
+  }
+
   static uint64_t value_of(int64_t token, int64_t position) {
     return mix(static_cast<uint64_t>(token) * 100003 + static_cast<uint64_t>(position));
   }
@@ -122,10 +147,14 @@ class Summing final : public dlm::HostEngine {
           uint64_t sum = 0;
           const auto* const rows = static_cast<const float*>(tensors[layer]) +
                                    (b * cache_[layer].kv_heads + head) * pass.cached * 2;
+          int64_t position = 0;
           for (const auto& [start, count] : part.rows)
-            for (int64_t i = start; i < start + count; ++i)
+            for (int64_t i = start; i < start + count; ++i) {
+              if (mask_ == kVocabulary && static_cast<int64_t>(rows[2 * i + 1]) != position++)
+                dlm::fail(DLM_INTERNAL, "cached rows that are not in order");
               sum += value_of(static_cast<int64_t>(rows[2 * i]),
                               static_cast<int64_t>(rows[2 * i + 1]));
+            }
           if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
           found = sum;
         }
@@ -142,7 +171,7 @@ class Summing final : public dlm::HostEngine {
       uint64_t sum = cached;
       for (int64_t t = part.first; t < part.first + part.tokens; ++t)
         if (visible_block_ == 0 || block_of(positions[t]) <= block_of(positions[query]))
-          sum += value_of(ids[t], positions[t]);
+          sum += value_of(ids[t], positions[t]) + conditioning_sum(pass, b * pass.tokens + t);
       const bool is_marked =
           visible_block_ == 0 && positions[part.first] == 0 && ids[part.first] == kMarked;
       predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])), is_marked);
@@ -154,7 +183,7 @@ class Summing final : public dlm::HostEngine {
     return visible_block_ == 1 ? std::min<int64_t>(position, kLongest) : position / visible_block_;
   }
 
-  static void predict(const dlm_pass& pass, int64_t row, uint64_t seed, bool is_marked) {
+  void predict(const dlm_pass& pass, int64_t row, uint64_t seed, bool is_marked) const {
     double logits[kVocabulary], total = 0;
     int32_t order[kVocabulary];
     for (int32_t v = 0; v < kVocabulary; ++v) {
@@ -166,23 +195,28 @@ class Summing final : public dlm::HostEngine {
       if (pass.logits != nullptr)
         pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
     }
-    for (int32_t v = 1; v < kVocabulary; ++v) total += std::exp(logits[v]);
+    for (int32_t v = 0; v < kVocabulary; ++v) total += v == mask_ ? 0 : std::exp(logits[v]);
     std::stable_sort(order, order + kVocabulary, [&](int32_t one, int32_t other) {
-      return (one == kMask ? -1e9 : logits[one]) > (other == kMask ? -1e9 : logits[other]);
+      return (one == mask_ ? -1e9 : logits[one]) > (other == mask_ ? -1e9 : logits[other]);
     });
     double entropy = 0;
-    for (int32_t v = 1; v < kVocabulary; ++v)
-      if (std::isfinite(logits[v]))
+    for (int32_t v = 0; v < kVocabulary; ++v)
+      if (v != mask_ && std::isfinite(logits[v]))
         entropy += std::exp(logits[v]) / total * (logits[v] - std::log(total));
     for (int k = 0; k < 2; ++k) {
       pass.top_tokens[2 * row + k] = order[k];
       pass.top_probs[2 * row + k] = static_cast<float>(std::exp(logits[order[k]]) / total);
     }
     if (pass.entropy != nullptr) pass.entropy[row] = static_cast<float>(entropy);
+    // The numbers are integers below 2^16, which a float represents exactly.
+    for (int32_t c = 0; pass.next_conditioning != nullptr && c < kConditioning; ++c)
+      pass.next_conditioning[row * kConditioning + c] = static_cast<float>(
+          mix(seed + static_cast<uint64_t>(pass.temperature[row] * 1000) + c) % 65535 + 1);
   }
 
   const int64_t visible_block_;
   const bool takes_segments_;
+  const int32_t mask_;  // kVocabulary if the denoiser has no mask token
   int fails_after_ = -1;
   int64_t most_requests_ = 0;
   dlm::PassCost cost_{};
@@ -204,6 +238,14 @@ dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
           visible_block,
           128,
           visible_block == 1 ? 8 : 0};
+}
+
+// Returns a denoiser that has self-conditioning, and starts from random tokens.
+dlm::Denoiser noised_denoiser() {
+  dlm::Denoiser of = denoiser(1, 0);
+  of.mask_token_id = kVocabulary;
+  of.conditioning_size = kConditioning;
+  return of;
 }
 
 }  // namespace

@@ -53,6 +53,9 @@ pub struct dlm_policy {
     pub reserve: *const c_char,
     pub reuse_prompt: i32,
     pub next_block: f64,
+    pub temperature_drop: f64,
+    pub stable_entropy: f64,
+    pub stable_passes: i32,
 }
 
 #[repr(C)]

@@ -76,7 +76,7 @@ def make_canvases(
     """Create the canvases of a parity check: one per prompt and mask ratio.
 
     A canvas consists of a prompt and random token IDs. The function masks a share of the random
-    IDs. The share is one of ``MASK_RATIOS``.
+    IDs. The share is one of ``MASK_RATIOS``. If the network has no mask token, no ID is masked.
     """
     c, rng = network, np.random.default_rng(seed)
     canvases = []
@@ -85,9 +85,10 @@ def make_canvases(
             length = max(1, min(TAIL_LENGTH, c.max_canvas_length - len(prompt)))
             tail = random_tokens(length, c.vocab_size, (c.mask_token_id,), rng)
             canvas = np.array([*prompt, *tail])[: c.max_canvas_length]
-            canvas = mask_independently(
-                canvas, ratio, c.mask_token_id, rng, protected=min(len(prompt), len(canvas) - 1)
-            )
+            if c.has_mask_token:
+                canvas = mask_independently(
+                    canvas, ratio, c.mask_token_id, rng, protected=min(len(prompt), len(canvas) - 1)
+                )
             rows = np.sort(
                 rng.choice(len(canvas), size=min(ROWS_PER_CANVAS, len(canvas)), replace=False)
             )

@@ -52,6 +52,11 @@ constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
                                          int threads, const dlm::ProviderChoice& provider) {
   if (manifest.engine == "none") return dlm::make_none(manifest.denoiser.cache);
+  if (manifest.graph.conditioning_size > 0 &&
+      (manifest.engine != "onnxruntime" || provider.is_gpu()))
+    dlm::fail(DLM_UNSUPPORTED,
+              "GPUs do not support self-conditioning yet: open this bundle with engine "
+              "\"onnxruntime\" and provider \"cpu\"");
   if (manifest.engine == "onnxruntime")
     return dlm::open_onnxruntime(manifest.graph, library, threads, provider);
   if (manifest.engines.empty())
@@ -147,6 +152,7 @@ void finish_opening(dlm_bundle& bundle) {
   told.visible_block = d.visible_block;
   told.max_new_tokens = d.max_new_tokens;
   told.draft_block = d.draft_block;
+  told.conditioning_size = d.conditioning_size;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }

@@ -112,6 +112,11 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
     fail(DLM_INVALID_ARGUMENT, "the canvas is empty: set tokens, or max_new_tokens to at least 1");
   std::vector<int32_t> canvas(length, denoiser.mask_token_id);
   for (size_t i = 0; i < count; ++i) {
+    if (tokens[i] == denoiser.mask_token_id && !denoiser.has_mask_token())
+      fail(DLM_UNSUPPORTED,
+           "position %zu is to be filled, but this denoiser has no mask token and only generates "
+           "text after the given tokens: set max_new_tokens, or use another denoiser",
+           i);
     if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)
       fail(DLM_INVALID_ARGUMENT, "token id %d at position %zu is outside the vocabulary (0..%d)",
            tokens[i], i, denoiser.vocab_size - 1);
@@ -142,6 +147,10 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
   std::unique_ptr<Proposer> proposer;
+  if (wanted.constraint != nullptr && !denoiser.has_mask_token())
+    fail(DLM_UNSUPPORTED,
+         "this denoiser starts from random tokens, and cannot follow a constraint or a question: "
+         "use a denoiser that has a mask token");
   if (wanted.constraint != nullptr)
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);

@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kSchemaVersion = 1;
 constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
+constexpr int32_t kMostConditioning = 1 << 16;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
@@ -190,7 +191,7 @@ CacheShape read_cache(const json::Value& graph) {
 
 // Reads the names of the graph's inputs and outputs. The names must be short, printable and unique,
 // because they are passed to ONNX Runtime and shown in messages.
-PortNames read_ports(const json::Value& graph) {
+PortNames read_ports(const json::Value& graph, bool has_conditioning) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
     const std::string& text = object.string(key);
@@ -204,11 +205,20 @@ PortNames read_ports(const json::Value& graph) {
   };
   const json::Value& ports = graph.object("ports");
   ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "top_token",
-                        "top_prob", "entropy", "logits", "layers"});
+                        "top_prob", "entropy", "logits", "conditioning", "temperature",
+                        "next_conditioning", "layers"});
   PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"),
                   name(ports, "top_token"), name(ports, "top_prob"),     name(ports, "entropy"),
                   name(ports, "logits")};
   if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
+  for (const auto& [key, port] : {std::pair{"conditioning", &names.conditioning},
+                                  std::pair{"temperature", &names.temperature},
+                                  std::pair{"next_conditioning", &names.next_conditioning}}) {
+    if (has_conditioning)
+      *port = name(ports, key);
+    else if (const json::Value* const found = ports.find(key); found != nullptr)
+      found->refuse("needs conditioning_size above 0");
+  }
   for (const json::Value& layer : ports.array("layers")) {
     layer.refuse_unknown(
         {"kv_heads", "head_size", "past_key", "past_value", "present_key", "present_value"});
@@ -216,6 +226,22 @@ PortNames read_ports(const json::Value& graph) {
                             name(layer, "present_key"), name(layer, "present_value")});
   }
   return names;
+}
+
+// Reads the members of a loop that say whether the denoiser has a mask token and self-conditioning.
+void read_noise(const json::Value& loop, Denoiser& out) {
+  const json::Value* const noise = loop.find("noise");
+  const bool is_uniform = noise != nullptr && noise->string() == "uniform";
+  if (noise != nullptr && !is_uniform && noise->string() != "absorbing")
+    noise->refuse(json::quoted(noise->string()) + " is not known to this runtime");
+  // A denoiser that starts from random tokens has no mask token.
+  const int32_t lowest = is_uniform ? out.vocab_size : 0;
+  out.mask_token_id = read_size(loop, "mask_token_id", lowest, out.vocab_size - !is_uniform);
+  if (is_uniform && out.draft_block == 0) noise->refuse("needs draft_block");
+  const json::Value* const size = loop.find("conditioning_size");
+  if (size == nullptr) return;
+  out.conditioning_size = read_size(loop, "conditioning_size", 0, kMostConditioning);
+  if (out.conditioning_size > 0 && !is_uniform) size->refuse("needs noise \"uniform\"");
 }
 
 Denoiser read_denoiser(const json::Value& loop) {
@@ -230,7 +256,7 @@ Denoiser read_denoiser(const json::Value& loop) {
     if (out.visible_block != 1 || out.shift != 0)
       draft->refuse("needs visible_block 1 and shift 0");
   }
-  out.mask_token_id = read_size(loop, "mask_token_id", 0, out.vocab_size - 1);
+  read_noise(loop, out);
   for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
@@ -253,7 +279,8 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
           denoiser.cache,
           read_cache_type(graph),
           graph.boolean("simulated"),
-          read_ports(graph)};
+          read_ports(graph, denoiser.conditioning_size > 0),
+          denoiser.conditioning_size};
 }
 
 Profile read_profile(const json::Value& profile) {
@@ -425,8 +452,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",
-                       "visible_block", "draft_block", "graph", "presets", "default_preset",
-                       "max_new_tokens", "effort", "engines"});
+                       "visible_block", "draft_block", "noise", "conditioning_size", "graph",
+                       "presets", "default_preset", "max_new_tokens", "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -506,7 +533,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
     check_range(("dlm_denoiser: " + name).c_str(), value, low, high);
   };
   in_range("vocab_size", d.vocab_size, 3, 1 << 24);
-  in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size - 1);
+  in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size);
   in_range("max_canvas_length", d.max_canvas_length, 1, 1 << 24);
   in_range("layers", d.layers, 1, 1024);
   in_range("kv_heads", d.kv_heads, 1, 4096);
@@ -520,6 +547,16 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   if (d.draft_block > 0 && (d.visible_block != 1 || d.shift != 0 || d.has_cache == 0))
     fail(DLM_INVALID_ARGUMENT,
          "dlm_denoiser: draft_block needs visible_block 1, shift 0 and has_cache 1");
+  if (d.mask_token_id == d.vocab_size && d.draft_block == 0)
+    fail(
+        DLM_INVALID_ARGUMENT,
+        "dlm_denoiser: mask_token_id = vocab_size means that the denoiser has no mask token, which "
+        "needs draft_block above 0");
+  in_range("conditioning_size", d.conditioning_size, 0, kMostConditioning);
+  if (d.conditioning_size > 0 && d.mask_token_id != d.vocab_size)
+    fail(DLM_INVALID_ARGUMENT,
+         "dlm_denoiser: conditioning_size needs mask_token_id = vocab_size, which means that the "
+         "denoiser has no mask token");
   if (d.eos_count > 0 && d.eos_token_ids == nullptr)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024)
@@ -532,6 +569,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   out.visible_block = static_cast<int32_t>(d.visible_block);
   out.max_new_tokens = d.max_new_tokens;
   out.draft_block = static_cast<int32_t>(d.draft_block);
+  out.conditioning_size = static_cast<int32_t>(d.conditioning_size);
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);

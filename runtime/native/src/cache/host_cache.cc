@@ -45,10 +45,18 @@ class HostContext final : public Context {
     if (!is_written) return;
     const auto first = static_cast<int32_t>(pass.position_ids[0]);
     for (Group& group : groups_) group.slots.note_written(first, pass.tokens, pass.cached);
+    appended_ = use == CacheUse::append ? pass.tokens : 0;
+    batch_ = pass.batch;
   }
 
   void keep_outside(int32_t first, int32_t last) override {
+    const int32_t appended = std::exchange(appended_, 0);
     for (Group& group : groups_) {
+      const int32_t cached = group.slots.kept();
+      if (appended > 0 && first >= cached && last >= group.slots.length()) {
+        append_in_order(group, cached, std::min(first, group.slots.length()) - cached, appended);
+        continue;
+      }
       const std::vector<Slots::Move> moves = group.slots.keep_outside(first, last);
       for (const size_t layer : group.layers) {
         const size_t row = cache_[layer].row_bytes();
@@ -68,6 +76,28 @@ class HostContext final : public Context {
     std::vector<size_t> layers;
     Slots slots;
   };
+
+  // After a pass with `append`, moves the first `kept` of the `tokens` new rows of each head behind
+  // the head's `cached` rows. So the rows of a head stay in the order of their positions. A
+  // denoiser with draft passes and attention in a window needs this order.
+  void append_in_order(Group& group, int32_t cached, int32_t kept, int32_t tokens) {
+    const size_t heads = static_cast<size_t>(batch_) * group.kv_heads;
+    for (const size_t layer : group.layers) {
+      const size_t row = cache_[layer].row_bytes();
+      const size_t before = cached * row, after = before + kept * row;
+      for (const size_t start : {starts_[2 * layer], starts_[2 * layer + 1]}) {
+        std::byte* const rows = storage_.get() + start;
+        const std::byte* const fresh = rows + heads * before;
+        fresh_.assign(fresh, fresh + heads * tokens * row);
+        for (size_t head = heads; head-- > 0;) {
+          std::memmove(rows + head * after, rows + head * before, before);
+          std::memcpy(rows + head * after + before, fresh_.data() + head * tokens * row,
+                      kept * row);
+        }
+      }
+    }
+    group.slots.note_in_order(cached + kept);
+  }
 
   // Returns the offset of each tensor in storage with `rows` rows for every head. The last element
   // is the total size in bytes.
@@ -135,6 +165,8 @@ class HostContext final : public Context {
   std::vector<size_t> starts_;  // [2 * layers + 1]: where each tensor starts in the storage
   int32_t capacity_ = 0;        // allocated rows per head
   size_t storage_bytes_ = 0, used_bytes_ = 0;
+  int32_t appended_ = 0, batch_ = 0;  // new rows of the last pass, if it appended them
+  std::vector<std::byte> fresh_;      // the new rows of a tensor while they are moved
   KeyValues pointers_;
   std::vector<Group> groups_;
 };

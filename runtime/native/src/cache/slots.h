@@ -61,6 +61,14 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
+  // Records that the first `rows` positions of each head are cached, in this order, and no others.
+  void note_in_order(int32_t rows) {
+    kept_ = length_ = rows;
+    hole_ = {length_, length_};
+    for (size_t head = 0, slot = 0; head < heads_; ++head)
+      for (size_t i = 0; i < length_; ++i) put(head * stride_ + i, slot++);
+  }
+
   // Makes the rows of all positions except `first` to `last` - 1 the cached rows. The cached rows
   // must be at the start of the tensor, head by head. Returns the moves that bring them there. The
   // caller must apply these moves to the tensor.

@@ -128,10 +128,11 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   const Stage stage = members.front()->request.stage();
   const Range rows = stage.rows;
   std::vector<Piece> pieces;
-  for (const Lane::Row& row : lane.rows)
-    pieces.push_back({row.member == nullptr ? &members.front()->request.canvas()
-                                            : &row.member->request.canvas(row.canvas),
-                      rows, stage.is_draft});
+  for (const Lane::Row& row : lane.rows) {
+    const Request& request = row.member == nullptr ? members.front()->request : row.member->request;
+    const size_t canvas = row.member == nullptr ? 0 : row.canvas;
+    pieces.push_back({&request.canvas(canvas), rows, stage.is_draft, &request.conditioning()});
+  }
   dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
   size_t most = 1;  // a pass must score at least one row, even if no request needs it
@@ -149,6 +150,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
       *to++ = member->request.row_of(position);
   }
   prepare_scores(denoiser_, pass, needs_of(members), buffers);
+  set_temperatures(members, buffers);
   if (pass.cached > 0 && !(lane.kept == rows)) {
     const Stopwatch timer(seconds.cache);
     lane.context->keep_outside(rows.first, rows.last);

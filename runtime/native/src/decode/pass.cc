@@ -3,15 +3,45 @@
 #include "base/error.h"
 
 namespace dlm {
+namespace {
+
+bool has_conditioning(const Denoiser& denoiser, const Piece& piece) {
+  if (piece.conditioning == nullptr || piece.conditioning->empty()) return false;
+  const size_t wanted = static_cast<size_t>(piece.rows.tokens()) * denoiser.conditioning_size;
+  if (piece.conditioning->size() != wanted)
+    fail(DLM_INTERNAL, "a pass of %d rows with %zu numbers of self-conditioning, not %zu",
+         piece.rows.tokens(), piece.conditioning->size(), wanted);
+  return true;
+}
+
+// Returns the self-conditioning of all pieces, in their order. Uses the memory of `joined`, unless
+// there is only one piece.
+const float* join_conditioning(const Denoiser& denoiser, const std::vector<Piece>& pieces,
+                               std::vector<float>& joined) {
+  if (pieces.size() == 1 && has_conditioning(denoiser, pieces.front()))
+    return pieces.front().conditioning->data();
+  joined.clear();
+  for (const Piece& piece : pieces) {
+    if (has_conditioning(denoiser, piece))
+      joined.insert(joined.end(), piece.conditioning->begin(), piece.conditioning->end());
+    else
+      joined.resize(joined.size() +
+                    static_cast<size_t>(piece.rows.tokens()) * denoiser.conditioning_size);
+  }
+  return joined.data();
+}
+
+}  // namespace
 
 dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
                       Buffers& buffers) {
   buffers.input_ids.clear(), buffers.position_ids.clear();
-  for (const auto& [canvas, rows, is_draft] : pieces) {
-    const int64_t start = is_draft ? denoiser.max_canvas_length : 0;
-    buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + rows.first,
-                             canvas->begin() + rows.last);
-    for (int32_t i = rows.first; i < rows.last; ++i) buffers.position_ids.push_back(start + i);
+  for (const Piece& piece : pieces) {
+    const auto [first, last] = piece.rows;
+    const int64_t start = piece.is_draft ? denoiser.max_canvas_length : 0;
+    buffers.input_ids.insert(buffers.input_ids.end(), piece.canvas->begin() + first,
+                             piece.canvas->begin() + last);
+    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(start + i);
   }
   dlm_pass pass{};
   pass.struct_size = sizeof pass;
@@ -19,6 +49,8 @@ dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces
   pass.tokens = static_cast<int32_t>(buffers.input_ids.size()) / batch;
   pass.input_ids = buffers.input_ids.data();
   pass.position_ids = buffers.position_ids.data();
+  if (denoiser.conditioning_size > 0)
+    pass.conditioning = join_conditioning(denoiser, pieces, buffers.conditioning);
   return pass;
 }
 
@@ -32,6 +64,14 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
   pass.top_tokens = buffers.top_tokens.data();
   pass.top_probs = buffers.top_probs.data();
   if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
+  if (denoiser.conditioning_size > 0) {
+    buffers.temperature.assign(scored, 1);
+    pass.temperature = buffers.temperature.data();
+  }
+  if (needs.conditioning) {
+    buffers.next_conditioning.resize(scored * denoiser.conditioning_size);
+    pass.next_conditioning = buffers.next_conditioning.data();
+  }
   if (!needs.logits) return;
   buffers.logits.resize(scored * denoiser.vocab_size);
   pass.logits = buffers.logits.data();
@@ -42,7 +82,10 @@ Predictions predictions_of(const Denoiser& denoiser, const Request& request, con
   const size_t candidate = first * denoiser.top_k, width = denoiser.vocab_size;
   const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
                           pass.entropy == nullptr ? nullptr : pass.entropy + first,
-                          pass.logits == nullptr ? nullptr : pass.logits + first * width};
+                          pass.logits == nullptr ? nullptr : pass.logits + first * width,
+                          pass.next_conditioning == nullptr
+                              ? nullptr
+                              : pass.next_conditioning + first * denoiser.conditioning_size};
   if (request.guidance() == 0 || request.positions().empty()) return found;
   return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width,
                               request.positions().size());
@@ -82,8 +125,9 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   for (int32_t request = 0; request < batch; ++request) {
     std::vector<int32_t>& canvas = made_up.emplace_back(static_cast<size_t>(length));
     for (int32_t i = 0; i < length; ++i)
-      canvas[i] = i >= cached && i < cached + rows ? denoiser.mask_token_id
-                                                   : (i + request) % denoiser.vocab_size;
+      canvas[i] = i >= cached && i < cached + rows && denoiser.has_mask_token()
+                      ? denoiser.mask_token_id
+                      : (i + request) % denoiser.vocab_size;
   }
   const auto prepare = [&](Range range) {
     std::vector<Piece> pieces;
@@ -103,7 +147,9 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   buffers.score_rows.clear();
   for (int32_t request = 0; request < batch; ++request)
     for (int32_t row = 0; row < rows; ++row) buffers.score_rows.push_back(row);
-  prepare_scores(denoiser, pass, {}, buffers);
+  Needs needs;
+  needs.conditioning = denoiser.conditioning_size > 0;
+  prepare_scores(denoiser, pass, needs, buffers);
   for (size_t i = 0; i < repeats; ++i) {
     before_pass();
     seconds[i] = 0;

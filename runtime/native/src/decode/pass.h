@@ -36,6 +36,7 @@ struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
   std::vector<float> top_probs, entropy, logits;
+  std::vector<float> conditioning, temperature, next_conditioning;
   Proposals proposals;
   Guided guided;
 };
@@ -63,15 +64,20 @@ struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
   bool is_draft = false;
+  // The self-conditioning of the rows, [rows, C]. If it is NULL or empty, all numbers are 0.
+  const std::vector<float>* conditioning = nullptr;
 };
 
 // Prepares a pass of batch size `batch` over the pieces. Sets only the inputs of the pass;
-// prepare_scores adds the outputs.
+// prepare_scores adds the outputs. If the pass has only one piece, the pass reads the piece's
+// self-conditioning without a copy.
 dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
                       Buffers& buffers);
 
 // Prepares the pass to score the rows in buffers.score_rows, which has shape [B, R]. Allocates
-// memory for the candidates, and for the other outputs that `needs` selects.
+// memory for the candidates, and for the other outputs that `needs` selects. If the denoiser has
+// self-conditioning, sets the temperature of all rows to 1. The caller may then change
+// buffers.temperature.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
 // Returns the part of the outputs that belongs to one request. `first` and `apart` are the fields

@@ -14,6 +14,7 @@
 // move in memory.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -115,8 +116,18 @@ inline Needs needs_of(const std::vector<Member*>& members) {
   for (const Member* const member : members) {
     needs.entropy |= member->needs.entropy;
     needs.logits |= member->needs.logits;
+    needs.conditioning |= member->needs.conditioning;
   }
   return needs;
+}
+
+// Sets the temperature of each row that a member scores, if the denoiser has self-conditioning.
+// Call this function after prepare_scores.
+inline void set_temperatures(const std::vector<Member*>& members, Buffers& buffers) {
+  if (buffers.temperature.empty()) return;
+  for (const Member* const member : members)
+    std::fill_n(buffers.temperature.begin() + static_cast<std::ptrdiff_t>(member->first_row),
+                member->request.positions().size(), member->request.graph_temperature());
 }
 
 // Makes a PassMaker for an engine that accepts segments. Returns NULL if the engine does not accept

@@ -90,7 +90,7 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
                                      const Denoiser& denoiser, const Engine& engine) {
   std::vector<Stage> plan;
   const bool has_drafts = denoiser.draft_block > 0;
-  const int32_t shift = causal_shift(denoiser);
+  const int32_t shift = causal_shift(policy, denoiser);
   const Range whole{0, static_cast<int32_t>(undecided.size())};
   const bool has_cache = policy.cache != Cache::none,
              has_parts = policy.cache == Cache::block_dual && policy.sub_block_length > 0;
@@ -163,8 +163,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
 
 // Plans the passes that store the prompt and decide the first position, for the commit rule
 // `verify`.
-std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Denoiser& denoiser,
-                               int32_t steps, const Engine& engine) {
+std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Policy& policy,
+                               const Denoiser& denoiser, int32_t steps, const Engine& engine) {
   std::vector<Stage> plan;
   const auto length = static_cast<int32_t>(undecided.size());
   const auto start =
@@ -199,7 +199,7 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Deno
                     first,
                     end == start,
                     false,
-                    causal_shift(denoiser)});
+                    causal_shift(policy, denoiser)});
     stored = end;
   }
   return plan;
@@ -209,7 +209,12 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Deno
 
 Policy suit_policy(Policy policy, const Denoiser& denoiser) {
   const char* const cache = kCacheNames[static_cast<size_t>(policy.cache)];
-  const int32_t visible_block = denoiser.visible_block, shift = causal_shift(denoiser);
+  const int32_t visible_block = denoiser.visible_block, shift = causal_shift(policy, denoiser);
+  if (!denoiser.has_mask_token() && policy.remask != Remask::noise)
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"%s\" does not suit this denoiser, which has no mask token and starts "
+         "from random tokens: use remask = \"noise\"",
+         kRemaskNames[static_cast<size_t>(policy.remask)]);
   if (denoiser.draft_block > 0) {
     if (policy.cache != Cache::block)
       fail(DLM_UNSUPPORTED,
@@ -272,6 +277,10 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
     }
   }
   if (shift == 0) return policy;
+  if (policy.remask == Remask::noise && visible_block > 0)
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"noise\" needs each row to predict its own position, but this "
+         "denoiser's rows predict the next position: use remask = \"none\"");
   if (policy.remask == Remask::edit)
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"edit\" needs each row to predict its own position, but this "
@@ -287,7 +296,8 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine) {
   const auto length = static_cast<int32_t>(undecided.size());
-  if (policy.commit == Commit::verify) return plan_prompt(undecided, denoiser, steps, engine);
+  if (policy.commit == Commit::verify)
+    return plan_prompt(undecided, policy, denoiser, steps, engine);
   const std::vector<Block> blocks = find_blocks(undecided, policy, denoiser, steps);
   return denoiser.visible_block == 0
              ? plan_full(blocks, policy, length, denoiser.shift)

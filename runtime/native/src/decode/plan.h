@@ -26,6 +26,9 @@
 // block: a draft pass, and a causal pass over the same rows that verifies the draft. A block starts
 // at the first undecided position. Its rows start one position earlier.
 //
+// With remask `noise` (DiffusionGemma), the plan is the same as for other blocks. No position of a
+// block is decided before its last pass, so each pass scores all undecided positions of the block.
+//
 // A stage is one or more passes over the same range of positions. Requests and pass makers
 // (decode/pass_maker.h) rely on these invariants:
 //   - Blocks come in order, and the stages of a block follow each other.
@@ -83,9 +86,11 @@ struct Stage {
 Policy suit_policy(Policy policy, const Denoiser& denoiser);
 
 // Returns the distance from the row that predicts a position to the position, in passes that are
-// not draft passes.
-inline int32_t causal_shift(const Denoiser& denoiser) {
-  return denoiser.draft_block > 0 ? 1 : denoiser.shift;
+// not draft passes. With remask "noise", the causal passes of a denoiser with draft passes predict
+// no position, and the result is 0.
+inline int32_t causal_shift(const Policy& policy, const Denoiser& denoiser) {
+  if (denoiser.draft_block == 0) return denoiser.shift;
+  return policy.remask == Remask::noise ? 0 : 1;
 }
 
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must

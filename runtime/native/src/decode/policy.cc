@@ -90,6 +90,40 @@ bool reaches(const Policy& policy, double score) {
   return policy.compare == Compare::above ? score > limit : score >= limit;
 }
 
+// Checks the fields of a policy that starts each block from random tokens. Until the last pass over
+// a block, no position is decided. So a rule that counts decided positions has no meaning.
+void check_noise(const Policy& policy, const dlm_policy& given) {
+  const auto refuse = [](const char* field, const char* use) {
+    fail(
+        DLM_INVALID_ARGUMENT,
+        "policy: remask = \"noise\" predicts all positions of a block in every pass, and cannot be "
+        "combined with %s: use %s",
+        field, use);
+  };
+  if (policy.commit != Commit::entropy_bound && policy.commit != Commit::threshold &&
+      policy.commit != Commit::factor)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: remask = \"noise\" needs a rule that compares scores, and commit = \"%s\" is not "
+         "one: use commit = \"entropy_bound\", \"threshold\" or \"factor\"",
+         given.commit);
+  if (policy.cache != Cache::none && policy.cache != Cache::block)
+    refuse("this cache", "cache = \"block\" or \"none\"");
+  if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");
+  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
+  if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
+  if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
+  if (policy.temperature_drop > policy.temperature)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: temperature_drop = %.10g is above temperature = %.10g, and temperatures cannot "
+         "fall below 0: use a smaller temperature_drop",
+         policy.temperature_drop, policy.temperature);
+  if (policy.stable_entropy > 0 && policy.score != Score::entropy)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: stable_entropy = %.10g needs score = \"entropy\", not \"%s\": set that, or "
+         "stable_entropy = 0",
+         policy.stable_entropy, given.score);
+}
+
 }  // namespace
 
 dlm_policy default_policy() {
@@ -147,6 +181,14 @@ Policy check_policy(const dlm_policy& given) {
   // be entropies.
   if (out.commit == Commit::entropy_bound || out.commit == Commit::entropy_threshold)
     out.score = Score::entropy;
+  if (out.remask == Remask::noise) {
+    check_noise(out, policy);
+  } else if (out.temperature_drop > 0 || out.stable_entropy > 0) {
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: %s = %.10g needs remask = \"noise\", not \"%s\": set that, or 0",
+         out.temperature_drop > 0 ? "temperature_drop" : "stable_entropy",
+         out.temperature_drop > 0 ? out.temperature_drop : out.stable_entropy, policy.remask);
+  }
   return out;
 }
 
@@ -170,6 +212,16 @@ int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
       highest = k - 1;
   }
   return left - kept(lowest);
+}
+
+double temperature_of(const Policy& policy, int32_t step, int32_t steps) {
+  if (policy.select == Select::argmax) return 1;
+  if (policy.temperature_drop == 0) return policy.temperature;
+  const float share = static_cast<float>(steps - step) / static_cast<float>(steps);
+  // The limit keeps the conversion to fp32 from overflowing.
+  const double lowest = std::min(policy.temperature - policy.temperature_drop, 1e30);
+  const float added = static_cast<float>(policy.temperature_drop) * share;
+  return static_cast<float>(lowest) + added;
 }
 
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {

@@ -2,9 +2,9 @@
 // contains the rules that choose which positions commit after a pass.
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
-// (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857) and
-// d3LLM (arXiv:2601.07568). exporter/dlm_export/network/reference.py implements the same rules in
-// plain torch.
+// (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857), d3LLM
+// (arXiv:2601.07568) and the released code of DiffusionGemma.
+// exporter/dlm_export/network/reference.py implements the same rules in plain torch.
 //
 // A policy is checked twice. check_policy checks the fields of the policy and the combinations of
 // fields. suit_policy (decode/plan.h) checks that the policy suits the denoiser.
@@ -47,8 +47,8 @@ inline constexpr const char* kCommitNames[] = {
     "sequential", "verify",    "entropy_threshold", nullptr};
 enum class Compare { at_least, above };
 inline constexpr const char* kCompareNames[] = {">=", ">", nullptr};
-enum class Remask { none, edit };
-inline constexpr const char* kRemaskNames[] = {"none", "edit", nullptr};
+enum class Remask { none, edit, noise };
+inline constexpr const char* kRemaskNames[] = {"none", "edit", "noise", nullptr};
 enum class Cache { none, prefix, dual, block, block_dual };
 inline constexpr const char* kCacheNames[] = {"none",  "prefix",     "dual",
                                               "block", "block-dual", nullptr};
@@ -100,7 +100,10 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(schedule, Schedule)                       \
   CHOICE(reserve, Reserve)                         \
   NUMBER(reuse_prompt, int32_t, 0, 0, 1)           \
-  NUMBER(next_block, double, 1, 0, 1)
+  NUMBER(next_block, double, 1, 0, 1)              \
+  NUMBER(temperature_drop, double, 0, 0, 1e30)     \
+  NUMBER(stable_entropy, double, 0, 0, 1e9)        \
+  NUMBER(stable_passes, int32_t, 1, 0, 1 << 24)
 
 // A policy whose fields check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {
@@ -168,6 +171,12 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 // stay masked. In the published code, some passes commit no position. This function skips these
 // passes. It computes in fp32, like the published code.
 int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
+
+// Returns the temperature of a pass. `step` is the number of earlier passes over the block, and
+// `steps` the planned number of passes. With temperature_drop, the temperature falls linearly. The
+// function then computes in fp32, like DiffusionGemma's published code. With select "argmax",
+// returns 1.
+double temperature_of(const Policy& policy, int32_t step, int32_t steps);
 
 // Returns the number of positions that Dream's schedule commits at a step. This number is at least
 // 1. The function computes in fp32, like Dream's published code. The last step commits all

@@ -38,10 +38,7 @@ class Argmax final : public Proposer {
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)
-      : denoiser_(denoiser),
-        policy_(policy),
-        best_(denoiser, policy),
-        sampling_{policy.temperature, policy.top_p, policy.top_k} {}
+      : denoiser_(denoiser), policy_(policy), best_(denoiser, policy) {}
 
   Needs needs(const Turn& turn) const override {
     if (turn.is_editing) return best_.needs(turn);
@@ -51,12 +48,13 @@ class Sampled final : public Proposer {
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
     if (turn.is_editing) return best_.propose(turn, predictions, proposals);
     const size_t top_k = denoiser_.top_k, width = denoiser_.vocab_size;
+    const Sampling sampling{turn.temperature, policy_.top_p, policy_.top_k};
     for (size_t row = 0; row < turn.positions.size(); ++row) {
       const float* const logits = predictions.logits + row * width;
       const DrawKey key{policy_.seed, static_cast<uint32_t>(turn.passes),
                         static_cast<uint32_t>(turn.positions[row])};
       const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id,
-                                      sampling_, key, told());
+                                      sampling, key, told());
       proposals.tokens[row] = draw.token;
       proposals.probs[row] = prob_of(draw.token, logits, predictions.tokens[row * top_k],
                                      predictions.probs[row * top_k]);
@@ -85,7 +83,6 @@ class Sampled final : public Proposer {
   const Denoiser& denoiser_;
   const Policy policy_;
   Argmax best_;
-  const Sampling sampling_;
   Sampler sampler_;
 };
 

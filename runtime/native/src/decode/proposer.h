@@ -21,7 +21,7 @@ namespace dlm {
 // probabilities, most likely token first. If one request needs an output, the pass returns this
 // output for the rows of all requests.
 struct Needs {
-  bool entropy = false, logits = false;
+  bool entropy = false, logits = false, conditioning = false;
 };
 
 // The outputs of a pass for the R positions of one request whose tokens the pass predicts. Each
@@ -33,6 +33,8 @@ struct Predictions {
   const float* entropy;  // [R], the sum of p ln p; NULL if no request needs it
   // [R, V], raw logits, including the logit of the mask token; NULL if no request needs the logits.
   const float* logits;
+  // [R, C], the self-conditioning for the next pass over the block; NULL if no request needs it
+  const float* next_conditioning = nullptr;
 };
 
 // The part of a request's state that a proposer sees after a pass.
@@ -43,9 +45,12 @@ struct Turn {
   const std::vector<int32_t>& positions;  // the positions whose tokens the pass predicts, in
                                           // ascending order
   Range block;                            // the block being decided, which contains the positions
-  int32_t passes;                         // number of passes that the request made before this pass
+  // Number of passes that the request made before this pass. With remask "noise", number of passes
+  // over the block. Random numbers depend on it.
+  int32_t passes;
   // True if the positions are already decided, and the pass may replace their tokens.
   bool is_editing;
+  double temperature;  // the temperature for draws, see temperature_of
 };
 
 // A proposer's results: one proposal per scored row.

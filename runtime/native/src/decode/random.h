@@ -24,7 +24,7 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
 
 // The purposes of random numbers. The purpose is the last word of the counter. So random numbers
 // for different purposes are independent.
-enum : uint32_t { kScores = 0, kDraws = 1 };
+enum : uint32_t { kScores = 0, kDraws = 1, kNoise = 2 };
 
 // Converts 64 random bits to a uniform random number strictly between 0 and 1. Uses 52 of the bits
 // and adds one half to them, so that a double represents the result exactly.
@@ -38,6 +38,19 @@ inline double unit(uint32_t high, uint32_t low) {
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
   const auto words = philox(seed, {step, position, 0, kScores});
   return unit(words[0], words[1]);
+}
+
+// Returns a uniform random token for one position of a canvas that starts from random tokens.
+// `step` is the number of earlier passes over the position's block. The result is never `left_out`.
+// `left_out` may be vocab_size.
+inline int32_t random_token(uint64_t seed, uint32_t step, uint32_t position, int32_t vocab_size,
+                            int32_t left_out) {
+  const auto words = philox(seed, {step, position, 0, kNoise});
+  const int32_t count = left_out < vocab_size ? vocab_size - 1 : vocab_size;
+  // The product is below `count`, because rounding cannot raise it to `count`: the random number is
+  // at most 1 - 2^-53, and `count` is below 2^25.
+  const auto token = static_cast<int32_t>(unit(words[0], words[1]) * count);
+  return token < left_out ? token : token + 1;
 }
 
 }  // namespace dlm

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "decode/random.h"
 
 namespace dlm {
 namespace {
@@ -47,6 +48,10 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
          "policy: next_block = %.10g decides positions of several blocks, and cannot follow a "
          "constraint or a question: use next_block = 1",
          policy_.next_block);
+  if (renoises() && is_constrained_)
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"noise\" starts each block from random tokens, and cannot follow a "
+         "constraint or a question: use remask = \"none\" with a denoiser that has a mask token");
   reserve();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
@@ -148,7 +153,7 @@ int32_t Request::reusable() const {
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
   // a pass must compute this row.
-  return std::max(0, plan_.front().block.first - causal_shift(denoiser_));
+  return std::max(0, plan_.front().block.first - causal_shift(policy_, denoiser_));
 }
 
 void Request::skip_stored(int32_t rows) {
@@ -205,6 +210,7 @@ int32_t Request::exact_after(int32_t exact) const {
 }
 
 size_t Request::find_positions() {
+  if (renoises() && stage().is_repeated() && step_ == 0) write_noise(0);
   const Range range = is_editing_ ? stage().block : window();
   positions_.clear();
   for (int32_t i = range.first; i < range.last; ++i)
@@ -241,6 +247,7 @@ Needs Request::needs() const {
   if (positions_.empty()) return {};
   if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
+  found.conditioning = denoiser_.conditioning_size > 0;
   // If the caller wants at most top_k alternatives for each position, the candidates are enough,
   // and the pass need not return logits.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
@@ -253,7 +260,9 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
     propose(predictions, proposals);
-    if (is_editing_)
+    if (renoises())
+      renoise(predictions, proposals);
+    else if (is_editing_)
       edit(predictions, proposals);
     else if (!verifies())
       commit(predictions, proposals);
@@ -369,6 +378,63 @@ void Request::verify(const Predictions& predictions, const Proposals& proposals)
   if (next < length) plan_verified(plan_, policy_, next, length);
 }
 
+void Request::write_noise(int32_t step) {
+  const Range range = stage().decided;
+  for (int32_t i = range.first; i < range.last; ++i)
+    if (undecided_[i] != 0)
+      canvas_[i] = random_token(policy_.seed, static_cast<uint32_t>(step), static_cast<uint32_t>(i),
+                                denoiser_.vocab_size, denoiser_.mask_token_id);
+}
+
+// The chosen positions get their proposed tokens, and all others get new random tokens
+// (DiffusionGemma). The result of the block is the most likely tokens of its last pass.
+void Request::renoise(const Predictions& predictions, Proposals& proposals) {
+  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, 0, order_)));
+  const bool is_last = is_stable(predictions, proposals) || step_ + 1 >= stage().steps;
+  if (!is_last) {
+    write_noise(step_ + 1);
+    for (const int32_t row : order_) canvas_[positions_[row]] = proposals.tokens[row];
+  }
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const size_t best = row * denoiser_.top_k;
+    proposals.tokens[row] = predictions.tokens[best];
+    proposals.probs[row] = predictions.probs[best];
+  }
+  note_guesses(proposals);
+  if (is_last) {
+    order_.resize(positions_.size());
+    std::iota(order_.begin(), order_.end(), 0);
+    take(predictions, proposals, order_);
+    conditioning_.clear();
+  } else if (predictions.next_conditioning != nullptr) {
+    // A denoiser with self-conditioning has no mask token. So all positions after the given tokens
+    // are undecided, and positions_ are all rows of the pass.
+    conditioning_.assign(
+        predictions.next_conditioning,
+        predictions.next_conditioning + positions_.size() * denoiser_.conditioning_size);
+  }
+}
+
+bool Request::is_stable(const Predictions& predictions, const Proposals& proposals) {
+  if (policy_.stable_entropy == 0) return false;
+  bool is_equal = step_ > 0;
+  best_.resize(positions_.size());
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const int32_t token = predictions.tokens[row * denoiser_.top_k];
+    is_equal = is_equal && best_[row] == token;
+    best_[row] = token;
+  }
+  stable_ = is_equal ? stable_ + 1 : 0;
+  double entropy = 0;
+  for (const double score : proposals.scores) entropy -= score;
+  return stable_ >= policy_.stable_passes &&
+         entropy / static_cast<double>(positions_.size()) < policy_.stable_entropy;
+}
+
+float Request::graph_temperature() const {
+  return static_cast<float>(std::clamp(temperature(), 1e-30, 1e30));
+}
+
 // Replaces decided tokens for which another token is clearly more likely (as in LLaDA2.1).
 void Request::edit(const Predictions& predictions, const Proposals& proposals) {
   order_.clear();
@@ -436,10 +502,10 @@ void Request::end(int32_t why) {
   proposer_->complete(canvas_, undecided_, guess);
   for (size_t at = 0; at < canvas_.size(); ++at) {
     if (undecided_[at] == 0) continue;
-    if (guess[at] >= 0)
-      canvas_[at] = guess[at];
-    else if (!denoiser_.eos_token_ids.empty())
-      canvas_[at] = denoiser_.eos_token_ids.front();
+    // The canvas may contain a random token or a drafted token here, which the mask token replaces.
+    canvas_[at] = guess[at] >= 0                    ? guess[at]
+                  : denoiser_.eos_token_ids.empty() ? denoiser_.mask_token_id
+                                                    : denoiser_.eos_token_ids.front();
   }
   finish_ = why;
   stage_ = plan_.size();

@@ -82,6 +82,12 @@ class Request {
   // One entry per position: 1 if the position is undecided, otherwise 0.
   const std::vector<uint8_t>& undecided() const { return undecided_; }
   bool is_given(size_t position) const { return is_given_[position]; }
+  // The self-conditioning of the rows of the next pass, [rows, C], which the last pass over the
+  // same block returned. Empty if all numbers are 0: before the first pass over a block, in passes
+  // that only store rows, and if the denoiser has no self-conditioning.
+  const std::vector<float>& conditioning() const { return conditioning_; }
+  // The temperature of the next pass, for the graph's computation of self-conditioning.
+  float graph_temperature() const;
   // Returns true if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
   int32_t nfe() const { return nfe_; }
@@ -97,7 +103,8 @@ class Request {
   PassLoad usual_load(const PassCost& cost) const;
 
   // Finds the positions that the next pass must score. Returns the number of positions, which is 0
-  // if the pass only stores rows.
+  // if the pass only stores rows. With remask "noise", writes the random tokens from which a block
+  // starts.
   size_t find_positions();
   // The positions that find_positions found, in ascending order.
   const std::vector<int32_t>& positions() const { return positions_; }
@@ -138,10 +145,14 @@ class Request {
   void widen();
   void close();
   // The number of passes is planned_nfe(), so that random numbers do not depend on which rows were
-  // already stored.
+  // already stored. With remask "noise" it is the number of passes over the block, so that random
+  // numbers do not depend on how the prompt was split into passes either.
   Turn turn() const {
-    return {canvas_, undecided_, positions_, stage().block, planned_nfe(), is_editing_};
+    return {
+        canvas_,     undecided_,   positions_, stage().block, renoises() ? step_ : planned_nfe(),
+        is_editing_, temperature()};
   }
+  double temperature() const { return temperature_of(policy_, step_, stage().steps); }
   // Puts an end token at the last position if the policy reserves this position. The request treats
   // this token as given by the caller.
   void reserve();
@@ -155,6 +166,16 @@ class Request {
   void draft(const Proposals& proposals);
   void verify(const Predictions& predictions, const Proposals& proposals);
   bool verifies() const { return policy_.commit == Commit::verify; }
+  bool renoises() const { return policy_.remask == Remask::noise; }
+  // Writes random tokens to the undecided positions of the stage, before pass number `step` over
+  // the block.
+  void write_noise(int32_t step);
+  // Chooses the tokens of the next pass over the block. Decides the whole block if this was its
+  // last pass.
+  void renoise(const Predictions& predictions, Proposals& proposals);
+  // Returns true if the most likely tokens and their entropies meet the policy's condition for
+  // ending the block early.
+  bool is_stable(const Predictions& predictions, const Proposals& proposals);
   void note_guesses(const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
   void take(const Predictions& predictions, const Proposals& proposals,
@@ -191,6 +212,11 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
+  // For remask "noise". stable_: the number of directly preceding passes over the block with the
+  // same most likely tokens, best_, as the last pass.
+  std::vector<int32_t> best_;
+  int32_t stable_ = 0;
+  std::vector<float> conditioning_;
   // The alternatives of all positions, top_count_ for each position. See dlm_result.
   size_t top_count_;
   std::vector<int32_t> top_tokens_;

@@ -107,7 +107,8 @@ class SharedPasses final : public PassMaker {
       member.first_row = buffers.score_rows.size();
       member.apart = request.positions().size();
       for (size_t number = 0; number < request.canvases(); ++number) {
-        pieces.push_back({&request.canvas(number), stage.rows, stage.is_draft});
+        pieces.push_back(
+            {&request.canvas(number), stage.rows, stage.is_draft, &request.conditioning()});
         for (const int32_t position : request.positions())
           buffers.score_rows.push_back(first + request.row_of(position));
         parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,
@@ -119,6 +120,7 @@ class SharedPasses final : public PassMaker {
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
     dlm_pass pass = prepare_pass(denoiser_, pieces, 1, buffers);
     prepare_scores(denoiser_, pass, needs_of(members), buffers);
+    set_temperatures(members, buffers);
     {
       const Stopwatch timer(seconds.engine);
       arena_->run(pass, parts);

@@ -52,6 +52,14 @@ struct Denoiser {
   // The number of tokens of a draft pass; 0: the denoiser has no draft passes. The rows of a draft
   // pass see each other. All other passes of a denoiser with draft passes are causal.
   int32_t draft_block = 0;
+  // The width of the self-conditioning that a draft pass returns for the next draft pass over the
+  // same block; 0: the denoiser has no self-conditioning.
+  int32_t conditioning_size = 0;
+
+  // Returns false if the denoiser has no mask token, and starts from random tokens. Then
+  // mask_token_id is vocab_size. It marks undecided positions in canvases, and no pass runs over
+  // it.
+  bool has_mask_token() const { return mask_token_id < vocab_size; }
 
   bool is_end(int32_t token) const {
     return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();
@@ -121,7 +129,7 @@ class Context {
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
   // computed by the last pass. The context may store the rows in any order, because keys include
-  // their positions.
+  // their positions. With `append`, it stores them in the order of their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
   // Returns the number of bytes of the keys and values of all requests in the batch. The number
@@ -190,6 +198,8 @@ struct PortNames {
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
   std::string segments{};  // "" if the graph does not have this input
+  // "" if the denoiser has no self-conditioning
+  std::string conditioning{}, temperature{}, next_conditioning{};
   std::vector<Layer> layers{};
 };
 
@@ -202,6 +212,7 @@ struct GraphSpec {
   int32_t cache_type;  // element type of the cache, see engines/graph_contract.h
   bool simulated;      // true: the graph uses floating-point operations on quantised numbers
   PortNames ports;     // has one entry for each layer of `cache`
+  int32_t conditioning_size = 0;  // see Denoiser
 };
 
 // The smallest and the largest size that a profile of an engine accepts, and the size for which

@@ -65,6 +65,12 @@ Ports list_ports(const GraphSpec& graph, int64_t batch) {
     for (const std::string* const name : {&layer.present_key, &layer.present_value})
       ports.outputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kT, width}});
   }
+  if (graph.conditioning_size > 0) {
+    ports.inputs.push_back({names.conditioning, kFloat, {batch, kT, graph.conditioning_size}});
+    ports.inputs.push_back({names.temperature, kFloat, {batch, kR}});
+    ports.outputs.push_back(
+        {names.next_conditioning, kFloat, {batch, kR, graph.conditioning_size}});
+  }
   return ports;
 }
 

@@ -42,7 +42,9 @@ struct Port {
 // All inputs and outputs of a graph. An input or output is called a port. The inputs are input_ids,
 // position_ids and score_rows, then the past key and past value of every layer. The outputs are
 // top_token, top_prob, entropy and logits, then the present key and present value of every layer.
-// The manifest gives the name of each port. The graph may have its ports in any order.
+// If the denoiser has self-conditioning, the inputs end with conditioning and temperature, and the
+// outputs end with next_conditioning. The manifest gives the name of each port. The graph may have
+// its ports in any order.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };

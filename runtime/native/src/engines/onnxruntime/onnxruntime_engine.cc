@@ -184,25 +184,32 @@ class OnnxRuntime final : public HostEngine {
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
     };
+    const size_t layers = graph_.cache.size(), conditioning = kFirstPast + 2 * layers,
+                 next_conditioning = kFirstPresent + 2 * layers;
     const auto read = [&](size_t port, const void* data) {
-      add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
+      const bool is_cache = port >= kFirstPast && port < conditioning;
+      add_input(ports_.inputs[port], data, is_cache ? cache : host);
     };
     const auto write = [&](size_t number, void* data) {
       if (data == nullptr) return;  // NULL: the caller does not need this output
       const Port& port = ports_.outputs[number];
+      const bool is_cache = number >= kFirstPresent && number < next_conditioning;
       values.output_names.push_back(port.name.c_str());
-      values.outputs.push_back(
-          tensor(values, pass, port, data, number < kFirstPresent ? host : cache));
+      values.outputs.push_back(tensor(values, pass, port, data, is_cache ? cache : host));
     };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
         write(3, pass.logits);
-    for (size_t i = 0; i < graph_.cache.size(); ++i) {
+    for (size_t i = 0; i < layers; ++i) {
       read(kFirstPast + 2 * i, pass.past_keys[i]);
       read(kFirstPast + 2 * i + 1, pass.past_values[i]);
       if (pass.present_keys == nullptr) continue;  // the pass stores no rows
       write(kFirstPresent + 2 * i, pass.present_keys[i]);
       write(kFirstPresent + 2 * i + 1, pass.present_values[i]);
+    }
+    if (graph_.conditioning_size > 0) {
+      read(conditioning, pass.conditioning), read(conditioning + 1, pass.temperature);
+      write(next_conditioning, pass.next_conditioning);
     }
     if (!segments.empty()) {
       Port port = segments_port();

@@ -1,0 +1,247 @@
+"""DiffusionGemma: parity with transformers, the graph in ONNX Runtime, and damaged checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import diffusion_gemma_config, diffusion_gemma_shapes, write_checkpoint
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from dlm_export import families
+from dlm_export.build import BuildOptions, build
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.cli import main
+from dlm_export.families.base import Overrides
+from dlm_export.network.denoiser import Denoiser
+from dlm_runtime.errors import DlmError
+
+transformers = pytest.importorskip("transformers")
+
+
+def denoiser_of(folder: Path, config: dict[str, Any], seed: int = 0) -> Denoiser:
+    """Write a random checkpoint and read it."""
+    checkpoint = Checkpoint(write_checkpoint(folder, config, seed=seed))
+    network = families.read_network(checkpoint, Overrides())
+    return families.load(families.open_weights(checkpoint, network), network)
+
+
+def released(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
+    """The class of transformers with the same weights, and a vision tower that is not used."""
+    text = transformers.DiffusionGemmaTextConfig(**config["text_config"])
+    vision = transformers.Gemma4VisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    model = transformers.DiffusionGemmaForBlockDiffusion(
+        transformers.DiffusionGemmaConfig(
+            text_config=text,
+            vision_config=vision,
+            canvas_length=config["canvas_length"],
+            attn_implementation="eager",
+        )
+    )
+    missing, unexpected = model.load_state_dict(
+        load_file(folder / "model.safetensors"), strict=False
+    )
+    assert unexpected == []
+    model.tie_weights()
+    needed = ("layer_scalar", "self_conditioning")
+    assert not [name for name in missing if any(part in name for part in needed)]
+    return model.eval()
+
+
+def random_config(seed: int) -> dict[str, Any]:
+    """A random config. Some windows are shorter than the prompts of the tests, and some longer."""
+    draw = random.Random(seed)
+    layers = draw.choice((2, 3, 4))
+    kinds = [draw.choice(("sliding_attention", "full_attention")) for _ in range(layers - 1)]
+    kinds.append("full_attention")
+    heads, size = draw.choice((2, 4)), draw.choice((16, 32))
+    own = {"head_dim": size, "num_key_value_heads": draw.choice((1, 2))}
+    rope = diffusion_gemma_config()["text_config"]["rope_parameters"]
+    rope["full_attention"]["partial_rotary_factor"] = draw.choice((0.25, 0.5, 1.0))
+    return diffusion_gemma_config(
+        layer_types=kinds,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=draw.choice((1, 2)),
+        per_layer_config={str(i): own for i, kind in enumerate(kinds) if kind == "full_attention"},
+        rope_parameters=rope,
+        sliding_window=draw.choice((2, 5, 8, 64)),
+        top_k_experts=draw.choice((1, 3)),
+        canvas_length=draw.choice((4, 8)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_logits_of_the_encoder_and_the_decoder_equal_those_of_transformers(
+    tmp_path: Path, seed: int
+) -> None:
+    """A canvas pass after an encoder pass in two parts, and one with self-conditioning."""
+    config = random_config(seed)
+    ours, theirs = denoiser_of(tmp_path, config, seed), released(tmp_path, config)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 160, (2, 30), generator=generator)
+    canvas = torch.randint(0, 160, (2, config["canvas_length"]), generator=generator)
+    longest, end = ours.network.max_canvas_length, 30 + canvas.shape[1]
+    positions = torch.arange(end).expand(2, -1)
+    cache = transformers.DynamicCache(config=theirs.config.text_config)
+    with torch.no_grad():
+        first = theirs(input_ids=ids, decoder_input_ids=canvas, past_key_values=cache).logits
+        second = theirs(
+            decoder_input_ids=canvas.flip(1),
+            past_key_values=cache,
+            self_conditioning_logits=first / 0.7,
+        ).logits
+        _, past = ours.hidden(ids[:, :17], positions[:, :17])
+        _, more = ours.hidden(ids[:, 17:], positions[:, 17:30], past)
+        past = [
+            (torch.cat((a, c), 2), torch.cat((b, d), 2))
+            for (a, b), (c, d) in zip(past, more, strict=True)
+        ]
+        places = positions[:, 30:] + longest
+        drafted = ours.project(ours.hidden(canvas, places, past)[0])
+        soft = ours.soft_embedding(drafted, torch.full(canvas.shape, 0.7))
+        features, _ = ours.hidden(canvas.flip(1), places, past, conditioning=soft)
+    for own, other in ((drafted, first), (ours.project(features), second)):
+        assert (own - other).abs().max() <= 2e-4 * (other.max() - other.min())
+
+
+def test_a_bundle_computes_the_same_as_torch(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", diffusion_gemma_config())
+    report = build(checkpoint, tmp_path / "bundle")
+    assert report.parity is not None
+    assert report.parity.misses == []
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    loop = manifest["loop"]
+    assert (loop["noise"], loop["mask_token_id"], loop["conditioning_size"]) == ("uniform", 160, 64)
+    shapes = [(layer["kv_heads"], layer["head_size"]) for layer in loop["graph"]["ports"]["layers"]]
+    assert shapes == [(2, 16), (2, 16), (1, 32)]
+    assert "segments" in loop["graph"]["ports"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (BuildOptions(precision="int8"), "has no mask token, and this version cannot calibrate"),
+        (BuildOptions(targets=("h100",), precision="bf16"), "supports on CPUs only"),
+    ],
+    ids=["int8", "h100"],
+)
+def test_builds_that_are_not_supported_are_rejected(
+    tmp_path: Path, options: BuildOptions, says: str
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", diffusion_gemma_config())
+    with pytest.raises(DlmError, match=says):
+        build(checkpoint, tmp_path / "bundle", options)
+    assert not (tmp_path / "bundle").exists()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "layer type": (
+        {"layer_types": ["sliding_attention", "chunked", "full_attention"]},
+        "layer 1 has the type 'chunked' in layer_types, which is not supported",
+    ),
+    "last layer": ({"layer_types": ["sliding_attention"] * 3}, "the last entry of layer_types"),
+    "images see each other": ({"use_bidirectional_attention": "all"}, 'only "vision"'),
+    "activation": ({"hidden_activation": "silu"}, 'only "gelu_pytorch_tanh"'),
+    "untied": ({"tie_word_embeddings": False}, "only true"),
+    "rope": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must have an object"),
+    "heads": ({"num_key_value_heads": 3}, "not a multiple of the 3 key and value heads of layer 0"),
+    "layer 9": ({"per_layer_config": {"9": {}}}, "per_layer_config names layer '9'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unknown_configurations_are_rejected_by_name(tmp_path: Path, name: str) -> None:
+    changes, says = REFUSED[name]
+    write_checkpoint(tmp_path, diffusion_gemma_config())
+    (tmp_path / "config.json").write_text(json.dumps(diffusion_gemma_config(**changes)))
+    with pytest.raises(CheckpointError, match=says):
+        families.read_network(Checkpoint(tmp_path), Overrides())
+
+
+def test_a_vision_tower_is_left_out_by_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, diffusion_gemma_config())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tower = "model.encoder.vision_tower.patch_embedder.input_proj.weight"
+    save_file(tensors | {tower: torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    network = families.read_network(checkpoint, Overrides())
+    (note,) = families.check_tensors(checkpoint, network).notes
+    assert note.startswith("1 tensors are left out")
+    assert tower in note
+
+
+def test_a_missing_weight_of_self_conditioning_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, diffusion_gemma_config())
+    tensors = load_file(tmp_path / "model.safetensors")
+    missing = "model.decoder.self_conditioning.up_proj.weight"
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    network = families.read_network(checkpoint, Overrides())
+    with pytest.raises(CheckpointError, match=f"1 tensors missing: {missing}"):
+        families.check_tensors(checkpoint, network)
+
+
+def test_a_mask_token_is_rejected(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, diffusion_gemma_config()))
+    with pytest.raises(CheckpointError, match="has no mask token"):
+        families.read_network(checkpoint, Overrides(mask_token_id=4))
+
+
+def test_a_release_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> None:
+    """The weights are a hole in the file, so nothing but the header is there to read."""
+    layers, every = 30, 6
+    kinds = [
+        "full_attention" if i % every == 0 else "sliding_attention" for i in range(1, layers + 1)
+    ]
+    full = {"head_dim": 512, "num_key_value_heads": 2}
+    config = diffusion_gemma_config(
+        hidden_size=2816,
+        intermediate_size=2112,
+        moe_intermediate_size=704,
+        num_hidden_layers=layers,
+        layer_types=kinds,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        per_layer_config={str(i): full for i in range(every - 1, layers, every)},
+        num_experts=128,
+        top_k_experts=8,
+        sliding_window=1024,
+        vocab_size=262144,
+        canvas_length=256,
+        max_position_embeddings=8192,
+    )
+    header, end = {}, 0
+    for name, shape in diffusion_gemma_shapes(config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    packed = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        file.truncate(8 + len(packed) + end)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = json.loads(_invoke("inspect", tmp_path, "--json"))
+    assert told["parameters"] == end // 2
+    assert told["network"]["layers"][5]["attention"]["head_size"] == 512
+    assert json.loads(_invoke("plan", tmp_path, "--targets", "h100", "--json"))
+
+
+def _invoke(*arguments: object) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout

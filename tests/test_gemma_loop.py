@@ -1,0 +1,282 @@
+"""DiffusionGemma's loop: whole trajectories are equal to those of transformers' ``generate`` if both
+use the same random numbers, in the reference loop and in the native loop.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import diffusion_gemma_config, write_checkpoint
+from click.testing import CliRunner
+from conftest import DEMO_CHECKPOINT
+from denoisers import load, under_native_loop
+from serving_process import serving
+
+import dlm_runtime
+from dlm_export import families
+from dlm_export.build import BuildOptions, build
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.cli import main
+from dlm_export.families.base import Overrides
+from dlm_export.network import reference
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.turns import gumbels, random_tokens
+from dlm_runtime import Bundle, Policy
+from dlm_runtime.presets import PRESETS
+
+transformers = pytest.importorskip("transformers")
+gemma = pytest.importorskip(
+    "transformers.models.diffusion_gemma", reason="needs a transformers with DiffusionGemma"
+)
+
+CANVAS, END = 8, 1
+GEMMA = PRESETS["diffusion-gemma"].with_fields({"block_length": CANVAS, "steps_per_block": 12})
+
+
+@pytest.fixture(scope="module", params=[8, 64])
+def window(request: pytest.FixtureRequest) -> int:
+    """The window of the sliding layers. The shorter one is shorter than the canvases."""
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, window: int) -> Path:
+    """A checkpoint whose layers have keys of the same shape, as denoisers in Python need."""
+    own = {"2": {"head_dim": 16, "num_key_value_heads": 2}}
+    config = diffusion_gemma_config(per_layer_config=own, sliding_window=window)
+    return write_checkpoint(tmp_path_factory.mktemp("gemma"), config)
+
+
+@pytest.fixture(scope="module")
+def denoiser(checkpoint: Path) -> Denoiser:
+    opened = Checkpoint(checkpoint)
+    network = families.read_network(opened, Overrides())
+    return families.load(families.open_weights(opened, network), network)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    """Transformers' model with the same weights. Its vision tower is random and is not used."""
+    transformers.logging.set_verbosity_error()  # the checkpoint has no vision tower
+    loaded = gemma.DiffusionGemmaForBlockDiffusion.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
+    return loaded.eval()
+
+
+@dataclass
+class Noise:
+    """Replaces transformers' random numbers by those of our loops, and records its canvases."""
+
+    policy: Policy
+    vocab_size: int
+    start: int
+    step: int = 0
+    is_renoising: bool = False
+    canvases: list[list[int]] = field(default_factory=list)
+
+    def initialize_canvas(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        if not self.is_renoising:  # the next canvas starts
+            self.start += CANVAS
+            self.step = 0
+        positions = np.arange(self.start, self.start + CANVAS)
+        found = random_tokens(
+            self.policy.seed, self.step, positions, self.vocab_size, self.vocab_size
+        )
+        return torch.from_numpy(found)[None]
+
+    def multinomial(self, probs: torch.Tensor, num_samples: int) -> torch.Tensor:
+        noise = np.stack(
+            [
+                gumbels(self.policy.seed, self.step, self.start + i, self.vocab_size)
+                for i in range(CANVAS)
+            ]
+        )
+        self.step += 1
+        return (probs.double().log() + torch.from_numpy(noise)).argmax(-1, keepdim=True)
+
+
+def transformers_run(
+    model: Any, tokens: list[int], new: int, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], list[list[int]]]:
+    """Run transformers' ``generate``. Returns the text, and the canvas of each decoder pass."""
+    code = gemma.generation_diffusion_gemma
+    vocab = model.config.text_config.vocab_size
+    noise = Noise(policy, vocab, len(tokens) - CANVAS)
+    sampler = code.EntropyBoundSampler
+    renoise, forward = sampler.renoise_canvas, type(model).forward
+
+    def renoise_canvas(self: Any, accepted: torch.Tensor, cur_step: Any) -> torch.Tensor:
+        noise.is_renoising = True
+        found: torch.Tensor = renoise(self, accepted, cur_step)
+        noise.is_renoising = False
+        return found
+
+    def record(self: Any, *args: Any, **given: Any) -> Any:
+        noise.canvases.append(given["decoder_input_ids"][0].tolist())
+        return forward(self, *args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sampler,
+            "initialize_canvas",
+            lambda _, batch_size, device: noise.initialize_canvas(batch_size, device),
+        )
+        patch.setattr(sampler, "renoise_canvas", renoise_canvas)
+        patch.setattr(code.torch, "multinomial", noise.multinomial)
+        patch.setattr(type(model), "forward", record)
+        out = model.generate(
+            torch.tensor([tokens]),
+            max_new_tokens=new,
+            max_denoising_steps=policy.steps_per_block,
+            sampler_config=code.EntropyBoundSamplerConfig(policy.entropy_bound),
+            t_min=policy.temperature - policy.temperature_drop,
+            t_max=policy.temperature,
+            stability_threshold=policy.stable_passes,
+            confidence_threshold=policy.stable_entropy,
+            eos_token_id=END,
+            pad_token_id=END,
+        )
+    return out.sequences[0].tolist(), noise.canvases
+
+
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"entropy_bound": 4.0},
+    {"entropy_bound": 20.0, "stable_entropy": 3.0},
+    {"stable_entropy": 5.5, "stable_passes": 0},
+    {"temperature": 0.05, "temperature_drop": 0.03, "stable_entropy": 1.0},
+    {"temperature": 0.05, "temperature_drop": 0.03, "stable_entropy": 1.0, "stable_passes": 2},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("prompt", [1, 5, 19])
+def test_the_trajectory_is_that_of_transformers(
+    denoiser: Denoiser,
+    model: Any,
+    changes: dict[str, Any],
+    prompt: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = GEMMA.with_fields({"seed": prompt} | changes)
+    tokens = np.random.default_rng(prompt).integers(2, 160, prompt).tolist()
+    wanted, canvases = transformers_run(model, tokens, 3 * CANVAS, policy, monkeypatch)
+    seen: list[list[int]] = []
+    hidden = denoiser.hidden
+
+    def record(ids: torch.Tensor, positions: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if positions[0, 0] >= denoiser.network.max_canvas_length:
+            seen.append(ids[0].tolist())
+        return hidden(ids, positions, *given, **named)
+
+    monkeypatch.setattr(denoiser, "hidden", record)
+    found = reference.generate(denoiser, tokens, policy, 3 * CANVAS)
+    assert seen == canvases
+    # Transformers replaces all tokens after an end token.
+    ended = np.cumsum(np.array(found.tokens[prompt:]) == END) > 0
+    text = np.where(ended, END, found.tokens[prompt:]).tolist()
+    assert text == wanted[prompt:] + [END] * (prompt + 3 * CANVAS - len(wanted))
+    with under_native_loop(denoiser) as native:
+        out = native.generate(tokens=tokens, max_new_tokens=3 * CANVAS, **policy.as_dict())
+    assert (out.tokens, out.nfe) == (found.tokens, found.nfe)
+    blocks = (len(wanted) - prompt) // CANVAS
+    assert out.passes == {"prefill": 1, "denoise": len(canvases), "store": blocks - 1}
+
+
+# ---- A bundle ----
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with the tokenizer and the chat template of the demo denoiser."""
+    path = tmp_path_factory.mktemp("spoken") / "checkpoint"
+    write_checkpoint(path, diffusion_gemma_config(vocab_size=3072, eos_token_id=0))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_CHECKPOINT / name, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle_path(spoken: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundle") / "bundle"
+    build(spoken, path, BuildOptions(check_parity=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(bundle_path: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(bundle_path, threads=1) as opened:
+        yield opened
+
+
+FIELDS: dict[str, Any] = {"steps_per_block": 5, "entropy_bound": 6.0, "stop": "none"}
+
+
+def test_a_bundle_generates_the_texts_of_the_reference(spoken: Path, bundle: Bundle) -> None:
+    """Requests that run alone, that share passes, and that continue each other's prompts."""
+    torch_denoiser = load(spoken)
+    shared = np.random.default_rng(1).integers(2, 3072, 40).tolist()
+    prompts = [shared[: 3 + 9 * i] for i in range(5)] + [shared[::-1]]
+    policy = bundle.policy().with_fields(FIELDS)
+    assert policy.remask == "noise"
+    wanted = [reference.generate(torch_denoiser, each, policy, 20) for each in prompts]
+    for tokens, one in zip(prompts, wanted, strict=True):
+        out = bundle.generate(tokens=tokens, max_new_tokens=20, **FIELDS)
+        assert (out.tokens, out.nfe) == (one.tokens, one.nfe)
+        assert out.passes == {"prefill": 1, "denoise": 15, "store": 2}
+    together = bundle.generate_batch(tokens=prompts, max_new_tokens=20, **FIELDS)
+    assert [out.tokens for out in together] == [one.tokens for one in wanted]
+    with bundle.scheduler(max_running=3, max_tokens=16) as scheduler:
+        jobs = [
+            scheduler.submit(tokens=tokens, max_new_tokens=20, **FIELDS)
+            for tokens in [*prompts, *prompts]
+        ]
+        for job, one in zip(jobs, [*wanted, *wanted], strict=True):
+            assert job.result().tokens == one.tokens
+
+
+def test_commands_run_the_preset(bundle_path: Path) -> None:
+    def invoke(*arguments: object) -> Any:
+        done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    made = invoke("run", bundle_path, "--tokens", "5,6,7", "--max-new-tokens", 16, "--json")
+    assert made["passes"]["denoise"] == made["nfe"] - 1 - made["passes"]["store"]
+    warm = invoke(
+        *("run", bundle_path, "--tokens", "5,6,7", "--max-new-tokens", 8, "--json"),
+        *("--temperature", 0.2, "--set", "steps_per_block=3"),
+    )
+    assert warm["passes"] == {"prefill": 1, "denoise": 3, "store": 0}
+    invoke("bench", bundle_path, "--rounds", 3, "--prompt-tokens", 8, "--new-tokens", 8, "--json")
+
+
+def test_a_server_answers_with_the_preset(bundle_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("httpx")
+    messages = [{"role": "user", "content": "turn on the kitchen lights"}]
+    with serving(bundle_path) as served:
+
+        def answer(**fields: Any) -> Any:
+            body = {"model": served.model, "messages": messages, "max_tokens": 16, "seed": 5}
+            return served.client.post("/v1/chat/completions", json=body | fields)
+
+        found = answer().json()
+        # One pass over the prompt, at most 48 over each block, and one that stores the first block.
+        assert 1 < found["usage"]["denoising_passes"] <= 1 + 48 + 1 + 48
+        text = found["choices"][0]["message"]["content"]
+        assert text == answer().json()["choices"][0]["message"]["content"]
+        assert text != answer(seed=6).json()["choices"][0]["message"]["content"]
+        refused = answer(response_format={"type": "json_object"})
+        assert refused.status_code == 400
+        assert "starts from random tokens" in refused.text
