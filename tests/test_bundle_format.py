@@ -402,6 +402,14 @@ def policies(draw: st.DrawFn) -> Policy:
         needed = ("score", "remask", "store", "reserve", "cfg_scale", "sub_block_length")
         needed += ("steps_per_block", "temperature", "refresh", "reuse_prompt")
         fields |= {name: properties[name]["default"] for name in needed} | {"cache": "block"}
+    if fields["remask"] == "noise":
+        needed = ("cache", "store", "reserve", "cfg_scale", "sub_block_length", "refresh")
+        needed += ("reuse_prompt", "next_block")
+        fields |= {name: properties[name]["default"] for name in needed}
+        fields |= {"commit": "entropy_bound", "score": "entropy"}
+        fields["temperature_drop"] = min(fields["temperature_drop"], fields["temperature"])
+    else:
+        fields |= {"temperature_drop": 0, "stable_entropy": 0}
     if fields["commit"] not in ("threshold", "entropy_threshold"):
         fields["next_block"] = 1
     if fields["next_block"] < 1:
@@ -673,7 +681,8 @@ def _edges(rule: dict[str, Any]) -> list[Any]:
         return ["", "FULL", 7, None]
     if rule["type"] == "boolean":
         return [0, 1, "true", [], {}, None]
-    step = 1 if "integer" in rule["type"] else 1e-6
+    largest = max((abs(rule[key]) for key in ("minimum", "maximum") if key in rule), default=0)
+    step = 1 if "integer" in rule["type"] else 1e-6 * max(1, largest)
     outside = [7] if rule["type"] == "string" else []
     outside += [
         rule[key] + step * way
