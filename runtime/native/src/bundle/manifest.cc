@@ -240,8 +240,8 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   if (is_uniform && out.draft_block == 0) noise->refuse("needs draft_block");
   const json::Value* const size = loop.find("conditioning_size");
   if (size == nullptr) return;
-  out.conditioning_size = read_size(loop, "conditioning_size", 0, kMostConditioning);
-  if (out.conditioning_size > 0 && !is_uniform) size->refuse("needs noise \"uniform\"");
+  out.conditioning_size = read_size(loop, "conditioning_size", 1, kMostConditioning);
+  if (!is_uniform) size->refuse("needs noise \"uniform\"");
 }
 
 Denoiser read_denoiser(const json::Value& loop) {
