@@ -329,12 +329,15 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     feeds += [rng.normal(size=D).astype(np.float32) for _ in range(2)]
     model = _call(cache_dtype, G * group, G, 0, visible_block, epsilon=1e-3)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
-    np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
     # The kernel and the function compute norms with sums in different orders. A stored key may
-    # therefore be rounded to the next code, which is about a hundredth of the row's range away.
+    # therefore be rounded to the next code, which is about a hundredth of the row's range away. If
+    # the pass reads its own keys as they are stored, this also changes the result.
     keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
+    rounded = {"float16": 5e-3, "int8": 5e-2}.get(cache_dtype, TOLERANCE)
+    tolerance = TOLERANCE if np.array_equal(keys, expected) else rounded
+    np.testing.assert_allclose(by_kernel[0], by_function[0], atol=tolerance)
     np.testing.assert_array_equal(by_kernel[2], by_function[2])
 
 
