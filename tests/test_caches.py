@@ -336,7 +336,8 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
     rounded = {"float16": 5e-3, "int8": 5e-2}.get(cache_dtype, TOLERANCE)
-    tolerance = TOLERANCE if np.array_equal(keys, expected) else rounded
+    is_equal = visible_block is None or np.abs(keys - expected).max() <= TOLERANCE
+    tolerance = TOLERANCE if is_equal else rounded
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=tolerance)
     np.testing.assert_array_equal(by_kernel[2], by_function[2])
 
