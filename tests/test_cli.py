@@ -53,7 +53,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
         "write weights",
         "denoiser.onnx.data",
         "manifest.json",
-        "16 of 16 canvases of random",
+        "20 of 20 canvases of random",
     ):
         assert word in result.stdout
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
