@@ -233,8 +233,8 @@ def test_position_scaling_divides_positions() -> None:
 
 def test_a_feature_that_is_not_built_is_refused_by_its_layer() -> None:
     layer = make_network().layers[0]
-    other = replace(layer, mlp=MlpSpec(8, "relu"))
-    with pytest.raises(UnbuiltNetworkError, match="layer 1 has activation relu"):
+    other = replace(layer, mlp=MlpSpec(8, "tanh"))
+    with pytest.raises(UnbuiltNetworkError, match="layer 1 has activation tanh"):
         Denoiser(make_network(layers=(layer, other)))
 
 
