@@ -126,15 +126,7 @@ def _read_network(
         "classifier_dropout",
     ):
         config.get(of_training)
-    hidden_size = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads", high=4096)
-    if hidden_size % heads:
-        raise CheckpointError(
-            f"{config.path}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}"
-        )
-    attention = AttentionSpec(
-        heads, heads, hidden_size // heads, rope=None, qkv_bias=True, out_bias=True
-    )
+    hidden_size, attention = read_attention(config, "hidden_size", "num_attention_heads")
     mlp = MlpSpec(config.integer("intermediate_size"), "gelu", is_gated=False, bias=True)
     norm_eps = config.number("layer_norm_eps", 1e-12)  # the default of transformers' BertConfig
     norms = ("attention_sum_norm", "mlp_sum_norm")
@@ -161,6 +153,24 @@ def _read_network(
         norm_kind="layer-bias",
         embedding=EmbeddingSpec(rows, first_position, config.integer("type_vocab_size"), norm=True),
         head=HeadSpec(final_norm=False, transform="gelu", transform_bias=True, bias=True),
+    )
+
+
+def read_attention(config: Config, size_key: str, heads_key: str) -> tuple[int, AttentionSpec]:
+    """Return the hidden size and the attention of an encoder with learned positions.
+
+    ``size_key`` and ``heads_key`` are the names of the hidden size and the number of heads in
+    config.json. Raises CheckpointError.
+    """
+    hidden_size = config.integer(size_key)
+    heads = config.integer(heads_key, high=4096)
+    if hidden_size % heads:
+        raise CheckpointError(
+            f"{config.path}: {size_key} {hidden_size} is not a multiple of {heads_key} {heads}"
+        )
+    head_size = hidden_size // heads
+    return hidden_size, AttentionSpec(
+        heads, heads, head_size, rope=None, qkv_bias=True, out_bias=True
     )
 
 

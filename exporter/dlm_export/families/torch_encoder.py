@@ -7,12 +7,11 @@ and the tensors have the names of ``state_dict()``. docs/guides/masked-models.md
 
 from __future__ import annotations
 
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
-from dlm_export.families.masked import PRESET, max_canvas_length
+from dlm_export.families.masked import PRESET, max_canvas_length, read_attention
 from dlm_export.families.reading import special_tokens
 from dlm_export.network.spec import (
-    AttentionSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
@@ -30,15 +29,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.get("dropout")  # only used in training
     config.require("activation", "relu", "gelu")
     activation = config.get("activation") or "relu"  # the default of TransformerEncoderLayer
-    hidden_size = config.integer("d_model")
-    heads = config.integer("nhead", high=4096)
-    if hidden_size % heads:
-        raise CheckpointError(
-            f"{config.path}: d_model {hidden_size} is not a multiple of nhead {heads}"
-        )
-    attention = AttentionSpec(
-        heads, heads, hidden_size // heads, rope=None, qkv_bias=True, out_bias=True
-    )
+    hidden_size, attention = read_attention(config, "d_model", "nhead")
     mlp = MlpSpec(config.integer("dim_feedforward"), activation, is_gated=False, bias=True)
     norm_eps = config.number("layer_norm_eps", 1e-5)  # the default of TransformerEncoderLayer
     norms = (
