@@ -258,20 +258,15 @@ class Experts(nn.Module):
         self.experts = RoutedMLPs(spec, hidden_size)
         shared = MlpSpec(spec.shared_size, spec.activation)
         self.shared = MLP(shared, hidden_size, is_plain) if spec.shared_size else None
-        self.has_norms = spec.branch_norms
-        if spec.branch_norms:
-            for name in BRANCH_NORMS:
-                self.add_module(name, RMSNorm(hidden_size, norm_eps, is_plain))
+        for name in BRANCH_NORMS:
+            norm = RMSNorm(hidden_size, norm_eps, is_plain) if spec.branch_norms else nn.Identity()
+            self.add_module(name, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` and the result are ``[B, T, hidden]``."""
-        read = self.experts_norm(x) if self.has_norms else x
-        y: Tensor = self.experts(read, *self.router(x))
+        y: Tensor = self.experts(self.experts_norm(x), *self.router(x))
         if self.shared is None:
             return y
-        if not self.has_norms:
-            plain: Tensor = y + self.shared(x)
-            return plain
         z: Tensor = self.shared_out_norm(self.shared(self.shared_norm(x)))
         whole: Tensor = self.experts_out_norm(y) + z
         return whole
