@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,20 +135,25 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
+def run(title: str | None, models: str, sequences_of: Callable[[str], list[str]]) -> None:
+    """Run a benchmark of this kind with its command line.
+
+    ``title`` is the help text, ``models`` the default of ``--models``, and ``sequences_of`` returns
+    the sequences on which a model is judged.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=title, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--precisions", default=PRECISIONS, help="The first is the reference.")
-    parser.add_argument("--models", default=",".join(ANTIBODY_MODELS))
+    parser.add_argument("--models", default=models)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     OUTPUT.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.models.split(","):
         checkpoint = write_model(name, OUTPUT / name)
-        sequences = germlines(package_folder("anarci"), CHAINS[name])
-        for row in judge_model(name, checkpoint, sequences, arguments.precisions.split(",")):
+        precisions = arguments.precisions.split(",")
+        for row in judge_model(name, checkpoint, sequences_of(name), precisions):
             rows.append(row)
             show(row)
     if arguments.json:
@@ -156,4 +162,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        __doc__,
+        ",".join(ANTIBODY_MODELS),
+        lambda name: germlines(package_folder("anarci"), CHAINS[name]),
+    )

@@ -14,15 +14,14 @@ The output is the same as in antibodies.py.
 
 from __future__ import annotations
 
-import argparse
 import csv
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
-from antibodies import OUTPUT, PRECISIONS, judge_model, show
-from residues import BETA_LOOPS, RECEPTOR_RESIDUES, package_folder, write_model
-from shapes import machine
+from antibodies import run
+from residues import BETA_LOOPS, RECEPTOR_RESIDUES, package_folder
 
 CHOSEN = 400  # receptors
 
@@ -45,28 +44,14 @@ def receptors(lists: Path, genes: Path) -> list[str]:
     return [str(each) for each in np.random.default_rng(0).permutation(sorted(found))]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--precisions", default=PRECISIONS, help="The first is the reference.")
-    parser.add_argument("--models", default="sceptr-MLM_only,sceptr-tiny")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+@functools.cache
+def chosen() -> list[str]:
+    """Return the receptors on which the models are judged."""
     lists = package_folder("tcrdist") / "data" / "covid19"
     found = receptors(lists, package_folder("tidytcells"))
     print(f"{len(found)} receptors, of which {CHOSEN} were chosen", flush=True)
-    rows = []
-    for name in arguments.models.split(","):
-        checkpoint = write_model(name, OUTPUT / name)
-        for row in judge_model(name, checkpoint, found[:CHOSEN], arguments.precisions.split(",")):
-            rows.append(row)
-            show(row)
-    if arguments.json:
-        about = {"machine": machine(), "rows": rows}
-        arguments.json.write_text(json.dumps(about, indent=1) + "\n")
+    return found[:CHOSEN]
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "sceptr-MLM_only,sceptr-tiny", lambda _: chosen())
