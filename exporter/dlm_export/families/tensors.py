@@ -12,6 +12,7 @@ import numpy as np
 
 from dlm_calibration.formats import FP16, FP32, NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
+from dlm_export.checkpoints.adapters import CONFIG_FILE, read_adapter
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected
 from dlm_export.families.base import Origin
@@ -181,9 +182,15 @@ class Tensors:
             self.notes.append(
                 f"{len(unused)} tensors are left out, because the denoiser does not need them: {_some(unused)}"
             )
-        for config in sorted(self.checkpoint.path.glob("*/adapter_config.json")):
+        for config in sorted(self.checkpoint.path.glob(f"*/{CONFIG_FILE}")):
+            folder = config.parent.name
+            adapter = None
+            if any(name.startswith(f"{folder}/") for name in used):
+                adapter = read_adapter(self.checkpoint, folder)
             self.notes.append(
-                f"the adapter {config.parent.name} is not applied, because adapters are not supported"
+                f"the adapter {folder} is not applied, because this family does not support it"
+                if adapter is None
+                else adapter.describe()
             )
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""

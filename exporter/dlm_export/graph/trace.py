@@ -253,7 +253,10 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
                 [(cached, cached)] * len(past),
                 *[rows_and_tokens] * len(more),
             ),
-            custom_translation_table={torch.ops.dlm_export.experts.default: _experts},
+            custom_translation_table={
+                torch.ops.dlm_export.experts.default: _experts,
+                torch.ops.dlm_export.draft_update.default: _draft_update,
+            },
             optimize=False,
             verbose=False,
         )
@@ -272,7 +275,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
     for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
-        assert name in MIXTURES, name
+        assert name in (*MIXTURES, functions.DRAFT_UPDATE), name
         functions.declare(model, name)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
@@ -284,16 +287,36 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any], activation: str) -> Any:
     """Translate the operator of ``network.experts`` to one node of the graph."""
     name = MIXTURE if activation == "silu" else f"{GELU}{MIXTURE}"
-    real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
-    kinds |= dict.fromkeys(STACKS, "T")
+    return _operator(name, kinds | dict.fromkeys(STACKS, "T"))(x, chosen, weights, *stacks)
+
+
+def _draft_update(x: Any, y: Any, is_updated: Any, a: Any, b: Any, scale: float) -> Any:
+    """Translate the operator of ``network.linear`` to one node of the graph."""
+    kinds = {"x": "T", "y": "T", "is_updated": "tensor(bool)", "a": "T", "b": "T"}
+    attribute = onnx.defs.OpSchema.Attribute("scale", onnx.defs.OpSchema.AttrType.FLOAT)
+    made = _operator(functions.DRAFT_UPDATE, kinds, [attribute])
+    return made(x, y, is_updated, a, b, scale=scale)
+
+
+def _operator(
+    name: str, kinds: dict[str, str], attributes: Sequence[onnx.defs.OpSchema.Attribute] = ()
+) -> onnxscript.values.Op:
+    """Return an operator of the domain ``dlm_export``.
+
+    ``kinds`` maps the name of each input to its type. The type ``T`` is that of the activations.
+    """
+    real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
-    outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
+    outputs = [onnx.defs.OpSchema.FormalParameter("result", "T")]
     schema = onnx.defs.OpSchema(
-        name, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
+        *(name, DOMAIN, 1),
+        inputs=inputs,
+        outputs=outputs,
+        type_constraints=[real],
+        attributes=list(attributes),
     )
-    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
-    return operator(x, chosen, weights, *stacks)
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
 
 
 def _name_layers(model: ir.Model) -> None:

@@ -33,6 +33,7 @@ from dlm_export.network.layer_spec import (
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
+    LowRankSpec,
     MlpSpec,
     Rope,
     RouterSpec,
@@ -56,6 +57,7 @@ __all__ = [
     "SCORES",
     "STACKS",
     "TRANSFORM",
+    "UPDATES",
     "VISIBILITIES",
     "AttentionSpec",
     "ConditioningSpec",
@@ -65,6 +67,7 @@ __all__ = [
     "HeadSpec",
     "LayerSpec",
     "LinearSpec",
+    "LowRankSpec",
     "MlpSpec",
     "NetworkSpec",
     "Rope",
@@ -91,6 +94,10 @@ TRANSFORM = "transform"
 """Module path and role of the matrix before the head, for networks that have such a matrix."""
 HEAD = "head"
 """Module path and role of the matrix that maps features to logits."""
+UPDATES = "draft_updates"
+"""Part of the module paths of low-rank updates, between the path of the attention or the MLP and the
+role of the matrix.
+"""
 EMBEDDING = "embed.weight"
 """Name of the embedding table ``[V, hidden]``. A tied head uses this table too."""
 
@@ -312,6 +319,9 @@ class NetworkSpec:
                 shapes[linear.weight] = linear.shape
                 if linear.role in biased or (linear.role == "router" and has_router_bias(layer)):
                     shapes[f"{linear.path}.bias"] = (linear.outputs,)
+            for path, (linear, update) in self._draft_updates_of(i, layer).items():
+                shapes[f"{path}.a"] = (linear.inputs, update.rank)
+                shapes[f"{path}.b"] = (update.rank, linear.outputs)
             if attention.qk_norm:
                 shapes |= {
                     f"{block}attention.{name}.weight": (attention.head_size,)
@@ -487,6 +497,35 @@ class NetworkSpec:
             ),
         ]
 
+    @property
+    def has_draft_updates(self) -> bool:
+        """True if any layer has low-rank updates for draft passes."""
+        return any(layer.draft_updates for layer in self.layers)
+
+    def draft_updates(self) -> dict[str, tuple[LinearSpec, LowRankSpec]]:
+        """Map the module path of each low-rank update to the updated matrix and the update.
+
+        The parameters of the update are the path plus ``.a``, and the path plus ``.b``.
+        """
+        return {
+            path: found
+            for i, layer in enumerate(self.layers)
+            for path, found in self._draft_updates_of(i, layer).items()
+        }
+
+    def _draft_updates_of(
+        self, i: int, layer: LayerSpec
+    ) -> dict[str, tuple[LinearSpec, LowRankSpec]]:
+        if not layer.draft_updates:
+            return {}
+        by_role = {linear.role: linear for linear in self._linear_layers_of(f"blocks.{i}", layer)}
+        found = {}
+        for update in layer.draft_updates:
+            linear = by_role[update.role]
+            part, _, role = linear.path.rpartition(".")
+            found[f"{part}.{UPDATES}.{role}"] = linear, update
+        return found
+
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
         """Return the gate, up and down matrices (stacks) of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
@@ -593,7 +632,7 @@ class NetworkSpec:
         """Return fields and derived values, for the manifest and for ``inspect --json``."""
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
-            "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
+            "layers": [_layer_values(layer) for layer in self.layers],
             "parameters": self.parameter_count(),
             "active_parameters": self.active_parameter_count(),
             "linear_layers": [asdict(linear) for linear in self.linear_layers()],
@@ -621,6 +660,13 @@ class NetworkSpec:
             if chosen.get(name) is not None:
                 chosen[name] = kind(**chosen[name])
         return cls(**chosen)
+
+
+def _layer_values(layer: LayerSpec) -> dict[str, Any]:
+    """Return the fields of a layer. A layer without low-rank updates has no such field."""
+    values = asdict(layer) | {"norms": list(layer.norms)}
+    updates = values.pop("draft_updates")
+    return values | ({"draft_updates": list(updates)} if updates else {})
 
 
 def _difference(name: str, mine: Any, theirs: Any) -> str | None:

@@ -145,6 +145,8 @@ def kinds_of(
 ) -> tuple[MatrixKind, ...]:
     """Group a network's matrices by their cost in the formats of ``layers``.
 
+    The matrices of low-rank updates for draft passes are counted for all passes.
+
     If the head shares an unquantised embedding table, each element of the table takes
     ``table_bytes`` bytes.
     """
@@ -163,6 +165,9 @@ def kinds_of(
             layer.inputs * layer.outputs,
             size,
         ] += 1
+    for layer, update in network.draft_updates().values():
+        elements = update.rank * (layer.inputs + layer.outputs)
+        found["layers", FULL, 1, 1.0, elements, element_bytes * elements] += 1
     return tuple(MatrixKind(number, *kind) for kind, number in found.items())
 
 

@@ -256,6 +256,10 @@ Denoiser read_denoiser(const json::Value& loop) {
     if (out.visible_block != 1 || out.shift != 0)
       draft->refuse("needs visible_block 1 and shift 0");
   }
+  if (const json::Value* const updates = loop.find("draft_updates"); updates != nullptr) {
+    out.has_draft_updates = updates->boolean();
+    if (out.draft_block == 0) updates->refuse("needs draft_block");
+  }
   read_noise(loop, out);
   for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
@@ -452,8 +456,9 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",
-                       "visible_block", "draft_block", "noise", "conditioning_size", "graph",
-                       "presets", "default_preset", "max_new_tokens", "effort", "engines"});
+                       "visible_block", "draft_block", "draft_updates", "noise",
+                       "conditioning_size", "graph", "presets", "default_preset", "max_new_tokens",
+                       "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);

@@ -131,7 +131,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   for (const Lane::Row& row : lane.rows) {
     const Request& request = row.member == nullptr ? members.front()->request : row.member->request;
     const size_t canvas = row.member == nullptr ? 0 : row.canvas;
-    pieces.push_back({&request.canvas(canvas), rows, stage.is_draft, &request.conditioning()});
+    pieces.push_back(
+        {&request.canvas(canvas), rows, stage.is_draft, stage.is_updated, &request.conditioning()});
   }
   dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;

@@ -59,11 +59,13 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Positions of one canvas that a pass computes. In a draft pass, they see each other.
+// Positions of one canvas that a pass computes. In a draft pass, they see each other. is_updated
+// says that a draft pass uses the low-rank updates of the denoiser.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
   bool is_draft = false;
+  bool is_updated = false;
   // The self-conditioning of the rows, [rows, C]. If it is NULL or empty, all numbers are 0.
   const std::vector<float>* conditioning = nullptr;
 };

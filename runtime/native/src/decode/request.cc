@@ -101,8 +101,8 @@ void Request::check_limits(const Engine& engine) const {
   // larger passes than a whole block at the end of the canvas, so this code checks only such a
   // block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
-    plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
-                  length);
+    plan_verified(plan, policy_, denoiser_,
+                  std::max(plan.back().block.last, length - policy_.block_length), length);
   for (const Stage& stage : plan) {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
@@ -237,7 +237,7 @@ PassLoad Request::usual_load(const PassCost& cost) const {
     // verify() plans the later blocks. The passes over the last block cost the most.
     const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
-    plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);
+    plan_verified(last, policy_, denoiser_, std::max(1, length - policy_.block_length), length);
     for (const Stage& stage : last) add(stage);
   }
   return most;
@@ -375,7 +375,7 @@ void Request::verify(const Predictions& predictions, const Proposals& proposals)
   take(predictions, proposals, order_);
   const int32_t next = positions_[order_.size() - 1] + 1;
   const auto length = static_cast<int32_t>(canvas_.size());
-  if (next < length) plan_verified(plan_, policy_, next, length);
+  if (next < length) plan_verified(plan_, policy_, denoiser_, next, length);
 }
 
 void Request::write_noise(int32_t step) {

@@ -52,6 +52,8 @@ struct Denoiser {
   // The number of tokens of a draft pass; 0: the denoiser has no draft passes. The rows of a draft
   // pass see each other. All other passes of a denoiser with draft passes are causal.
   int32_t draft_block = 0;
+  // True if the denoiser has low-rank updates for draft passes whose tokens are verified.
+  bool has_draft_updates = false;
   // The width of the self-conditioning that a draft pass returns for the next draft pass over the
   // same block; 0: the denoiser has no self-conditioning.
   int32_t conditioning_size = 0;
