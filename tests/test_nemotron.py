@@ -314,16 +314,6 @@ def test_a_config_that_we_do_not_compute_is_refused(
     assert sentence in str(caught.value)
 
 
-def test_the_adapter_of_a_release_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, nemotron_config())
-    (path / "linear_spec_lora").mkdir()
-    (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
-    opened = Checkpoint(path)
-    network = families.read_network(opened, Overrides())
-    (note,) = families.check_tensors(opened, network).notes
-    assert "the adapter linear_spec_lora is not applied" in note
-
-
 def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
     calls = bundle.manifest["kernels"]["calls"]
     assert calls["DraftCachedAttention"] == nemotron_config()["num_hidden_layers"]

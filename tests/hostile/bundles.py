@@ -400,6 +400,16 @@ LOOP: list[Case] = [
         put("loop", "draft_block", 8),
         "loop.draft_block: needs visible_block 1 and shift 0",
     ),
+    Case(
+        "updates for draft passes without draft passes",
+        put("loop", "draft_updates", True),
+        "loop.draft_updates: needs draft_block",
+    ),
+    Case(
+        "a number of updates for draft passes",
+        put("loop", "draft_updates", 1),
+        "loop.draft_updates: expected true or false",
+    ),
     Case("unknown noise", put("loop", "noise", "pink"), 'loop.noise: "pink" is not known'),
     Case(
         "random tokens beside a mask token",

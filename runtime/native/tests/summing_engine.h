@@ -237,7 +237,8 @@ dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
           {kEnd},
           visible_block,
           128,
-          visible_block == 1 ? 8 : 0};
+          visible_block == 1 ? 8 : 0,
+          visible_block == 1};
 }
 
 // Returns a denoiser that has self-conditioning, and starts from random tokens.
