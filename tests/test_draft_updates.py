@@ -183,7 +183,7 @@ def bundles(built: tuple[Path, Path]) -> Iterator[tuple[Bundle, Bundle]]:
 def test_rows_of_all_kinds_share_a_pass(
     built: tuple[Path, Path], denoiser: Denoiser, has_kernels: bool
 ) -> None:
-    """Of three requests in one pass, the update changes only the rows of the third.
+    """The update changes only the rows of the third of three requests.
 
     The other rows equal those of the bundle without an adapter, bit by bit.
     """

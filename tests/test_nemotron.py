@@ -62,7 +62,7 @@ def random_config(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     kv_heads, tied = draw.choice((1, 2)), draw.random() < 0.3
     rope = nemotron_config()["rope_parameters"] | {
-        "factor": draw.choice((1.0, 4.0, 16.0)),
+        "factor": draw.choice((0.25, 1.0, 4.0, 16.0)),
         "original_max_position_embeddings": draw.choice((8, 24, 100)),
         "llama_4_scaling_beta": draw.choice((0.1, 0.5)),
         "mscale": draw.choice((1.0, 0.7)),

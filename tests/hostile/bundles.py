@@ -406,6 +406,11 @@ LOOP: list[Case] = [
         "loop.draft_updates: needs draft_block",
     ),
     Case(
+        "no updates for draft passes",
+        put("loop", "draft_updates", False),
+        "loop.draft_updates: must be true if it is there",
+    ),
+    Case(
         "a number of updates for draft passes",
         put("loop", "draft_updates", 1),
         "loop.draft_updates: expected true or false",

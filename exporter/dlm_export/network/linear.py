@@ -107,13 +107,13 @@ def updates_of(
     specs: Sequence[LowRankSpec], layers: Mapping[str, Linear | None], is_plain: bool
 ) -> nn.ModuleDict:
     """Make the updates of those of the ``layers`` that ``specs`` name. The keys are roles."""
-    return nn.ModuleDict(
-        {
-            spec.role: LowRank(*layer.weight.shape, spec, is_plain)
-            for spec in specs
-            if (layer := layers.get(spec.role)) is not None
-        }
-    )
+    made = nn.ModuleDict()
+    for spec in specs:
+        layer = layers.get(spec.role)
+        if layer is not None:
+            inputs, outputs = layer.weight.shape
+            made[spec.role] = LowRank(inputs, outputs, spec, is_plain)
+    return made
 
 
 def updated(

@@ -258,6 +258,7 @@ Denoiser read_denoiser(const json::Value& loop) {
   }
   if (const json::Value* const updates = loop.find("draft_updates"); updates != nullptr) {
     out.has_draft_updates = updates->boolean();
+    if (!out.has_draft_updates) updates->refuse("must be true if it is there");
     if (out.draft_block == 0) updates->refuse("needs draft_block");
   }
   read_noise(loop, out);
