@@ -66,7 +66,7 @@ def draw(rows: dict[str, dict[str, dict[str, dict[str, float]]]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img" '
         f'width="{WIDTH}" height="{y}">'
     )
-    title = "<title>A pass of four tokens beside one autoregressive token, by size</title>"
+    title = "<title>Time of a pass of four tokens compared with one autoregressive token, by size</title>"
     page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{y - 1}" rx="8"/>'
     return "\n".join([head, title, f"<style>{STYLE}</style>", page, *shapes, "</svg>"]) + "\n"
 
