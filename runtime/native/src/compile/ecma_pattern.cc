@@ -242,9 +242,9 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    // In Python, $ also matches before a \n at the end of the string. Found::perhaps selects the
-    // texts that match in at least one engine. For these texts, this code lets $ match before every
-    // \n, even if more characters follow. So the result may contain more texts than necessary.
+    // In Python, $ also matches before a \n at the end of the string. If is_wide_ is true, this
+    // code builds the texts in which at least one engine finds a match. So it lets $ match before
+    // every \n, even if more characters follow. The result may contain more texts than necessary.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
     CodePoints& set = (is_start ? look.before : look.after)[0];
@@ -262,8 +262,8 @@ class Reader {
 
   Term boundary(bool is_edge) {
     Look look;
-    // Set 0 contains the characters that are word characters in all regex engines. Set 1 contains
-    // the characters that are word characters only in some regex engines.
+    // The sets with index 0 contain the word characters of all regex engines. The sets with index 1
+    // contain the characters that are word characters only in some engines.
     look.before[0] = look.after[0] = kWord;
     look.before[1] = look.after[1] = intersection(any_word(), complement(kWord));
     for (size_t before = 0; before < 4; ++before)
@@ -318,7 +318,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // Whether the look-around matches depends only on the neighbouring character.
+    // This look-around depends only on the character before or after the position.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)
@@ -528,9 +528,9 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
-  // Selects the characters of sets such as \d. If true, a set contains the characters that at least
-  // one engine includes in the set. Otherwise it contains only the characters that all engines
-  // include.
+  // Determines the characters of sets such as \d. If is_wide_ is true, a set contains the
+  // characters that at least one engine includes in the set. Otherwise it contains only the
+  // characters that all engines include.
   bool is_wide_;
   Flags flags_;
 };

@@ -29,7 +29,8 @@ class RegexText {
   bool is_at(char letter) const { return !is_end() && text_[at_] == letter; }
   bool is_at_space() const;
   bool take(std::string_view wanted);
-  // If the text ends here, throws an error whose message contains `what`.
+  // Returns the next character. At the end of the text, throws an error whose message contains
+  // `what`.
   char32_t next(const char* what);
   // Skips white space and comments if the flag x of the regular expression is set. Otherwise does
   // nothing.

@@ -31,7 +31,7 @@ void TokenStates::find_shapes(TokenSets& sets) {
   const size_t states = texts_.states();
   budget_.check_memory(states * 4 * sizeof(int32_t) + texts_.edges.size() * sizeof(int32_t));
   states_.reserve(states);
-  // For each next state of the current state: its part.
+  // For each next state of the current state: the part of the bytes that lead to it.
   std::vector<int32_t> part_of(states, kNone);
   std::vector<int> bytes;  // for each part: the number of bytes in the part
   std::vector<TokenSets::Range> ranges;

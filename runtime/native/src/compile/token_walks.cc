@@ -24,9 +24,9 @@ namespace {
 constexpr int32_t kSharedNodes = 8;
 constexpr int kMostNesting = 16;  // largest depth of nested walks
 // For some constraints, nearly all first bytes of tokens lead from many states to the same hub. An
-// example is a text in which "abc" may occur anywhere. So after kMostLargeSets walks from a hub
-// over large sets, the code walks over the tokens with each first byte separately, and stores these
-// results.
+// example is a text in which "abc" may occur anywhere. So the code counts the walks from a hub over
+// large sets. After kMostLargeSets such walks, it makes a separate walk for each first byte of a
+// token, and stores the results of these walks.
 constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
 constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
@@ -48,7 +48,8 @@ TokenEdges TokenWalks::walk_all() {
   const size_t states = state_count_;
   TokenEdges out;
   out.row_of.assign(states, kNone);
-  // The states that are reached after a whole token, in the order of their rows.
+  // The states that are reached after a whole token. The index of a state in this list is its row
+  // in `out`.
   std::vector<int32_t> met{0};
   out.row_of[0] = 0;
   for (size_t row = 0; row < met.size(); ++row) {

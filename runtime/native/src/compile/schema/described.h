@@ -67,9 +67,9 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node, but replaces some bytes by spellings. For example, XML writes & as
-// &amp;. No spelling may be the start of another spelling. The first byte of each spelling must be
-// one of the replaced bytes.
+// respelled() returns the texts of a node, but replaces each byte that has a spelling by this
+// spelling. For example, the spelling of & in XML is &amp;. No spelling may be the start of another
+// spelling. The first byte of each spelling must be a byte that has a spelling.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

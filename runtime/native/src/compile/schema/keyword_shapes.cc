@@ -81,8 +81,8 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// The annotations of the specification and of OpenAPI. Annotations do not constrain values, so the
-// compiler ignores them without a warning.
+// The keywords that the specification and OpenAPI define as annotations. Annotations do not
+// constrain values, so the compiler ignores them without a warning.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",

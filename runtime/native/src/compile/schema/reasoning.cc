@@ -279,8 +279,8 @@ bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   for (size_t number = 0; number < names.size(); ++number) {
     const bool within = !(are_listed && number == 0);
     const std::string& name = names[number];
-    // For the key of each excluded value: the index in `pairs` of the only branch whose negation
-    // excludes the value. SIZE_MAX if there are several such branches.
+    // Maps the key of each constant to the branch whose negation excludes this constant. The branch
+    // is given as an index in `pairs`. If there are several such branches, the index is SIZE_MAX.
     std::unordered_map<std::string_view, size_t> owners;
     std::vector<const ValueSet*> sets;
     bool is_decided = true, are_objects = true, is_any_typed = false;

@@ -4,7 +4,8 @@
 // The targets of references form a graph. A target that is in a cycle of this graph can contain
 // itself. The class Recursion chooses some of these targets as counted targets. For each counted
 // target, the writer (writer.h) counts how many of the containers around the current value are
-// values of this target. It does not allow more than `max_depth`. Each counted target has a number.
+// values of this target. The writer does not allow more than `max_depth` such containers. Each
+// counted target has a number.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ struct WriterOptions {
   // If a string has a maxLength, the string is not longer than this, unless its minLength is
   // larger.
   uint32_t most_characters = kUnbounded;
-  // Objects with up to kMostInAnyOrder properties may have them in any order.
+  // Objects with up to kMostInAnyOrder properties may have these properties in any order.
   bool any_order = false;
   bool more_properties = false;  // objects may have properties that the schema does not name
 };
