@@ -153,7 +153,8 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// Copies the sums that sum() stored for a place to ahead_. clear_ahead() resets ahead_.
+// For each state after the current place, sets ahead_ to the total weight that sum() stored.
+// clear_ahead() resets ahead_.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);

@@ -163,7 +163,7 @@ class TextSums {
   // or after the current place (mass_behind_).
   std::vector<double> mass_, mass_behind_;
   // For each group and each class of tokens (see automaton.h): the probability that the token at
-  // the current place belongs to it.
+  // the current place is in this group or class.
   std::vector<double> group_mass_, class_mass_;
 };
 

@@ -49,7 +49,7 @@ class Job {
   // decided so far. Any thread may call this function.
   void cancel() { is_cancelled_ = true; }
 
-  // Waits until the job has ended, but at most for `time`. Without `time`, there is no limit.
+  // Waits until the job has ended or `time` has passed. Without `time`, waits without a limit.
   // Returns true if the job has ended.
   bool wait(std::optional<Clock::duration> time) const {
     std::unique_lock<std::mutex> lock(board_->mutex);

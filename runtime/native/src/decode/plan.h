@@ -74,7 +74,7 @@ struct Stage {
   int32_t steps;
   Range block;    // block that the stage belongs to
   bool is_last;   // true for the last stage of the block
-  bool is_draft;  // the rows see each other; only for denoisers with draft passes
+  bool is_draft;  // true for draft passes, in which all rows attend to each other
   int32_t shift;  // the row that predicts a position is `shift` positions earlier
 
   bool is_repeated() const { return awaited.tokens() > 0; }

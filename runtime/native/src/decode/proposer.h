@@ -28,7 +28,7 @@ struct Needs {
 // position has one row, and the rows are in the order of the positions.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
-  // [R, K], probabilities of these tokens; the softmax leaves out the mask token.
+  // [R, K], the probabilities of the candidates; the softmax leaves out the mask token.
   const float* probs;
   const float* entropy;  // [R], the sum of p ln p; NULL if no request needs it
   // [R, V], raw logits, including the logit of the mask token; NULL if no request needs the logits.
@@ -46,7 +46,7 @@ struct Turn {
                                           // ascending order
   Range block;                            // the block being decided, which contains the positions
   // Number of passes that the request made before this pass. With remask "noise", number of passes
-  // over the block. Random numbers depend on it.
+  // over the block. Random numbers depend on this number.
   int32_t passes;
   // True if the positions are already decided, and the pass may replace their tokens.
   bool is_editing;
@@ -69,7 +69,7 @@ struct Proposals {
   }
 };
 
-// A position whose token is known without a pass, because only one token is legal there.
+// A position whose token is known without a pass, because only one token is legal at this position.
 struct Certain {
   int32_t position, token;
 };

@@ -34,7 +34,7 @@ inline double unit(uint32_t high, uint32_t low) {
 }
 
 // Returns a uniform random number strictly between 0 and 1 for one position and one step. `step` is
-// the number of passes that the request made before.
+// the number of earlier passes of the request.
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
   const auto words = philox(seed, {step, position, 0, kScores});
   return unit(words[0], words[1]);
@@ -47,8 +47,8 @@ inline int32_t random_token(uint64_t seed, uint32_t step, uint32_t position, int
                             int32_t left_out) {
   const auto words = philox(seed, {step, position, 0, kNoise});
   const int32_t count = left_out < vocab_size ? vocab_size - 1 : vocab_size;
-  // The product is below `count`, because rounding cannot raise it to `count`: the random number is
-  // at most 1 - 2^-53, and `count` is below 2^25.
+  // The random number is at most 1 - 2^-53, and `count` is below 2^25. So the product stays below
+  // `count`, even after rounding.
   const auto token = static_cast<int32_t>(unit(words[0], words[1]) * count);
   return token < left_out ? token : token + 1;
 }

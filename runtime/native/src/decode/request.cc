@@ -97,9 +97,8 @@ void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
-  // verify() plans the later blocks, so the plan does not contain them yet. None of them needs
-  // larger passes than a whole block at the end of the canvas, so this code checks only such a
-  // block.
+  // verify() plans the later blocks, so the plan does not contain them yet. The largest passes are
+  // those of a whole block at the end of the canvas, so this code checks only such a block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
     plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
                   length);
@@ -107,8 +106,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
-    // The opening pass of the block (decode/plan.h) decides at least one position. So a later pass
-    // of this block scores at least one position less.
+    // The opening pass of a block (see plan.h) decides at least one position. So each later pass of
+    // the block scores at least one position fewer.
     if (is_full && stage.is_repeated()) --rows;
     if (is_ahead()) rows = count_undecided({stage.decided.first, length});
     if (is_full && rows == 0) continue;
@@ -149,7 +148,7 @@ bool Request::fits(const Request& other) const {
 int32_t Request::reusable() const {
   if (!has_cache() || done()) return 0;
   if (denoiser_.visible_block == 0)
-    // Only the first pass computes the cache rows before this position.
+    // Only the first pass computes the cache rows before the returned position.
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
   // a pass must compute this row.
@@ -234,7 +233,8 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   for (size_t number = stage_; number < plan_.size(); ++number)
     if (plan_[number].is_repeated()) add(plan_[number]);
   if (verifies()) {
-    // verify() plans the later blocks. The passes over the last block cost the most.
+    // verify() plans the later blocks. The passes over a block at the end of the canvas cost the
+    // most, so this code adds them.
     const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
     plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);
@@ -361,7 +361,8 @@ void Request::draft(const Proposals& proposals) {
 
 // Decides positions from left to right, up to and including the first position whose drafted token
 // differs from the proposed token, or the first end token if the policy stops there. Then plans the
-// next block. The last position of a block contains the mask token, which is never proposed.
+// next block. The draft does not include the last position of a block. The canvas contains the mask
+// token there, so the last position always differs from the proposed token.
 void Request::verify(const Predictions& predictions, const Proposals& proposals) {
   note_guesses(proposals);
   order_.clear();

@@ -99,7 +99,8 @@ class Request {
   // Returns the load of the next pass. PassCost predicts the time of the pass from this load. Call
   // find_positions() first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
-  // Returns the load of one pass of the most expensive repeated stage that remains.
+  // Returns the load of one pass of a repeated stage. Of the stages that remain, the function
+  // chooses the stage with the most expensive passes.
   PassLoad usual_load(const PassCost& cost) const;
 
   // Finds the positions that the next pass must score. Returns the number of positions, which is 0
@@ -212,8 +213,8 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
-  // For remask "noise". stable_: the number of directly preceding passes over the block with the
-  // same most likely tokens, best_, as the last pass.
+  // For remask "noise". best_: the most likely tokens of the last pass over the block. stable_: the
+  // number of passes directly before that pass with the same most likely tokens.
   std::vector<int32_t> best_;
   int32_t stable_ = 0;
   std::vector<float> conditioning_;

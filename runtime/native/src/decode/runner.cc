@@ -22,8 +22,8 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job, and uses its canvas as the result. If this throws an exception, the job fails with
-// the error.
+// Ends a job, and uses its canvas as the result. If Request::end() throws an exception, the job
+// fails with this error.
 void Runner::end(Job& job, int32_t why) noexcept {
   try {
     job.request_.end(why);
@@ -383,8 +383,9 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// Updates pace_, an exponential average over about ten passes. `times` is the measured time of a
-// pass divided by its predicted time. If `times` is above kMost, the function uses kMost instead.
+// Updates pace_ after a pass. `times` is the measured time of the pass divided by its predicted
+// time. pace_ is an exponential average of this ratio over about ten passes. If `times` is above
+// kMost, the function uses kMost instead.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

@@ -18,8 +18,8 @@ namespace dlm {
 // How to draw a token at a temperature above 0. Before the draw, tokens are cut, which means that
 // they cannot be drawn. First, only the `top_k` most likely tokens stay. If `top_k` is 0, all
 // tokens stay. Then, only the n most likely tokens stay. n is the smallest number for which the
-// probabilities of the n tokens add up to more than `top_p`. These are the probabilities at the
-// temperature.
+// probabilities of the n tokens add up to more than `top_p`. The probabilities are computed at the
+// given temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;

@@ -102,8 +102,8 @@ struct TextFile {
   Numbers split_starts, split_tables;
 
   // Tables for normalising text. In a WordPiece vocabulary, `nfc` contains a RewriteClass for each
-  // code point. If the class is above `marks`, the code point is a combining mark, and class -
-  // marks is its order. `decomposed` contains the replacements of code points.
+  // code point. If the class is above `marks`, the code point is a combining mark. Neighbouring
+  // marks are sorted by their classes. `decomposed` contains the replacements of code points.
   enum RewriteClass : uint8_t { dropped = 1, breaks = 2, padded = 3, replaced = 4, marks = 8 };
   // In other vocabularies, these are the tables for composing text (NFC). `nfc` contains a class
   // for each code point. The class is 0 if the code point never changes, and 255 if the code point
