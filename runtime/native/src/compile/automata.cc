@@ -123,12 +123,12 @@ struct Transition {
   State state;
 };
 
-// The non-deterministic automaton. Each item is kEnd, a state with transitions, or a branch. A
-// branch is a list of alternative states.
+// Stores the non-deterministic automaton as a list of items. Each item is kEnd, a state with
+// transitions, or a branch. A branch is a list of alternative states.
 struct Graph {
   struct Item {
-    // The item's elements in `transitions` or `branches`: the index of the first element, and the
-    // number of elements.
+    // The elements of the item are in `transitions` or `branches`. `first` is the index of the
+    // first element, and `count` is the number of elements.
     uint32_t first, count;
     bool is_branch;
   };
@@ -261,7 +261,7 @@ class GraphMaker {
     const uint32_t low = expressions_.low(frame.node), high = expressions_.high(frame.node);
     if (high == kUnbounded) {
       // Stage 0 creates the loop: a branch to the repeated part and to the state after the
-      // repetition. The part leads back to the branch.
+      // repetition. After the repeated part, a text continues at the branch again.
       if (stage == 0) {
         frame.loop = add_branch({kUnknown, frame.follows});
         frames.push_back({part, frame.loop, 0, 0, 0});

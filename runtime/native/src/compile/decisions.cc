@@ -19,7 +19,8 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
-// The compiler passes at most this many bytes of a forced text to the tokenizer.
+// A forced text consists of the only bytes that can come next. The compiler passes at most this
+// many bytes of such a text to the tokenizer.
 constexpr size_t kEncodedBytes = 96;
 
 // A graph of the bytes of all answers. Each node stores the bytes that can come next. The paths of

@@ -18,10 +18,10 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The characters that match \d, \w and \s in ECMA-262 (JavaScript), the line breaks that the dot
-// does not match, and characters that other regex engines add to these sets. In ECMA-262, \d and \w
-// contain only ASCII characters. \s contains the characters that ECMA-262 calls WhiteSpace and
-// LineTerminator.
+// The sets of characters that \d, \w and \s match in ECMA-262 (JavaScript), followed by the
+// characters that only some regex engines include in \s. The last two sets contain line breaks. In
+// ECMA-262, \d and \w contain only ASCII characters. \s contains the characters that ECMA-262 calls
+// WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
@@ -274,7 +274,7 @@ class Reader {
         const auto holds = [&](bool to_some) {
           return (is_word(before, to_some) != is_word(after, to_some)) == is_edge;
         };
-        // \B does not match in an empty text in Python before version 3.14.
+        // In Python before version 3.14, \B does not match in an empty text.
         const bool is_unclear = !is_edge && before == 0 && after == 0;
         look.holds[before][after] =
             is_wide_ ? holds(false) || holds(true) : holds(false) && holds(true) && !is_unclear;
@@ -424,8 +424,8 @@ class Reader {
                    : intersection(kSpaces, complement(kZeroWidthSpace));
   }
 
-  // Parses an escape and returns the set of characters that the escape matches. The backslash was
-  // parsed already.
+  // Parses an escape and returns the set of characters that the escape matches. The caller has
+  // already parsed the backslash.
   CodePoints escape() {
     const char32_t letter = next();
     const auto of = [](char32_t point) { return CodePoints{{point, point}}; };

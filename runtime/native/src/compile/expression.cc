@@ -58,7 +58,7 @@ Expressions::Expressions(Budget& budget) : budget_(budget) {
   add({Kind::empty, true, 0, 0, 0, 0}, {});
 }
 
-// Returns the node with the kind of `item` and with this content. If there is no such node yet,
+// Returns the node with the kind of `item` and the given content. If there is no such node yet,
 // adds `item` as a new node.
 Node Expressions::add(const Item& item, const std::string& content) {
   std::string key(1, static_cast<char>(item.kind));

@@ -59,8 +59,8 @@ struct Components {
 //
 // In a grammar such as `root ::= "a" root | "b"`, a rule refers to itself at its end. Rules can
 // also refer to each other at their ends. Rules that refer to each other in this way, directly or
-// through other rules, form a rule set. A rule set is a system of linear equations, and its
-// solutions are regular languages.
+// through other rules, form a rule set. The rules of a rule set form a system of linear equations.
+// The solutions of this system are regular languages.
 //
 // A reference is a call if it is not at the end of a rule, or if it refers to a rule of another
 // rule set. A recursive call is a call that leads back to the calling rule set. The compiler

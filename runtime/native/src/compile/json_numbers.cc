@@ -92,10 +92,10 @@ class Naturals {
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cuts the bounds to `most_` digits after the decimal point, because the numbers have at most
-    // this many digits there. If the cut removes a digit other than 0, the cut bound is smaller
-    // than the real bound. So a number must not equal the cut lower bound, but it may equal the cut
-    // upper bound.
+    // Cuts the bounds to `most_` digits after the decimal point, because the numbers have no more
+    // digits after the decimal point. If the cut removes a digit other than 0, the cut bound is
+    // smaller than the real bound. So a number must not equal the cut lower bound, but it may equal
+    // the cut upper bound.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -254,8 +254,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // a negative number is never zero, because zero is written without a
-                             // sign
+    low.is_excluded = true;  // zero is always written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);

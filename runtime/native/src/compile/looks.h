@@ -15,8 +15,8 @@ namespace dlm::compile {
 
 // A condition on the character before a position and the character after it. For example, ^
 // requires that there is no character before the position. `before` contains two sets for the
-// character before the position. `after` contains two sets for the character after the position. In
-// both cases, the two sets divide the characters into four kinds:
+// character before the position. `after` contains two sets for the character after the position.
+// The two sets divide the characters into four kinds:
 //
 //   0: no character, because the position is at the start or the end of the text
 //   1: a character of the first set

@@ -542,7 +542,7 @@ class Minimiser {
   std::vector<int32_t> next_shape_;
   std::vector<ByteEdge> edges_;  // the edges of the current state
 
-  // The data of the current component. Members are numbered by their index in members_.
+  // These lists describe the current component. The number of a member is its index in members_.
   std::vector<int32_t> members_, local_, class_;
   std::vector<std::vector<int32_t>> parts_;  // the members of each class
   std::vector<size_t> place_;                // for each member: its index in the list of its class

@@ -39,8 +39,8 @@ class RegexText {
   // Returns the characters in `points`. If the flag i is set, also returns all characters that
   // differ only in case from a character in `points`.
   CodePoints folded(const CodePoints& points) const;
-  // Parses \d, \p{...} and similar sets. The backslash was parsed already. Returns false if there
-  // is no such set at the current position.
+  // Parses \d, \p{...} and similar sets. The caller has already parsed the backslash. Returns false
+  // if there is no such set at the current position.
   bool escaped_set(CodePoints& set);
   // Parses the rest of an escaped character, after the backslash.
   char32_t escaped_character();

@@ -121,8 +121,8 @@ Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size)
   return tokens;
 }
 
-// For each needed group, lists the parts of tokens that the group contains. Adds these lists to
-// `lists`. Returns the index of each group's list.
+// For each group with a 1 in `is_needed`, lists the parts of tokens that the group contains. Adds
+// these lists to `lists`. Returns the index of each group's list.
 std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_needed,
                                               const Partition& nodes, Lists& lists) {
   std::vector<int32_t> list_of(index(groups_.size()), kNone);

@@ -15,7 +15,8 @@ namespace {
 // A state inside a word or number accepts only few bytes. The limits kManyBytes and kBytesAlike
 // distinguish these two kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-// The compiler passes at most this many bytes of a forced text to the tokenizer.
+// A forced text consists of the only bytes that can come next. The compiler passes at most this
+// many bytes of such a text to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;
 constexpr int32_t kNone = -1;
 

@@ -78,7 +78,7 @@ struct TokenEdges {
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};
   }
 
-  std::vector<int32_t> row_of;  // [states]: the state's row, or -1 if no tokens lead to it
+  std::vector<int32_t> row_of;  // [states]: the row of each state, or -1 if no tokens lead to it
   // Row r consists of edges[starts[r]] to edges[starts[r + 1] - 1].
   std::vector<size_t> starts{0};
   std::vector<TokenEdge> edges;

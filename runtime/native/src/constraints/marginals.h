@@ -54,8 +54,8 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // Returns the logarithm of this weight divided by the given weight. Ignores the second argument,
-  // which is 1 / temperature, because `log` already includes this factor.
+  // Returns log(this weight / other weight). Ignores the second argument, which is 1 / temperature,
+  // because `log` already includes this factor.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 

@@ -56,7 +56,7 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
 // before the next place. So this function updates edges_to_ and is_open_ only for the states that
 // are in just one of the two lists.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
-  // The compiler must assume that a write through a uint8_t pointer can change any object,
+  // The C++ compiler must assume that a write through a uint8_t pointer can change any object,
   // including the vectors below. With local copies of their pointers, the inner loop does not
   // reload the pointers.
   const int32_t* const starts = automaton_.edge_starts.data();

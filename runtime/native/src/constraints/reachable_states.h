@@ -18,8 +18,8 @@ inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<fl
 
 // One position of a text, with the tokens that are allowed at this position, and their logits.
 struct Place {
-  // If `token` is -1, all tokens are allowed. Otherwise only `token` is allowed, and also `other`
-  // unless `other` is -1.
+  // If `token` is -1, all tokens are allowed. Otherwise only `token` is allowed. If `other` is not
+  // -1, `other` is allowed too.
   int32_t token = -1;
   int32_t other = -1;
   // [V]: the logits of the tokens, or NULL. Without logits, the token `best` has a higher weight

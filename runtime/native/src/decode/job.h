@@ -22,8 +22,7 @@ using Clock = std::chrono::steady_clock;
 struct JobOptions {
   int32_t max_steps = 0;  // largest number of passes that the request may use; 0: no limit
   std::optional<Clock::time_point> deadline;
-  std::unique_ptr<TextWriter> writer;  // makes the text of the request; NULL: the request has no
-                                       // text
+  std::unique_ptr<TextWriter> writer;  // writes the request's text, or NULL
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };

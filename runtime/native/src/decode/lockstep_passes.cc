@@ -135,7 +135,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   }
   dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
-  size_t most = 1;  // a pass must score at least one row, even if no request needs it
+  size_t most = 1;  // a pass must score at least one row, even if no request needs this row
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
   // All canvases of a pass must score the same number of rows. A canvas with fewer positions to

@@ -83,7 +83,7 @@ void check_ahead(const Policy& policy, const char* commit) {
          policy.next_block);
 }
 
-// Returns true if a position with this score commits, whatever the other scores are.
+// Returns true if a position with the given score commits independently of all other scores.
 bool reaches(const Policy& policy, double score) {
   const double limit =
       policy.commit == Commit::entropy_threshold ? -policy.entropy_bound : policy.threshold;
@@ -91,7 +91,7 @@ bool reaches(const Policy& policy, double score) {
 }
 
 // Checks the fields of a policy that starts each block from random tokens. Until the last pass over
-// a block, no position is decided. So a rule that counts decided positions has no meaning.
+// a block, no position is decided. So rules that count decided positions are rejected.
 void check_noise(const Policy& policy, const dlm_policy& given) {
   const auto refuse = [](const char* field, const char* use) {
     fail(

@@ -40,10 +40,8 @@ struct Predictions {
 // The part of a request's state that a proposer sees after a pass.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
-  const std::vector<uint8_t>& undecided;  // for each canvas position: 1 if the position is
-                                          // undecided, otherwise 0
-  const std::vector<int32_t>& positions;  // the positions whose tokens the pass predicts, in
-                                          // ascending order
+  const std::vector<uint8_t>& undecided;  // 1 for each undecided position, otherwise 0
+  const std::vector<int32_t>& positions;  // the scored positions, in ascending order
   Range block;                            // the block being decided, which contains the positions
   // Number of passes that the request made before this pass. With remask "noise", number of passes
   // over the block. Random numbers depend on this number.

@@ -1,5 +1,5 @@
-// Random numbers from the Philox4x32-10 generator of Salmon et al., "Parallel random numbers: as
-// easy as 1, 2, 3" (SC 2011).
+// Generates random numbers with Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011).
 //
 // Each random number depends only on a key and a counter. So a request with the same seed uses the
 // same random numbers on every engine.
@@ -22,8 +22,8 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
-// The purposes of random numbers. The purpose is the last word of the counter. So random numbers
-// for different purposes are independent.
+// Each random number has one of these purposes. The purpose is the last word of the counter, so
+// random numbers for different purposes are independent.
 enum : uint32_t { kScores = 0, kDraws = 1, kNoise = 2 };
 
 // Converts 64 random bits to a uniform random number strictly between 0 and 1. Uses 52 of the bits

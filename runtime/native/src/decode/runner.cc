@@ -128,7 +128,7 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(). The caller must hold the lock. The loop releases the lock while passes,
+// Runs the loop of run(). The caller must hold the lock. The loop releases the lock while passes,
 // commits and callbacks run. Returns false if before_pass returned false.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {

@@ -51,8 +51,7 @@ class WindowDecoder {
   dlm_decode_fn decode_;
   void* user_;
   std::vector<int32_t> window_;
-  size_t told_ = 0;  // number of bytes that Decode has already returned from the text of the
-                     // current window of ids
+  size_t told_ = 0;  // number of bytes of window_'s text that were already returned
 };
 
 }  // namespace
@@ -96,8 +95,8 @@ bool TextWriter::read(const Request& request) {
   return !is_stopped_;
 }
 
-// Moves text from held_ to text_. If the end of the text may be the start of a stop string, it
-// stays in held_.
+// Moves text from held_ to text_. If the end of the text may be the start of a stop string, this
+// end stays in held_.
 void TextWriter::give(bool is_last) {
   // Finds the stop string that ends first in the text. This rule ensures that the result does not
   // depend on how many tokens each call decodes.

@@ -35,7 +35,7 @@ class Described {
   const Schema& root() { return document_.root(); }
   // Returns the target of a schema's $ref. If there is no $ref, returns the schema itself.
   const Schema& resolved(const Schema& schema);
-  // Returns true if the keyword `type` of a schema contains only this type.
+  // Returns true if the keyword `type` of a schema allows only the given type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
   // Throws an error if the schema contains a keyword that constrains values, unless the keyword is
   // in `keywords`.

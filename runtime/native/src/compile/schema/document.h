@@ -96,8 +96,7 @@ struct Resource {
   const json::Value* root;
   std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // true if the keyword $schema of this resource, or of a resource around it,
-                     // selects the draft
+  bool names_draft;  // true if $schema in this or an outer resource selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 

@@ -42,7 +42,8 @@ enum class Atom : uint8_t {
   type,
   values,   // the value is in a list of values (or not)
   integer,  // the number is an integer (or not); `low` has the same meaning as in `type`
-  // `number` is a minimum if `high` is 0, otherwise a maximum. It is exclusive if `low` is not 0.
+  // `number` is a minimum if `high` is 0, otherwise a maximum. The bound is exclusive if `low` is
+  // not 0.
   bound,
   multiple,        // the value is a multiple of `number` (or not)
   length,          // the string has `low` to `high` code points

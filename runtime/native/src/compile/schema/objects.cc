@@ -36,8 +36,8 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
 // The keyword unevaluatedProperties applies only to the properties that are not evaluated. `by` is
 // the schema that contains this keyword.
 //
-// If `name` is null, the result applies to every property that `properties` does not list, and
-// whose name matches all of `patterns` and no other pattern.
+// If `name` is null, the result applies to all properties of one class. `properties` does not list
+// these properties, and their names match all of `patterns` and no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();

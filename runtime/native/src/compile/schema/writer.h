@@ -68,8 +68,8 @@ class Writer {
   // Describes the containers and schemas around a value.
   struct Place {
     uint32_t level;
-    // For each schema that Recursion counts: how many of the containers around this value are
-    // values of the schema.
+    // For each schema that Recursion counts: the number of containers around the current value that
+    // are values of the schema.
     Counts counts;
   };
 
