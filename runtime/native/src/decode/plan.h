@@ -85,9 +85,9 @@ struct Stage {
 // if the policy does not suit the denoiser.
 Policy suit_policy(Policy policy, const Denoiser& denoiser);
 
-// Returns how many positions before a position the row is that predicts it. The result is for
-// passes that are not draft passes. With remask "noise", the causal passes of a denoiser with draft
-// passes predict no position, and the result is 0.
+// Returns the number n for which row i - n predicts position i in passes that are not draft passes.
+// With remask "noise", the causal passes of a denoiser with draft passes predict no position, and
+// the result is 0.
 inline int32_t causal_shift(const Policy& policy, const Denoiser& denoiser) {
   if (denoiser.draft_block == 0) return denoiser.shift;
   return policy.remask == Remask::noise ? 0 : 1;
