@@ -338,7 +338,7 @@ class GraphMaker {
     const size_t count = part.states();
     const auto base = static_cast<State>(graph_.items.size());
     const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
-    // The copied states have the lowest indices. After these states, there is one branch for each
+    // The copied states are the first new items. After these states, there is one branch for each
     // accepting state that has edges.
     std::vector<State> names(count);
     State next = base + static_cast<State>(count);

@@ -254,7 +254,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // zero is always written without a sign
+    low.is_excluded = true;  // excludes -0, because zero is written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);

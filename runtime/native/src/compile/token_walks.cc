@@ -2,17 +2,17 @@
 // states that are reached after a whole token need a walk. Three things make the walks short:
 //
 // - A walk does not visit single tokens. Instead, it visits sets of nodes of the token tree
-// (token_sets.h). So one step covers all tokens that lead from a state to the same next state. -
-// Several walks may reach the same state with the same set of nodes. From this state on, these
-// walks are the same. So the code makes this common part only once, and stores the result as groups
-// of tokens. A common part starts where a walk goes from a state that accepts many bytes to a state
-// that accepts few bytes, or the other way round. A common part also starts at a hub, which is a
-// state from which many bytes lead back to the state itself. For example, suppose that a text is
-// one of 100 listed words or any other string. Then nearly all tokens that can follow a state
-// inside a word can also follow many other states. - The tokens from one state to another are
-// stored as a list of sets and groups. Equal lists are stored as one group, even if many states use
-// the group. For example, if the length of a string is counted, all tokens of n characters are one
-// group.
+//   (token_sets.h). So one step covers all tokens that lead from a state to the same next state.
+// - Several walks may reach the same state with the same set of nodes. From this state on, these
+//   walks are the same. So the code makes this common part only once, and stores the result as
+//   groups of tokens. A common part starts where a walk goes from a state that accepts many bytes
+//   to a state that accepts few bytes, or the other way round. A common part also starts at a hub,
+//   which is a state from which many bytes lead back to the state itself. For example, suppose that
+//   a text is one of 100 listed words or any other string. Then nearly all tokens that can follow a
+//   state inside a word can also follow many other states.
+// - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
+//   stored as one group, even if many states use the group. For example, if the length of a string
+//   is counted, all tokens of n characters are one group.
 #include "compile/token_walks.h"
 
 #include "compile/numbers.h"

@@ -153,8 +153,8 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// For each state after the current place, sets ahead_ to the total weight that sum() stored.
-// clear_ahead() resets ahead_.
+// Sets ahead_ for all states before the given place to the weights that sum() stored. clear_ahead()
+// resets ahead_.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);

@@ -99,8 +99,8 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 }  // namespace
 
 // Finds the tokens with the highest logits at a place. For each class that contains at least one of
-// these tokens, stores the best of these tokens in classes_. It is also the best token of the whole
-// class.
+// these tokens, stores the best of these tokens in classes_. Each stored token is also the best
+// token of its whole class.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;

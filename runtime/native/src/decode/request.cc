@@ -140,8 +140,8 @@ bool Request::fits(const Request& other) const {
   // would store different rows for the faster request. Then the result of the faster request would
   // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
-  // With the commit rule `verify`, later passes depend on the request's tokens. So two such
-  // requests cannot stay in lockstep.
+  // With the commit rule `verify`, later passes depend on the request's tokens. So a request with
+  // this rule cannot run in lockstep.
   if (verifies() || other.verifies()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }

@@ -1,4 +1,5 @@
-// The functions only process text, and never retrieve a document.
+// Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). The
+// functions only process text, and never retrieve a document.
 #pragma once
 
 #include <optional>
