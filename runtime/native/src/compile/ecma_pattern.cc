@@ -80,8 +80,8 @@ class Reader {
   }
 
   Node read() {
-    // ECMA-262 does not allow (?i) at the start of a pattern. This parser accepts it, because other
-    // regex engines do, and because its meaning is clear.
+    // ECMA-262 does not allow (?i) at the start of a pattern. This parser accepts it, as other
+    // regex engines do.
     if (take("(?i)")) flags_.ignores_case = true;
     const Term found = disjunction();
     if (at_ < pattern_.size()) refuse("an unmatched )");

@@ -360,10 +360,11 @@ void Request::draft(const Proposals& proposals) {
     canvas_[positions_[row]] = proposals.tokens[row];
 }
 
-// Decides positions from left to right, up to and including the first position whose drafted token
-// differs from the proposed token, or the first end token if the policy stops there. Then plans the
-// next block. The draft does not include the last position of a block. At this position, the canvas
-// contains the mask token, which always differs from the proposed token.
+// Decides positions from left to right. The last decided position is the first position whose
+// drafted token differs from the proposed token. If the policy stops at end tokens, an earlier end
+// token is the last decided position instead. Then plans the next block. The draft does not include
+// the last position of a block. At this position, the canvas contains the mask token, which always
+// differs from the proposed token.
 void Request::verify(const Predictions& predictions, const Proposals& proposals) {
   note_guesses(proposals);
   order_.clear();
@@ -623,7 +624,7 @@ void Request::close() {
 }
 
 // Ends the request if the policy stops at end tokens and the block contains a generated end token.
-// Then all undecided positions become end tokens. Returns true if the request has ended.
+// In this case, all undecided positions become end tokens. Returns true if the request has ended.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

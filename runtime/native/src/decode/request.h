@@ -123,10 +123,10 @@ class Request {
   void step(const Predictions& predictions, Proposals& proposals);
 
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided
-  // position gets the token that the last pass proposed there. If the last pass proposed no token
-  // there, the position gets the token that the proposer's complete() chooses. If complete()
-  // chooses no token, the position gets an end token. The positions that end() fills still count as
-  // undecided. `why` is a DLM_FINISH_ constant.
+  // position gets the token that the last pass proposed for this position. If the last pass
+  // proposed no token, the position gets the token that the proposer's complete() chooses. If
+  // complete() chooses no token, the position gets an end token. The positions that end() fills
+  // still count as undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
   // Like end(), but leaves the canvas unchanged. So this function needs no memory.
   void drop() noexcept;

@@ -241,7 +241,7 @@ void Runner::finish(Job& job) noexcept {
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
     // If some tokens of the text are not decided, a stop string ends only the text and not the
-    // request. Then `finish` still says why the request ended.
+    // request. In this case, the field `finish` still says why the request ended.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();

@@ -111,8 +111,8 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   return formulas_.any(ways);
 }
 
-// Does the same as reduced(), but for a choice that the case requires. For such a choice, reduced()
-// would always return kYes, because the case already requires it.
+// Does the same as reduced(), but for a choice that the case requires. reduced() returns kYes for
+// every formula that the case requires.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;

@@ -17,8 +17,8 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-// When the code suggests a correction for a misspelled keyword, it ignores keywords that are
-// shorter than this.
+// The code may suggest a correction for a misspelled keyword. A suggested keyword has at least this
+// many characters.
 constexpr size_t kShortestWord = 4;
 
 struct Entry {

@@ -264,8 +264,8 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  // Several unlisted properties may have the same name. Programs then keep only one of them. So
-  // unlisted properties alone do not guarantee more than one property.
+  // Several unlisted properties may have the same name. Programs then keep only one of these
+  // properties. So unlisted properties alone do not guarantee more than one property.
   if (names.empty() && made.low > 1)
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");

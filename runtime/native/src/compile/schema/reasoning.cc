@@ -228,10 +228,10 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
 }
 
 // Returns a set of constants such that the formula is true for every value that is not in this set.
-// If `within` is true, the set instead contains values of the property `name`. Then the formula is
-// true for every object whose property `name` has a value that is not in the set. Sets *is_typed to
-// true if the formula also requires that the value is an object. Returns nullptr if there is no
-// such set.
+// If `within` is true, the set instead contains values of the property `name`. In this case, the
+// formula is true for every object whose property `name` has a value that is not in the set. Sets
+// *is_typed to true if the formula also requires that the value is an object. Returns nullptr if
+// there is no such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];

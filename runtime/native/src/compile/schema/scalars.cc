@@ -210,7 +210,7 @@ Node Writer::other_numbers(const ValueSet& values) {
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      // Every finite double has fewer digits than this before the decimal point.
+      // Every finite double has fewer than kMostZeros digits before the decimal point.
       constexpr int64_t kMostZeros = 400;
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
