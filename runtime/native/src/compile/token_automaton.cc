@@ -33,7 +33,7 @@ class Assembly {
     const std::vector<int32_t> distances = measure();
     Automaton out{};
     out.vocab_size = vocabulary_.vocab_size();
-    // This loop collects the groups that are still used, in the order of their first use.
+    // This loop collects the groups of the remaining edges, in the order of their first use.
     std::vector<int32_t> used(index(groups_.size()), kNone), groups;
     std::vector<int32_t> renamed(texts_.states(), kNone);
     for (size_t state = 0; state < texts_.states(); ++state) {

@@ -1,6 +1,6 @@
-// Parses the text of a schema. Finds the resources and their drafts, the subschemas, and the
-// position of each value. keyword_shapes.cc checks the keywords, and references.cc resolves the
-// references.
+// Parses the text of a schema. Finds the resources of the document (see Resource), their drafts,
+// the subschemas, and the position of each value. keyword_shapes.cc checks the keywords, and
+// references.cc resolves the references.
 #include "compile/schema/document.h"
 
 #include <optional>
@@ -77,7 +77,8 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// Returns the first `most` code points of a text. If the text is longer, the result ends with dots.
+// Returns the first `most` code points of a text. If the text is longer, the result ends with
+// "...".
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {

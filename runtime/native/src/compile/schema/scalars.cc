@@ -39,7 +39,8 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Returns the texts of all numbers within these limits that are not integers.
+// Returns the texts of the numbers with a fraction other than 0. The numbers have at most
+// kWholeDigits digits before the decimal point and kFractionDigits digits after it.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -203,14 +204,13 @@ Node Writer::other_numbers(const ValueSet& values) {
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // If a value has more digits than this, another number may be rounded to the same double. So
-    // comparing digits does not show that two numbers are different doubles, and the function
-    // returns no numbers at all.
+    // If a value has more digits than kMostDigits, a number with other digits may be rounded to the
+    // same double. In this case, the function cannot exclude the value, so it returns no numbers.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      // Every finite double has fewer digits than this before the decimal point.
+      // Every finite double has fewer than kMostZeros digits before the decimal point.
       constexpr int64_t kMostZeros = 400;
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
@@ -235,8 +235,8 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  // If the pattern must not match, the code excludes all strings in which at least one engine finds
-  // a match.
+  // If `positive` is false, the pattern must not match. Then the code excludes all strings in which
+  // at least one regex engine finds a match.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
   const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
   const std::string key = kind + term.text;
