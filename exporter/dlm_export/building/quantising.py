@@ -71,7 +71,7 @@ class Quantised:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in one of the formats, and therefore simulates the format.
+        """True if any layer has a format in which CPUs cannot compute, and which they simulate.
 
         To simulate a format, the CPU computes in fp32 with the exact values of the format.
         """
@@ -216,7 +216,7 @@ def _runs(
 def _tune(job: Job, stages: Stages) -> Tuning:
     """Measure on this processor how long each layer takes in each format.
 
-    The number of rows is the number of tokens in a decoding block.
+    Each layer is measured with one row per token of a decoding block.
     """
     layers = [
         layer for members in search.searched(job.source.network).values() for layer in members

@@ -116,7 +116,8 @@ class Job:
     def is_judged(self) -> bool:
         """True if the build measures how much accuracy quantisation costs.
 
-        The value is False for networks with draft passes (see ``judging.sides.side.check_judged``).
+        The value is False for networks with draft passes, whose accuracy cannot be measured (see
+        ``judging.sides.side.check_judged``).
         """
         return self.request.is_judged and self.source.network.draft_block is None
 
@@ -131,8 +132,8 @@ class Job:
 def check_request(options: BuildOptions) -> Request:
     """Check the options of a build without the source.
 
-    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if the options
-    would be wrong for any source.
+    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if no checkpoint or
+    bundle can be built with the options.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu

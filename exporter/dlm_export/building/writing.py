@@ -164,9 +164,9 @@ def table_dtype(job: Job) -> np.dtype:
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
     """Return a function that reads the initialisers of a quantised graph.
 
-    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps the name
-    of each of these initialisers to the layer and the part. All other initialisers are parameters
-    of the denoiser.
+    Some initialisers contain a part of a quantised layer, such as the layer's scales. ``parts``
+    maps the name of each of these initialisers to the layer and the part. All other initialisers
+    are parameters of the denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -195,10 +195,11 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Return a function that reads initialisers of experts, and calls ``read`` for all others.
+    """Return a function that reads the initialisers of a graph with experts.
 
-    ``parts`` maps the names of these initialisers to parts of a layer. The experts of a layer are
-    read and quantised one at a time, to save memory.
+    ``parts`` maps the name of each initialiser that contains weights of experts to a part of a
+    layer. For all other initialisers, the function calls ``read``. The experts of a layer are read
+    and quantised one at a time, to save memory.
     """
     parameters: Parameters = (
         job.source.parameters if quantised is None else quantised.numbers.parameters

@@ -1,4 +1,4 @@
-"""Says whether prompts that start alike can share keys and values, and how much memory these take.
+"""Says whether prompts with equal leading tokens can share keys and values, and at what memory.
 
 A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
 native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.

@@ -348,9 +348,9 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After the tables, the function prints the passes of a
-    generation, how the times grow, the precisions that the tables omit, and a summary of the
-    measurements.
+    The function prints one table per network and target. After the tables, it prints the passes of
+    a generation, how the times grow, the precisions that the tables omit, and how measured times
+    compare with predicted times.
     """
     request = plan.request
     caches = " or ".join(sorted({f"cache {policy.cache}" for policy in plan.policies.values()}))
@@ -561,8 +561,8 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
     """Print the ratios of measured times to lower limits, and the errors of predicted times.
 
-    The error of a measured time is its difference from a prediction that uses all other measured
-    times.
+    To get the error for one measured time, the planner predicts this time from all other measured
+    times, and takes the difference.
     """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
