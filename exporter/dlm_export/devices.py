@@ -2,8 +2,8 @@
 
 To add a device, add a ``Device`` to ``DEVICES``. If a vendor states a memory size in GB, this
 module assumes that a GB has 10**9 bytes. The driver reports at least this size. All compute rates
-are for dense matrices. If a vendor publishes only the rate for sparse matrices, the record contains
-half of the published rate, and a comment says so.
+are for dense matrices. If a vendor publishes only the rate for sparse matrices, the ``Device``
+contains half of the published rate, and a comment says so.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ DEVICES = (
         tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
     ),
     # The source gives rates for eight GPUs together. The nvfp4 rate is dense, and all other rates
-    # are sparse. Each GPU has 288 GB of memory, but programs can use only 2.1 TB on eight GPUs.
+    # are sparse. Eight GPUs have 8 * 288 GB of memory, but programs can use only 2.1 TB of it.
     Device(
         "b300",
         103,
@@ -192,7 +192,7 @@ DEVICES = (
         gb_per_s=1792,
         tera={"fp16": 503.8, "int8": 1007.6, "fp8": 1007.6, "nvfp4": 2015.2},
     ),
-    # The source gives a sparse rate for nvfp4. No page states the other rates.
+    # The source gives a sparse rate for nvfp4. No page states the rates for other formats.
     Device(
         "gb10",
         121,

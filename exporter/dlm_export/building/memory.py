@@ -77,8 +77,8 @@ def needed_bytes(job: Job) -> dict[str, int]:
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
     # Quantising a matrix takes three times the fp32 size of the matrix: for the matrix, for its
-    # codes, and for a working copy. Unquantised matrices are processed a few rows at a time, so they need less
-    # memory.
+    # codes, and for a working copy. Unquantised matrices need less memory, because they are
+    # processed a few rows at a time.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
     # In a graph for GPUs, the matrices of all experts of a layer form one matrix. The codes are in
     # memory twice: in one array for the whole matrix, and in a separate array for each expert.
@@ -98,7 +98,7 @@ def needed_bytes(job: Job) -> dict[str, int]:
     if job.request.options.check_parity and job.request.is_quantised:
         # Three copies of a transformer block can be in memory at the same time: one copy in torch,
         # one copy in the graph, and another copy in torch while weights are quantised. A quantised
-        # head takes one byte per weight. An unquantised head is memory-mapped.
+        # head takes at most one byte per weight. An unquantised head is memory-mapped.
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )

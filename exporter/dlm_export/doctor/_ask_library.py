@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major version, and of the minor version
+COMPUTE_CAPABILITY = (75, 76)  # values of CUdevice_attribute for the major and minor version
 MOST_GPUS = 64
 
 
@@ -100,7 +100,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    # Remove this file's folder from the path, so that its modules cannot hide installed packages.
+    # Remove this file's folder from the path, so that modules in the folder cannot hide packages.
     sys.path.pop(0)
     told = os.dup(1)
     os.dup2(2, 1)  # Redirect everything that the library prints to stderr.

@@ -122,8 +122,8 @@ class Machine:
     def usable_bytes(self) -> int | None:
         """The number of bytes of memory that a new program can use.
 
-        The result is Linux's estimate, or the unused part of the container's limit if that part is
-        smaller.
+        The result is Linux's estimate of the available memory. If a container limits memory and has
+        less left, the result is the memory that the container has left.
         """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)

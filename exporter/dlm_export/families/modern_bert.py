@@ -89,8 +89,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         or config.integer("max_position_embeddings", 8192),
         shift=0,
         mask_token_id=tokens.mask,
-        # No end tokens, because the token at the end of each training text does not mark the end of
-        # an answer.
+        # There are no end tokens. In training, the token after a text does not mark the end of an
+        # answer.
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind=norm_kind,

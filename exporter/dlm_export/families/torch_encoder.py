@@ -1,8 +1,9 @@
 """Defines the family of masked language models whose layers are a ``torch.nn.TransformerEncoder``.
 
-Such a model adds learned positions to the embeddings of the tokens, runs the encoder, and applies
-one matrix with a bias. config.json has the argument names of ``torch.nn.TransformerEncoderLayer``,
-and the tensors have the names of ``state_dict()``. docs/guides/masked-models.md shows the module.
+A model of this family adds learned positions to the embeddings of the tokens, runs the encoder, and
+applies one matrix with a bias. The keys of config.json are the argument names of
+``torch.nn.TransformerEncoderLayer``. The tensors have the names of ``state_dict()``. The guide
+docs/guides/masked-models.md shows the torch module.
 """
 
 from __future__ import annotations

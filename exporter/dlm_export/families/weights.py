@@ -126,8 +126,8 @@ class Weights(Tensors):
     def _tensor(self, parameter: str) -> torch.Tensor:
         """Return a parameter in its stored type, or dequantised if it is quantised.
 
-        An unquantised parameter is memory-mapped if it consists of one whole tensor. The last
-        tensor stays open, because the caller may read more parts of it.
+        An unquantised parameter is memory-mapped if it consists of one whole tensor. The method
+        remembers the last result, because the caller may read more parts of the same parameter.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
