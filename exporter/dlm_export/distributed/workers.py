@@ -87,7 +87,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class Shared:
-    """A checkpoint or bundle that each worker opens, and the device on which the workers compute."""
+    """A checkpoint or bundle that all workers open, and the device on which they compute."""
 
     path: Path
     network: NetworkSpec

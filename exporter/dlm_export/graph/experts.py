@@ -47,8 +47,8 @@ class StackPart:
 def function_of(name: str) -> str | None:
     """Return the name of the ONNX function that computes experts in the layer format ``name``.
 
-    Returns ``None`` if there is no such function. If the activation is gelu-tanh, ``GELU`` must be
-    put before the name.
+    Returns ``None`` if there is no such function. If the activation is gelu-tanh, the caller must
+    put ``GELU`` before the returned name.
     """
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
@@ -197,7 +197,7 @@ def _all_experts(
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
     """Return the shapes and types of the arrays that store a stack of experts' matrices.
 
-    The order is the order of the ONNX function's inputs.
+    The entries are in the same order as the inputs of the ONNX function.
     """
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
@@ -279,9 +279,9 @@ def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
 
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
-    """Return the shape of the matrices that panels of the shape ``panels`` contain.
+    """Return the shape ``[E, K, N]`` of experts' matrices whose panels have the shape ``panels``.
 
-    Returns ``None`` if ``panels`` is not the shape of the panels of several experts.
+    Returns ``None`` if ``panels`` is not a valid shape for the panels of several experts.
     """
     wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted

@@ -83,7 +83,7 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Explain why a layer cannot have the format ``name``. Returns ``None`` if it can.
+    """Return the reason why a layer cannot have the format ``name``, or ``None`` if it can.
 
     Some formats have one scale per group of inputs. For a GPU, and for NVFP4 on any engine, the
     number of inputs must be a multiple of the group size.

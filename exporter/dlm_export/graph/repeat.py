@@ -151,7 +151,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """Return the residual stream: the only value that ``makers`` compute for ``readers``."""
+    """Return the residual stream: the only output of ``makers`` that is an input of ``readers``."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
