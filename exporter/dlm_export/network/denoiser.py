@@ -124,7 +124,7 @@ def move_masks(network: NetworkSpec, input_ids: Tensor, position_ids: Tensor) ->
     """Return the position ids that attention uses, ``[B, T]``.
 
     With visibility ``masks-last``, the length of the longest canvas is added to the position ids of
-    mask tokens.
+    mask tokens, so that decided tokens do not attend to mask tokens.
     """
     if not network.has_masks_last:
         return position_ids
@@ -150,7 +150,7 @@ def hiding(
     block_length, window = attention.visible_block, attention.window
     if window is not None and attention.draft_block is not None:
         is_draft, places = position_ids >= longest, position_ids % longest
-        # In a draft pass, all queries see what the first position of the pass sees.
+        # In a draft pass, measure the distances of all queries from the first position of the pass.
         first = torch.where(is_draft, places.amin(1, keepdim=True), places)
         last = torch.where(is_draft, longest, places)
         rows = torch.arange(cached, device=places.device).expand(places.shape[0], cached)
@@ -187,8 +187,8 @@ def turns_of(
 ) -> list[Turn | None]:
     """Return the rotary embedding of each layer for a pass at the positions ``ids`` ``[B, T]``.
 
-    ``tables`` are the modules of ``network.rotary_tables()``. An entry is ``None`` if the attention
-    of the layer does not depend on positions.
+    ``tables`` are the modules of ``network.rotary_tables()``. An entry of the result is ``None`` if
+    the attention of the layer does not depend on positions.
     """
     longest, known = network.max_canvas_length, network.rotary_tables()
     is_draft = None
@@ -424,8 +424,9 @@ class Embedding(nn.Module):
     ) -> Tensor:
         """Compute the embeddings from looked-up table rows ``x`` ``[B, T, hidden]``.
 
-        With self-conditioning, ``conditioning`` contains the soft embeddings of the draft pass
-        before, also ``[B, T, hidden]``. ``None`` means zeros. Only tokens of draft passes read them.
+        With self-conditioning, ``conditioning`` ``[B, T, hidden]`` contains the soft embeddings of
+        the previous draft pass. ``None`` means zeros. Only tokens of draft passes use
+        ``conditioning``.
         """
         if self.scale != 1:
             x = x * self.scale
@@ -441,7 +442,7 @@ class Embedding(nn.Module):
 
 
 class Conditioning(MLP):
-    """Adds what an MLP computes from soft embeddings to the embeddings of tokens."""
+    """Runs an MLP on soft embeddings, and adds the result to the embeddings of tokens."""
 
     def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
         c = network
@@ -472,7 +473,7 @@ class Transform(Linear):
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Limit logits to the range from ``-softcap`` to ``softcap``, in fp32, if it is not ``None``."""
+    """Limit logits to ``-softcap`` to ``softcap``, in fp32. ``None`` means no limit."""
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 

@@ -127,8 +127,8 @@ class Router(nn.Module):
     def _worth(self, judged: Tensor) -> Tensor:
         """Return the score of each of G groups of experts, ``[.., G]``.
 
-        The score of a group is the sum of the scores of its two best experts. This function is not
-        used if G is 1.
+        The score of a group is the sum of the scores of its two best experts. If G is 1, the result
+        is not used.
         """
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 

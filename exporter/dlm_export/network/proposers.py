@@ -33,8 +33,8 @@ class Proposals:
     """The proposed tokens for a turn's positions, with their scores and probabilities.
 
     All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
-    float64. A higher score means a surer token. Probabilities are those of the proposed tokens, by
-    the softmax of the denoiser's logits.
+    float64. A higher score means a surer token. The probability of a token is the softmax of the
+    denoiser's logits at this token.
     """
 
     tokens: np.ndarray
@@ -104,7 +104,7 @@ class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
     The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
-    temperature. A turn that edits looks for better tokens, so it proposes the most likely token
+    temperature. For a turn that edits committed tokens, the proposed token is the most likely token
     instead of a sample.
     """
 

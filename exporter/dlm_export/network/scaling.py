@@ -172,7 +172,7 @@ class Yarn(Scaling):
 
 @dataclass(frozen=True)
 class QueryScale:
-    """Makes queries longer on long canvases, as in Llama 4 and Ministral 3.
+    """Multiplies queries by a factor that grows with the position, as in Llama 4 and Ministral 3.
 
     The query at position p is multiplied by ``1 + beta * ln(1 + floor(p / original_length))``. This
     factor is 1 at the positions before ``original_length``.

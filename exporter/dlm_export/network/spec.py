@@ -174,7 +174,7 @@ class EmbeddingSpec:
       rows before it.
     - ``token_types``: number of rows of the table of token types. If 0, there is no such table. All
       tokens of a canvas have type 0.
-    - ``norm``: True if a norm is applied to the sum.
+    - ``norm``: True if a norm is applied to the sum of all embeddings of a token.
     - ``scale``: the number by which the embeddings of tokens are multiplied.
     """
 
@@ -206,12 +206,13 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ConditioningSpec:
-    """Describes self-conditioning: a draft pass also reads the predictions of the draft pass before.
+    """Describes self-conditioning: a draft pass uses the predictions of the previous draft pass.
 
-    The predictions of a position are read as a *soft embedding*: the mean of all embeddings, each
-    weighted with the probability of its token. A gated MLP with ``size`` features reads the
-    normalised soft embedding. Its output is added to the embedding of the token, and an RMSNorm
-    without a weight is applied to the sum. Without predictions, the soft embedding is 0.
+    From the predictions for a position, the network computes a *soft embedding*: the mean of the
+    embeddings of all tokens, weighted with the predicted probabilities. The input of a gated MLP
+    with ``size`` features is the normalised soft embedding. The output of the MLP is added to the
+    embedding of the token, and an RMSNorm without a weight is applied to the sum. In the first
+    draft pass over a block, the soft embedding is 0.
     """
 
     size: int
@@ -543,9 +544,9 @@ class NetworkSpec:
     def has_masks_last(self) -> bool:
         """True if every layer has visibility ``masks-last``.
 
-        Inside the network, ``max_canvas_length`` is added to the positions of mask tokens. Causal
-        attention then sees them after all decided tokens. The rotary tables contain each position
-        twice.
+        Inside the network, ``max_canvas_length`` is added to the positions of mask tokens. In
+        causal attention, mask tokens then come after all decided tokens. The rotary tables contain
+        each position twice.
         """
         return all(layer.attention.visibility == "masks-last" for layer in self.layers)
 
