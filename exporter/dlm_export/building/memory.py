@@ -51,8 +51,8 @@ def activation_bytes(job: Job) -> int | None:
 def _for_pace(job: Job, least: int) -> str:
     """Return the part of an error message that says how much memory makes calibration fast.
 
-    With this amount of memory, calibration runs several generations together. With less memory, it
-    runs fewer generations together, and has to load all layers from disk more often.
+    With the stated amount of memory, calibration runs several generations together. With less
+    memory, calibration runs fewer generations together, and loads all layers from disk more often.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):

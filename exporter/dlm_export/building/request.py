@@ -1,7 +1,7 @@
 """Checks the options of a build before the work starts.
 
-``check_request`` checks the options before the source is opened. ``check_job`` then checks whether
-the options suit the source.
+``check_request`` checks the options before the checkpoint or bundle is opened. ``check_job`` then
+checks whether the checkpoint or bundle can be built with these options.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request together with its source. Every stage of a build gets a ``Job``."""
+    """A checked request, and its opened checkpoint or bundle. All stages of a build get a ``Job``."""
 
     request: Request
     source: Source

@@ -1,4 +1,4 @@
-"""Implements the stages of a build that write text files and the graph into the bundle's folder."""
+"""Implements the stages of a build that write the tokenizer's files and the graph."""
 
 from __future__ import annotations
 

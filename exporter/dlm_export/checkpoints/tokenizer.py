@@ -156,7 +156,7 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
 def _word_pieces(checkpoint: Checkpoint) -> bytes:
     """Build tokenizer.json from the vocab.txt of a BERT. Each line of vocab.txt is a token.
 
-    tokenizer_config.json may change the settings of the normaliser. The defaults are those of
+    tokenizer_config.json may change the settings of the normaliser. The defaults are the same as in
     transformers' BertTokenizer.
     """
     lines = read_text(checkpoint.path / "vocab.txt", TOKENIZER_LIMIT_BYTES, CheckpointError)

@@ -174,7 +174,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the description of a network, with one table row for consecutive equal layers."""
+    """Print the description of a network. Consecutive equal layers share one table row."""
     fields = (
         "architecture",
         "vocab_size",

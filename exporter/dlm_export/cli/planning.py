@@ -326,7 +326,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels for CPUs in 80 columns, and why some cannot run on this machine."""
+    """Print the kernels for CPUs, and why some kernels cannot run here. Prints 80 columns."""
     rows = [
         [
             known["name"],
@@ -492,7 +492,7 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """Print how many passes a generation makes, by the number of tokens that a pass computes.
+    """Print how many passes a generation makes that compute N tokens, for each N.
 
     Denoisers that make equal passes share a table.
     """

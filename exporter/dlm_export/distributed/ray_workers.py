@@ -105,7 +105,7 @@ class RayWorkers:
 
 @functools.cache
 def _task() -> Any:
-    """Return the remote function that runs all pieces. Ray exports each such function once."""
+    """Return the Ray function that runs all pieces. It is created once, so Ray exports it once."""
     import ray
 
     return ray.remote(_run)

@@ -69,7 +69,7 @@ class Record:
         os.replace(partial, path)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a stored result. Raises CalibrationError if its file is damaged."""
+        """Return a stored result. Raises CalibrationError if the file is damaged."""
         path = self._path(name)
         try:
             content = path.read_bytes()

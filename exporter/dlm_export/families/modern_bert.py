@@ -51,7 +51,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
     kinds = _kinds(config)
     thetas = _thetas(config)
-    # config.json counts the tokens on both sides; ``window`` counts one side.
+    # local_attention is the number of tokens on both sides of a token. ``window`` is half of it.
     window = config.integer("local_attention", 128, low=2) // 2
     bias = config.flag("attention_bias")
     mlp = MlpSpec(config.integer("intermediate_size"), "gelu", bias=config.flag("mlp_bias"))

@@ -90,7 +90,7 @@ class _Settings:
         return self._values.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Return True if the setting is there and was not taken yet."""
+        """Return True if the setting exists and ``take`` has not returned it yet."""
         return name in self._values
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -1,6 +1,6 @@
 """Lists the operators that ONNX Runtime's CUDA provider can run, and checks device graphs.
 
-Source: ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in
+The list is based on ``docs/OperatorKernels.md`` of ONNX Runtime, and on the kernels in
 ``libonnxruntime_providers_cuda.so`` of onnxruntime-gpu 1.31.1.
 """
 

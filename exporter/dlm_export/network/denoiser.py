@@ -106,8 +106,8 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     cos, sin, position_ids = turn[:3]
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # Use torch.onnx's operator only for export, because it has no gradient. In the graph, it
-        # becomes a single RotaryEmbedding node, and the code below would become nine nodes.
+        # torch.onnx's operator has no gradient, so it is used only for export. The operator becomes
+        # a single RotaryEmbedding node in the graph. The code below would become nine nodes.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly

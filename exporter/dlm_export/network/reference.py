@@ -65,7 +65,7 @@ def outside(past: Past | None, span: Span) -> Past | None:
 def store(past: Past | None, new: Past, span: Span) -> Past:
     """Store the keys and values ``new`` of a pass, and return the resulting cache.
 
-    May modify ``past``, the cache before the pass, in place.
+    The function may modify ``past``, the cache before the pass, in place.
     """
     if past is None:
         return new[0].clone(), new[1].clone()

@@ -44,7 +44,7 @@ class Scaling:
         """Return a share between 0 and 1 for each of the unscaled ``frequencies``.
 
         A frequency with share 1 is not scaled. A frequency with share 0 is divided by ``factor``.
-        Other shares interpolate linearly between the two.
+        For shares between 0 and 1, the result is interpolated linearly.
         """
         raise NotImplementedError
 

@@ -497,7 +497,7 @@ class NetworkSpec:
         """Map the path of each linear layer that a recipe may quantise to the layer.
 
         With self-conditioning, a recipe cannot quantise a tied head, because the soft embeddings
-        are also computed from its table.
+        are also computed from the embedding table.
         """
         return {
             layer.path: layer
