@@ -102,7 +102,7 @@ DEVICES = (
         gb_per_s=1008,
         tera={"fp16": 165.2, "int8": 660.6, "int4": 1321.2, "fp8": 330.3},
     ),
-    # The source gives rates for sparse matrices. This record contains half of these rates.
+    # The source gives rates for sparse matrices, so ``tera`` contains half of these rates.
     Device(
         "l4",
         89,
@@ -130,7 +130,7 @@ DEVICES = (
         gb_per_s=3350,
         tera={"fp16": 989.4, "int8": 1978.9, "fp8": 1978.9},
     ),
-    # The source gives rates for sparse matrices. This record contains half of these rates.
+    # The source gives rates for sparse matrices, so ``tera`` contains half of these rates.
     Device(
         "h200",
         90,
@@ -163,7 +163,7 @@ DEVICES = (
         tera={"fp16": 36000 / 16, "int8": 3000 / 16, "fp8": 72000 / 16, "nvfp4": 108000 / 8},
         note="hardly any INT8 arithmetic: int8-static is slow, int8 (weights only) is not",
     ),
-    # For fp16 and int8, the source gives rates for sparse matrices, so this record contains half.
+    # The source gives rates for sparse fp16 and int8 matrices, so ``tera`` contains half of them.
     Device(
         "thor",
         110,

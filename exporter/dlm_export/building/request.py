@@ -91,7 +91,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request, and its opened checkpoint or bundle. All stages of a build get a ``Job``."""
+    """A checked request, and its opened checkpoint or bundle. All stages of a build use it."""
 
     request: Request
     source: Source

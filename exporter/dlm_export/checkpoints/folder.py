@@ -442,7 +442,7 @@ class Checkpoint:
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file in the folder of config.json, or return ``{}`` if it does not exist."""
+        """Read a JSON file next to config.json. Returns ``{}`` if the file does not exist."""
         path = self.path / name
         return read_json(path) if path.exists() else {}
 

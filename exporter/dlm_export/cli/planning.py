@@ -594,7 +594,7 @@ def _passshown(time: PassTime) -> str:
 
 
 def _three(value: float | None) -> str:
-    """Format a number with three significant digits, or as an integer if it is at least 100."""
+    """Format a number with three significant digits. Numbers of at least 100 become integers."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

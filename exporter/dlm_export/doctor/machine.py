@@ -312,7 +312,7 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Find the system folder with TensorRT's headers, or return ``None`` if there is none."""
+    """Find the system folder with TensorRT's headers. Returns ``None`` if no folder has them."""
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

@@ -245,8 +245,8 @@ def split_rows(
 
     ``roles`` says which matrices are rows of fused tensors. Their biases are rows of fused tensors
     too. The rows are in the order of ``network.linear_layers()``. The argument ``origins`` maps
-    each of these matrices and biases to the whole fused tensor. Returns a copy of ``origins`` that
-    maps each of them to its own rows.
+    each of these matrices and biases to the whole fused tensor. In the result, each matrix or bias
+    is mapped to its rows of the fused tensor. All other origins are unchanged.
     """
     found = dict(origins)
     rows: dict[str, int] = {}  # the number of rows of each fused tensor that earlier parameters use

@@ -16,7 +16,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the shape of the network from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
     # LLaDA's configuration class contains all settings of OLMo. This module supports only the
-    # values below, and rejects others, because they would change what the network computes.
+    # values below. Other values would change what the network computes, so they are rejected.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)

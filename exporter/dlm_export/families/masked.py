@@ -1,8 +1,8 @@
 """Reads masked language models with the config keys and tensor names of BERT (arXiv:1810.04805).
 
 BERT and RoBERTa have the same layers: full attention, a norm after each residual sum, and an MLP
-without a gate. They differ in the row of the position table that they use for the first position,
-and in some tensor names.
+without a gate. BERT and RoBERTa use different rows of the position table for the first position,
+and some of their tensor names differ.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _read_network(
         max_canvas_length=max_canvas_length(config, overrides, rows - first_position),
         shift=0,
         mask_token_id=tokens.mask,
-        # There are no end tokens. In training, the token after a text does not mark the end of an
-        # answer.
+        # Masked language models have no end tokens. In training, the token after a text does not
+        # mark the end of an answer.
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",

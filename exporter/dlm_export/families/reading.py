@@ -70,7 +70,7 @@ def end_and_pad_tokens(
 ) -> tuple[tuple[int, ...], int | None]:
     """Find the IDs of the end tokens and of the padding token. Raises CheckpointError.
 
-    ``config`` is config.json, or the part of it that describes the network.
+    ``config`` is config.json, or the part of config.json that describes the network.
     """
     eos: list[int] = []
     generation = checkpoint.optional_json("generation_config.json")

@@ -124,7 +124,7 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter in its stored type, or dequantised if it is quantised.
+        """Return a parameter in its stored type. A quantised parameter is dequantised.
 
         An unquantised parameter is memory-mapped if it consists of one whole tensor. The method
         remembers the last result, because the caller may read more parts of the same parameter.

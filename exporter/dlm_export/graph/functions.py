@@ -80,8 +80,8 @@ request sees all cached rows of the sequence.
 
 A cached row is the key or the value of one position in one head. If the cache stores rows in fp16
 or INT8, later passes compute with rounded values. With block-causal and causal attention, a pass
-also rounds its own new rows before it uses them. So the result of a pass does not depend on which
-rows are cached. Other attention computes with new rows in fp32.
+also computes with rounded copies of its own new rows. The result of the pass therefore does not
+depend on which rows are cached. With other kinds of attention, new rows are not rounded.
 
 An INT8 row consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The
 values of the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The

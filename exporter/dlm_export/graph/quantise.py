@@ -14,7 +14,7 @@ A graph can be written for three engines (``Form``):
 A layer that does not use MatMulNBits is written as follows:
 
 ==============  ===================================================================================
-int8-dynamic    ``dlm_export::Int8Linear``, on a CPU only. It multiplies integers. The weight has a
+int8-dynamic    ``dlm_export::Int8Linear``, a product of integers, on a CPU only. The weight has a
                 scale per column. Each pass computes a scale for each row of the input
 int4-*-dynamic  ``dlm_export::Int4Linear``: like int8-dynamic, with a scale per group of inputs
 int8-static     QuantizeLinear and DequantizeLinear on the input, and DequantizeLinear on the
@@ -182,7 +182,7 @@ class _Writer:
     ) -> ir.Value:
         """Insert a chain of operators before a node.
 
-        An input of ``None`` stands for the result of the previous operator.
+        If an input is ``None``, the result of the previous operator is used.
         """
         out: ir.Value | None = None
         for op, inputs, attributes in specs:

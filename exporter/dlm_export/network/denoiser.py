@@ -76,7 +76,8 @@ class UnbuiltNetworkError(DlmError):
 def check_built(network: NetworkSpec) -> None:
     """Check that ``Denoiser`` supports all features of the network.
 
-    Otherwise, raises UnbuiltNetworkError, which names the layer and the feature.
+    Raises UnbuiltNetworkError if a feature is not supported. The error names the layer and the
+    feature.
     """
     for i, layer in enumerate(network.layers):
         known = ACTIVATIONS if isinstance(layer.mlp, MlpSpec) else ("silu", "gelu-tanh")
@@ -137,12 +138,11 @@ def hiding(
 ) -> Tensor | None:
     """Return an additive attention mask, or ``None`` if every query attends to every key.
 
-    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. It is 0 for visible keys, and the lowest
-    finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A network
-    with full attention in a window has no cached keys. If a network has draft passes and a window,
-    the cached keys must be those of the positions 0 to S - 1, in this order. The mask does not
-    contain minus infinity, because some kernels compute the softmax in tiles. If all keys of a tile
-    were hidden, minus infinity would make the result of the tile NaN.
+    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. Its value is 0 for visible keys, and the
+    lowest finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A
+    network with full attention in a window has no cached keys. If a network has draft passes and a
+    window, cached key i must belong to position i. Some kernels compute the softmax in tiles. If
+    all keys of a tile were hidden with minus infinity, the result of the tile would be NaN.
 
     ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
     position ids. With visibility ``draft``, the tokens of a draft pass attend to each other.
@@ -520,8 +520,8 @@ class Denoiser(nn.Module):
 
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
         contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
-        rotated by their positions. Cached positions may be in any order, if every query attends to
-        all of them (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
+        rotated by their positions. Cached positions may be in any order if every query attends to
+        all cached positions (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
         ``Embedding.complete`` explains ``conditioning``.
         """
         x = self.embed(input_ids, position_ids, conditioning)
@@ -557,8 +557,8 @@ class Denoiser(nn.Module):
     def soft_embedding(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the conditioning of the next draft pass, ``[..., hidden]``, for self-conditioning.
 
-        ``logits`` ``[..., V]`` are the logits of a draft pass. They are divided by ``temperature``
-        ``[...]``.
+        ``logits`` ``[..., V]`` are the logits of a draft pass. The function divides ``logits`` by
+        ``temperature`` ``[...]``.
         """
         probs = (logits.float() / temperature.unsqueeze(-1)).softmax(-1)
         table = self.embed.weight

@@ -252,8 +252,8 @@ def _block_causal_stages(
 def transfer_counts(masked: int, steps: int) -> list[int]:
     """Split ``masked`` positions over ``steps`` as evenly as integers allow, larger counts first.
 
-    This is the schedule of LLaDA (arXiv:2502.09992, algorithm 4). Raises ValueError if ``steps <
-    1``.
+    The counts follow the schedule of LLaDA (arXiv:2502.09992, algorithm 4). Raises ValueError if
+    ``steps < 1``.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")

@@ -354,7 +354,7 @@ class NetworkSpec:
     def active_parameter_count(self) -> int:
         """Return the number of parameters that a pass uses for one token.
 
-        Of the experts, only those that the router chooses for the token are counted.
+        Only the experts that the router chooses for the token are counted.
         """
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
