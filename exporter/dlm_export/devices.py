@@ -1,7 +1,7 @@
 """Lists the GPUs that can be build targets by name, with their published specifications.
 
 To add a device, add a ``Device`` to ``DEVICES``. If a vendor states a memory size in GB, this
-module assumes that a GB has 10**9 bytes. The driver reports at least this size. All compute rates
+module assumes that a GB has 10**9 bytes. Drivers report at least this size. All compute rates
 are for dense matrices. If a vendor publishes only the rate for sparse matrices, the ``Device``
 contains half of the published rate, and a comment says so.
 """
@@ -66,7 +66,7 @@ DEVICES = (
     ),
     # NVIDIA publishes 157 sparse TOPS for the GPU and the two deep learning accelerators together.
     # dlm-export's engines do not use these accelerators, and no NVIDIA page states the rate of the
-    # GPU alone, so this record contains no rate.
+    # GPU alone, so ``tera`` contains no rates.
     Device(
         "orin-nx",
         87,

@@ -62,9 +62,9 @@ def _for_pace(job: Job, least: int) -> str:
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """Map each stage to its peak memory in bytes, without the hidden states of canvases.
+    """Return the peak memory of each stage in bytes, without the hidden states of canvases.
 
-    Each key is the name that error messages use for the stage.
+    The keys are the names that error messages use for the stages.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]

@@ -114,9 +114,9 @@ def _check_pass(
 ) -> Parity:
     """Compare whole passes of an unquantised bundle with torch.
 
-    In a network with experts, a tiny difference can route a token to a different expert, which
-    changes the rest of the pass. If whole passes of such a network differ, the function therefore
-    compares the layers one by one.
+    In a network with experts, a tiny difference can route a token to a different expert. The rest
+    of the pass then computes different results. If whole passes of such a network differ, the
+    function therefore compares the layers one by one.
     """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):

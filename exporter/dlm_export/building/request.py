@@ -280,7 +280,7 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
     """Return the format that a layer gets when the recipe requests the format ``name``.
 
     The result is ``name`` itself if the layer's shape allows this format. Otherwise, the function
-    returns the first alternative that the shape allows and that all targets support.
+    returns the first alternative format that the shape allows and that all targets support.
     """
     choices = [
         name,
@@ -325,7 +325,7 @@ def _told(
 ) -> tuple[str, ...]:
     """Return messages for the user about layers that do not get the requested format.
 
-    There is one message for all layers with the same reason and the same new format.
+    Layers with the same reason and the same new format share one message.
     """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():

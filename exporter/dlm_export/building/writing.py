@@ -175,8 +175,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            # The writer requests all parts of a layer one after the other, so it is enough to keep
-            # one layer in memory.
+            # ``graph.write`` requests all parts of a layer one after the other, so it is enough to
+            # keep one layer in memory.
             held.clear()
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
@@ -205,9 +205,8 @@ def _expert_reader(
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Quantising an expert creates codes and scales together, but the writer requests them
-    # separately. It requests the codes first. The dict ``found`` stores the scales until the writer
-    # requests them.
+    # Quantising an expert creates codes and scales together, but ``graph.write`` first requests the
+    # codes, and later the scales. The dict ``found`` stores the scales in the meantime.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:

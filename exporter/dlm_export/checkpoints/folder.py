@@ -135,7 +135,7 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Return the keys that were not read and that might change the network's results.
+        """Return the unread keys whose values might change the network's results.
 
         Keys whose value is null or false are left out.
         """

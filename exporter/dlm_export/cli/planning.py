@@ -492,7 +492,7 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """Print how many passes a generation makes that compute N tokens, for each N.
+    """For each number of tokens per pass, print how many such passes a generation makes.
 
     Denoisers that make equal passes share a table.
     """

@@ -231,7 +231,7 @@ def _rich_bars() -> Any:
 def print_effort(effort: Mapping[str, Any]) -> None:
     """Print a bundle's effort levels.
 
-    For each level, print the measured quality and number of passes.
+    For each effort level, print the measured quality and number of passes.
     """
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"

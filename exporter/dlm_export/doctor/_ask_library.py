@@ -3,7 +3,7 @@
     python _ask_library.py KIND LIBRARY...
 
 The process prints one JSON object. If the library does not load, the only key is ``failure``, and
-the value of this key is the reason. KIND selects the facts:
+the value of this key is the reason. The argument KIND selects the facts:
 
 - ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
 - ``tensorrt`` and ``onnxruntime``: the version of the library.

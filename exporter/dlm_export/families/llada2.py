@@ -79,7 +79,7 @@ OF_LLADA2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
 
 
 def _refuse_llada2_2(config: Config) -> None:
-    """Reject LLaDA2.2, which has the architecture name of LLaDA2.0 but another router and loop.
+    """Reject LLaDA2.2. It has the architecture name of LLaDA2.0, but a different router and loop.
 
     Raises CheckpointError.
     """

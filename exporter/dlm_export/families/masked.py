@@ -175,7 +175,7 @@ def read_attention(config: Config, size_key: str, heads_key: str) -> tuple[int, 
 
 
 def max_canvas_length(config: Config, overrides: Overrides, learned: int) -> int:
-    """Return the maximum length of a canvas, for a checkpoint with ``learned`` positions.
+    """Return the maximum canvas length. ``learned`` is the number of learned positions.
 
     Raises CheckpointError if the user wants longer canvases.
     """

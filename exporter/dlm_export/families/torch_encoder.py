@@ -53,7 +53,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         max_canvas_length=max_canvas_length(config, overrides, positions),
         shift=0,
         mask_token_id=tokens.mask,
-        # No end tokens: as in BERT, a token after the text does not mark the end of an answer.
+        # As in BERT, the token after a text does not mark the end of an answer.
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",

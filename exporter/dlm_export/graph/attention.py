@@ -153,7 +153,7 @@ def rms_norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class _Own:
-    """The rows that belong to the same request as each token.
+    """For each token, the rows that belong to the same request.
 
     ``past`` ``[T, S]`` and ``new`` ``[T, T]`` are bool arrays for the S cached rows, and for the
     rows of the T tokens. ``begin`` ``[T]`` is the index of the first token of the same request.
@@ -196,7 +196,7 @@ class _Own:
 
 
 def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> _Own:
-    """Find the rows that belong to the same request as each token."""
+    """For each token, find the rows that belong to the same request."""
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
     # A segment is a request's range of tokens and of cached rows. Prepend a segment that covers all

@@ -65,7 +65,7 @@ attribute ``columns`` is the number of columns without padding.
   16, 32]``.
 - fp32, for experts only: ``[N / 32, K, 32]``.
 
-For experts, each of these arrays has an additional first axis, with one entry per expert.
+For experts, panels and scales have an additional first axis, with one entry per expert.
 
 Attention rotates the first ``rotary_size`` features of each head, or all features if
 ``rotary_size`` is 0. Block-causal attention has separate function names, so that a runtime without

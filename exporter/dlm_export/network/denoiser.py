@@ -376,7 +376,7 @@ class Rotary(nn.Module):
 
 
 class Positions(nn.Embedding):
-    """A table of learned positions. Position 0 of a canvas is in the row ``first``."""
+    """A table of learned positions. The row ``first`` belongs to position 0 of a canvas."""
 
     def __init__(self, rows: int, hidden_size: int, first: int) -> None:
         super().__init__(rows, hidden_size, _weight=torch.empty(rows, hidden_size))

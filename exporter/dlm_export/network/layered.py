@@ -263,7 +263,7 @@ class Layered:
         return Head(weight, self.device, bias, self.network.head.softcap)
 
     def _with_parameters(self, module: _Module, path: str) -> _Module:
-        """Load the parameters of a small module that has no data yet."""
+        """Load the parameters of a small module whose parameters have no data yet."""
         state = {
             name: self.read(f"{path}.{name}", self.dtype).to(self.device)
             for name, _ in module.named_parameters()

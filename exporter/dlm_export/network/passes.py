@@ -208,9 +208,9 @@ def _block_causal_stages(
     are draft passes.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
-    computes the whole block, and stores the keys and values of the block. With ``shift`` 1, such
-    passes repeat until the first position of the sub-block is decided. All later passes compute
-    only the sub-block, and use the stored keys and values of the other rows.
+    computes the whole block, and stores the keys and values of the block. With ``shift`` 1, the
+    first pass is repeated until the first position of the sub-block is decided. All later passes
+    compute only the sub-block, and use the stored keys and values of the other rows.
     """
     length, is_draft = len(undecided), looped.draft_block is not None
     # If blocks start from random tokens, causal passes do not decide any positions.

@@ -425,8 +425,8 @@ class NetworkSpec:
             for role, count in heads.items()
         ]
         out, value = f"{block}.attention.out", f"{block}.attention.v"
-        # Scales cannot be folded into the value matrix if there is a norm after it, or if the keys
-        # use the same matrix.
+        # Scales cannot be folded into the value matrix if values are normed, or if keys and values
+        # have the same matrix.
         values = None
         if a.has_values and not a.value_norm:
             values = Fold(
@@ -494,7 +494,7 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Map the path of each linear layer that a recipe may quantise to the layer.
+        """Return the linear layers that a recipe may quantise. The keys are their paths.
 
         With self-conditioning, a recipe cannot quantise a tied head, because the soft embeddings
         are also computed from the embedding table.
@@ -507,11 +507,10 @@ class NetworkSpec:
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Map the path of each group of layers that must have the same format to the group.
+        """Return the groups of layers that must have the same format. The keys are their paths.
 
-        The groups are in the order in which a pass computes them.
-
-        A group is one quantisable layer, or all matrices of a mixture of experts.
+        A group is one quantisable layer, or all matrices of a mixture of experts. The groups are in
+        the order in which a pass computes them.
         """
         found: dict[str, tuple[LinearSpec, ...]] = {}
         for path, layer in self.quantisable().items():

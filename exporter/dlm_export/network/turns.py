@@ -1,7 +1,7 @@
 """Schedules the unmasking loop: which passes run, and which scored positions commit.
 
-A turn is one pass and the commit after it. The reference loop uses this module, and so does code
-that replays the canvases of a finished run. The module needs only numpy and no denoiser.
+A turn is one pass and the commit after it. The reference loop uses this module. Code that replays
+the canvases of a finished run uses it too. The module needs neither torch nor a denoiser.
 
 The papers of the decoding algorithms do not define two rules: every step commits at least one
 token, and positions with equal scores commit from left to right. Scores are compared with
