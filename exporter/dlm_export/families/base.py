@@ -165,8 +165,9 @@ class Layout:
     checkpoint's matrices are ``[out, in]``, and the denoiser's matrices are ``[in, out]``.
 
     ``embed``, ``final_norm`` and ``head`` are the names of modules outside layers in the released
-    checkpoint, also without ``.weight`` or ``.bias``. ``outside`` does the same as ``names`` for
-    all other modules and parameters outside layers.
+    checkpoint, also without ``.weight`` or ``.bias``. For all other
+    modules and parameters outside layers, ``outside`` contains the same kind of entries as
+    ``names``.
 
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither

@@ -216,8 +216,8 @@ def _scaling(settings: _Settings, kind: str) -> Scaling | None:
             settings.number("low_freq_factor"),
             settings.number("high_freq_factor"),
         )
-    # If ``factor`` is null, compute it as transformers does: the number of positions divided by the
-    # original number of positions.
+    # If ``factor`` is null, compute the factor as transformers does: divide the number of positions
+    # by the original number of positions.
     ratio = settings.length() / original_length if "factor" in settings.nulls else None
     factor = settings.number("factor", ratio)
     return Yarn(

@@ -25,7 +25,7 @@ class Tensors:
     """A checkpoint's tensors, under the names of the denoiser's parameters.
 
     The constructor checks the names, types and shapes of the tensors. ``quantised`` maps each
-    parameter that the checkpoint stores quantised to the name of modelopt's algorithm. ``notes``
+    parameter that is quantised in the checkpoint to the name of modelopt's algorithm. ``notes``
     contains messages about tensors that are unused or unexpected.
     """
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors as the denoiser's parameters, one at a time or into torch modules."""
+"""Reads a checkpoint's tensors as the parameters of a denoiser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """Reads a checkpoint's tensors by parameter name, one at a time. Each tensor is checked once."""
+    """Reads tensors by parameter name, one at a time. Rejects tensors with NaN or infinity."""
 
     def __init__(
         self,

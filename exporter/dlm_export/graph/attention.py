@@ -102,7 +102,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         if BLOCK in name:
             attributes["visible_block"] = ir.AttributeType.INT
             blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        else:  # all tokens of a draft pass are in the same block
+        else:  # all tokens of a draft pass get the same number
             blocks = op("Min", positions, longest)
         size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
         # Give all cached rows the number of the first block, so that every query sees these rows.

@@ -64,9 +64,9 @@ class Body:
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
         """Add a call of a function in the domain ``dlm_export``.
 
-        The keys of ``attributes`` are the names of attributes of the called function. The value of
-        each attribute is taken from an attribute of this function, whose name is the value in
-        ``attributes``. If this name is empty, the attribute is not set.
+        Each key of ``attributes`` is the name of an attribute of the called function. The value in
+        ``attributes`` names the attribute of this function that supplies the value. If the name is
+        empty, the attribute is not set.
         """
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
         named = {name: own for name, own in attributes.items() if own}

@@ -84,7 +84,7 @@ class _Chosen(registration.Registry):
         self._whole = whole
 
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
-        """Yield the operators that torch.onnx may see, with their definitions.
+        """Yield the operators that torch.onnx may use, with their definitions.
 
         The result contains the operators in ``OPERATORS``, and all operators that do not belong to
         torch.

@@ -125,11 +125,11 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     """Replace every mixture of the graph with operators that compute all experts for every token.
 
     The matrices of all E experts become one matrix. For gate and up, this matrix is ``[K, E * N]``,
-    with the experts side by side. For down, it is ``[E * N, K]``, so the product with this matrix
-    also adds up the results of the experts. Before the down projection, the graph multiplies the
-    features of each expert by the token's routing weight for this expert. The routing weight is 0
-    for experts that the router did not choose for the token. Returns a dict that maps the name of
-    each new initialiser to its description.
+    with the experts side by side. For down, the matrix is ``[E * N, K]``, so the product with
+    this matrix also adds up the results of the experts. Before the down projection, the graph
+    multiplies the features of each expert by the token's routing weight for this expert. The
+    routing weight is 0 for experts that the router did not choose for the token. Returns a dict
+    that maps the name of each new initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -238,8 +238,8 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """Join all experts' matrices of a stack into one wide matrix, for ``spread``.
 
-    ``read`` is a function that takes an index into the stack ``[E, K, N]``, and returns that part
-    of the stack.
+    ``read`` is a function that takes an index into the stack ``[E, K, N]``, and returns the indexed
+    part of the stack.
     """
 
     def rows(at: Index) -> np.ndarray:

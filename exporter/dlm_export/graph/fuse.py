@@ -30,7 +30,7 @@ _MOST_WEIGHTS = 3  # A single kernel can compute up to this many layers that hav
 
 @dataclass(frozen=True)
 class Fused:
-    """Reports which modules ``fuse`` replaced with kernels, and which it did not replace.
+    """Reports which modules ``fuse`` replaced with kernels, and which modules it did not replace.
 
     ``calls`` maps each native kernel to the number of nodes that call it. A module is in ``plain``
     if a kernel for this kind of module exists, but ``fuse`` could not use the kernel. ``plain``
@@ -304,8 +304,8 @@ def _no_rotation(traced: Graph) -> _Rotation:
 def _segments(model: ir.Model) -> ir.Value:
     """Return the graph's input ``segments``. If the graph does not contain this input, add it.
 
-    The input is optional, and describes requests that share one sequence. Its default is an array
-    without rows.
+    The input is optional, and describes requests that share one sequence. The default value is an
+    array without rows.
     """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))

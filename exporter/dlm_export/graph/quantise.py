@@ -95,8 +95,8 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
     if layer.is_tied and on_gpu and chosen.weights is not None:
-        # TensorRT accepts codes only as the input of DequantizeLinear, so it would dequantise the
-        # whole table for each lookup.
+        # TensorRT accepts codes only as the input of DequantizeLinear. For each lookup, TensorRT
+        # would therefore dequantise the whole table.
         return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"

@@ -2,8 +2,8 @@
 
 Two layers are of the same kind if their descriptions are equal. For each layer, ``repeat`` copies
 the nodes of the traced layer of the same kind. The copied nodes use the parameters and the cache of
-the new layer. Their input is the residual stream that the previous layer returns. All layers share
-positions, rotary tables, attention masks and constants.
+the new layer. The input of each layer is the residual stream that the previous layer returns. All
+layers share positions, rotary tables, attention masks and constants.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 class _Copies:
     """Maps the values of the traced graph to their copies.
 
-    ``own`` contains a mapping for each layer, and ``shared`` maps all values outside the layers.
+    ``own`` contains one mapping for the values of each layer. ``shared`` maps all values outside
+    the layers.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:

@@ -70,7 +70,7 @@ def experts(name: str) -> ir.Function:
     ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes FP8 codes of this shape. All other
     functions take panels. The last panel may contain padding. A function that takes panels
     therefore has two attributes: ``columns`` is the number of columns of gate and up without
-    padding, and ``out_columns`` is the same for down.
+    padding, and ``out_columns`` is the same number for down.
     """
     held = FUNCTIONS[name]
     ports = [

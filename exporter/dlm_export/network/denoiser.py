@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     """The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
 
     The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables. If
-    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by these factors. If the
+    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by ``query_scale``. If the
     network has draft passes, ``is_draft`` ``[B, T, 1]`` says which tokens belong to a draft pass.
     """
 
@@ -141,8 +141,8 @@ def hiding(
     The mask is ``[B, 1, T, S + T]`` of type ``dtype``. Its value is 0 for visible keys, and the
     lowest finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A
     network with full attention in a window has no cached keys. If a network has draft passes and a
-    window, cached key i must belong to position i. Some kernels compute the softmax in tiles. If
-    all keys of a tile were hidden with minus infinity, the result of the tile would be NaN.
+    window, cached key i must belong to position i. The mask does not contain minus infinity,
+    because the softmax of a tile with only minus infinity would be NaN in some kernels.
 
     ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
     position ids. With visibility ``draft``, the tokens of a draft pass attend to each other.
@@ -304,7 +304,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. Each norm that its description does not contain is the identity."""
+    """One transformer layer. Norms that the layer's description does not contain do nothing."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -473,7 +473,7 @@ class Transform(Linear):
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Limit logits to ``-softcap`` to ``softcap``, in fp32. ``None`` means no limit."""
+    """Limit logits to the range ``[-softcap, softcap]``, in fp32. ``None`` means no limit."""
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 

@@ -182,7 +182,7 @@ class Stacked(nn.Module):
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` experts. Each expert is a gated MLP for the tokens that are routed to it.
+    """Computes ``E`` experts. Each expert is a gated MLP for the tokens that are routed to it.
 
     If ``is_dense`` is true, one wide MLP computes all experts for every token. The wide MLP
     multiplies the features of an expert by 0 if the token is not routed to this expert.

@@ -153,8 +153,8 @@ class AttentionSpec:
 class MlpSpec:
     """An MLP with or without a gate.
 
-    With a gate, the MLP computes ``down(activation(gate x) * up x)``. Without a gate, it computes
-    ``down(activation(up x))``. ``bias`` is true if all matrices have biases.
+    With a gate, the MLP computes ``down(activation(gate x) * up x)``. Without a gate, the MLP
+    computes ``down(activation(up x))``. ``bias`` is true if all matrices have biases.
     """
 
     size: int
@@ -210,7 +210,7 @@ class ExpertsSpec:
     Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
     ``shared_size`` features processes every token. If ``shared_size`` is 0, there is no shared MLP.
     If ``branch_norms`` is true, an RMSNorm is applied to the inputs and to the outputs of the
-    shared MLP and of the experts, as in Gemma 4. The router reads its input without these norms.
+    shared MLP and of the experts, as in Gemma 4. These norms do not affect the router.
     """
 
     count: int

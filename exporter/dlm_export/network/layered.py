@@ -138,7 +138,7 @@ class Layered:
         With self-conditioning, the soft embeddings are zeros.
 
         The function loads only the table rows of these ids. ``positions`` contains the positions of
-        the tokens. If it is ``None``, the tokens are whole canvases.
+        the tokens. If ``positions`` is ``None``, the tokens are whole canvases.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
         rows = self.read(EMBEDDING, self.dtype, wanted)[places].to(self.device)

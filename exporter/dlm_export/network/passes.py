@@ -89,8 +89,8 @@ class Stage:
     - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
       and "denoise" decides positions.
     - ``first``, ``last``: the positions to score and decide.
-    - ``awaited``: passes repeat until all positions in ``[first, awaited)`` are decided. If
-      ``awaited`` equals ``first``, there is one pass.
+    - ``awaited``: the pass is repeated until all positions in ``[first, awaited)`` are decided. If
+      ``awaited`` equals ``first``, the stage has one pass.
     - ``steps``: the number of passes planned for these positions.
     - ``start``, ``end``: the block to which the positions belong.
     - ``is_last``: True if this stage is the last stage of the block.

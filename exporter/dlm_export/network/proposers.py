@@ -94,7 +94,7 @@ class Proposer:
         """
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return a copy of the logits that excludes the mask token, if there is one."""
+        """Return a copy of the logits in which the mask token has the logit minus infinity."""
         logits = logits.clone()
         logits[:, self.mask_token_id : self.mask_token_id + 1] = -torch.inf
         return logits
@@ -146,8 +146,8 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
     ``behind`` contains the logits divided by the temperature, minus the largest such quotient in
     the same row. First, the function selects the ``top_k`` most likely tokens (0 means all tokens).
-    From these, it then selects the most likely tokens until their probabilities add up to more than
-    ``top_p``. All other tokens get probability 0.
+    From these tokens, the function then selects the most likely tokens until their probabilities
+    add up to more than ``top_p``. All other tokens get probability 0.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)

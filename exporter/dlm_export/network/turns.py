@@ -51,7 +51,7 @@ def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int)
 def reserve_end(canvas: Canvas, policy: Policy, eos_token_ids: Sequence[int]) -> Canvas:
     """Return a canvas with an end token at its last position, if the policy reserves this position.
 
-    The canvas stays as it is if the last position is decided or is the only undecided position.
+    The canvas is not changed if the last position is decided or is the only undecided position.
     """
     tokens, undecided = canvas.tokens.copy(), canvas.undecided.copy()
     if policy.reserve == "none" or not eos_token_ids or not undecided[-1]:
