@@ -132,8 +132,8 @@ class Job:
 def check_request(options: BuildOptions) -> Request:
     """Check the options of a build without the source.
 
-    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if no checkpoint or
-    bundle can be built with the options.
+    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if no checkpoint
+    or bundle can be built with the options.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu

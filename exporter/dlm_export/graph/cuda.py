@@ -19,8 +19,8 @@ Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
 
 # Operators of opset 23 that have CUDA kernels for all types to which our graphs apply them. Most of
-# these operators have kernels for fp16, bf16 and fp32. TopK and Log lack bf16 kernels, but our graphs
-# apply them to fp32 only. Our graphs apply the remaining operators to integers only.
+# these operators have kernels for fp16, bf16 and fp32. TopK and Log lack bf16 kernels, but our
+# graphs apply them to fp32 only. Our graphs apply the remaining operators to integers only.
 KERNELS = frozenset(
     [
         "Add",
