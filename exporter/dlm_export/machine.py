@@ -16,7 +16,7 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """Says which engine packages are installed on a machine, and which GPU it has.
+    """The engine packages that are installed on a machine, and the machine's GPU.
 
     ``sm`` is the compute capability (SM version) of the GPU: 89 means 8.9. Without a GPU, ``sm`` is
     ``None``.

@@ -21,7 +21,7 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
 from dlm_runtime.manifest import MANIFEST_FILE
 
-# The maximum size of accuracy.json in bytes. The demo's file is 400 times smaller.
+# The maximum size of accuracy.json in bytes.
 _MOST_BYTES = 12 << 20
 
 

@@ -1,4 +1,4 @@
-"""Decides on how many samples a candidate is compared with its reference, and when to stop."""
+"""Determines how many samples are used to compare a candidate with its reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EffortName = Literal["default", "full", "none"]
 
 @dataclass(frozen=True)
 class Effort:
-    """How thoroughly a candidate is compared with its reference. ``name`` is one of:
+    """Defines how thoroughly a candidate is compared with its reference. ``name`` is one of:
 
     - ``default``: only the candidate generates text. The comparison stops after ``seconds`` or
       after 32 samples. It stops earlier if it is clear which budgets are met.

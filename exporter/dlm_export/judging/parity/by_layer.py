@@ -76,8 +76,8 @@ def units(network: NetworkSpec) -> int:
 def largest_bytes(network: NetworkSpec) -> int:
     """Return the number of bytes of memory that ``check_layers`` needs.
 
-    Memory contains the largest part of the network twice in fp32, because quantising a part makes a
-    copy.
+    The result is the size of two fp32 copies of the network's largest part: the original and the
+    quantised copy.
     """
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():

@@ -6,9 +6,9 @@ The search has three steps:
 2. ``trade_off`` makes an ordered list of changes, each of which gives one layer a cheaper format.
    Before the first change, all layers are in full precision. After the last change, all layers are
    in their cheapest formats. The cost of a format is its size in bytes or its measured time.
-3. A bisection finds how many changes from the start of the list the budget allows. For each number
-   that it tries, the bisection makes these changes and measures the actual loss, always with the
-   same random masks.
+3. A bisection finds the largest number n for which the first n changes keep the loss within the
+   budget. For each n that it tries, it makes the first n changes and measures the loss. All
+   measurements use the same random masks.
 
 Torch computes the effect of every format in fp32, so the target device is not needed.
 """

@@ -193,7 +193,7 @@ def sums(
 
 
 def _by_kind(squares: Tensor) -> tuple[float, float]:
-    """Sum ``(g . e)**2 / 2`` over the gradients g of frontier positions, and over all others."""
+    """Add up the losses ``(g . e)**2 / 2`` of frontier positions, and those of other positions."""
     at_frontier, elsewhere = (float(squares[part].sum()) / 2 for part in _PARTS)
     return at_frontier, elsewhere
 
@@ -232,7 +232,7 @@ def _at_the_head(
 ) -> Sums:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    The random gradients of a canvas depend on its index, to which ``first`` is added.
+    ``first`` plus the canvas's index in ``carried`` is the seed of a canvas's random gradients.
     """
     layered, c = carried.layered, carried.layered.network
     end, head = layered.end(), layered.head()
@@ -314,9 +314,8 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This assignment overwrites the incoming gradient, so it must come last. The code above
-            # still needs this array, because it is also the gradient of each layer whose output is
-            # added to the block's result.
+            # Overwrite the gradient at the block's output last. The code above needs this gradient
+            # for each layer whose output is added to the block's result.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -385,7 +384,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 
 class Sweep:
-    """The exact method, which quantises some layers and runs the whole denoiser."""
+    """Implements the exact method: quantises some layers and runs the whole denoiser."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
         self.denoiser, self.states = denoiser, swept(states)
@@ -413,7 +412,7 @@ class Sweep:
 
 
 def method(*, exact: bool) -> str:
-    """Return the name that accuracy.json uses for the method."""
+    """Return the name of the method that measures the losses of layers, for accuracy.json."""
     return "exact" if exact else "fisher"
 
 

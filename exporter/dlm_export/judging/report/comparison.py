@@ -62,7 +62,7 @@ class Entry:
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the bundle's table row, as values that JSON can hold."""
+        """Return the bundle's table row as plain Python objects."""
         j = self.judgement
         task = j["free_running"]["task"] if j else None
         return {

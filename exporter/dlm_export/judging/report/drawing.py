@@ -1,8 +1,8 @@
 """Draws figures with matplotlib, as SVG that can be embedded in an HTML page.
 
 A figure uses the colours and the font of the page. matplotlib draws with placeholder colours. This
-module replaces them with variables of the style sheet, so that a figure has the colours of light or
-dark mode, like the page. Text in a figure is stored as text, not as outlines. Every figure is
+module replaces each placeholder with a variable of the style sheet, so that the figure's colours
+follow light and dark mode. Text in a figure is stored as text, not as outlines. Every figure is
 ``WIDTH`` units wide. For screen readers, an aria-label contains the numbers that the figure shows.
 """
 
