@@ -95,12 +95,12 @@ class BenchOptions:
     # request.
     data: Path | None = None
     samples: int = 64  # maximum number of prompts from ``data``
-    # If this is set, also measure requests whose first ``prefix`` tokens are the same. In each
-    # prompt, ``prompt_tokens`` other tokens follow.
+    # If ``prefix`` is set, also measure requests whose prompts start with the same ``prefix``
+    # tokens. Each prompt then continues with ``prompt_tokens`` tokens of its own.
     prefix: int | None = None
     prefix_requests: int = 16  # number of these requests that are submitted at once
-    # If this is set, compare the bundle with an autoregressive model that takes this time per token
-    # on this machine.
+    # The time per token of an autoregressive model on this machine. If it is set, the benchmark
+    # compares the bundle with this model.
     peer_token_ms: float | None = None
 
 
@@ -413,9 +413,9 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run each prompt as a request, one at a time. Returns the latencies in ms, and the rates.
+    """Run each prompt as a request, one at a time. Returns the latencies, passes and speeds.
 
-    Before the measurement, the first prompt runs once without being measured, to warm up.
+    The first prompt runs once before the measurement, to warm up.
     """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))

@@ -19,7 +19,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """The time and cost per token in the precision ``precision``."""
+    """The predicted time and cost per token of one denoiser on one target."""
 
     precision: str
     ms_per_token: float
@@ -30,7 +30,7 @@ class Point:
 class Growth:
     """The time and cost per token as a function of one variable.
 
-    ``axis`` is the variable: "canvas", "batch" or "size". ``block_length`` is the block length.
+    ``axis`` is the variable: "canvas", "batch" or "size".
     For each target, ``lines`` contains one point per element of ``values``. A point is ``None`` if
     no precision fits into the target's memory, or if the time is unknown.
     """

@@ -244,8 +244,8 @@ def make_plan(
             recipe_for(
                 targets[:1],
                 name,
-                # This call raises an error that lists the valid names, unless a CPU can simulate the
-                # precision.
+                # This call usually raises an error that lists the valid names. It raises no error
+                # for a precision that a CPU can simulate.
             )
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"

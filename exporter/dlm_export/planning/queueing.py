@@ -78,7 +78,7 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Replicas:
-    """A number of replicas. ``load`` is the share of the highest possible load."""
+    """A number of replicas. ``load`` is each replica's load, divided by the highest possible load."""
 
     count: int
     load: float
@@ -133,7 +133,10 @@ def replay(
 
 
 def latencies_at(service: Service, max_running: int, load: float) -> Latencies:
-    """Return the latencies of a replica. ``load``, below 1, is rounded up to the next step."""
+    """Return the latencies of a replica whose load is the share ``load`` of its highest load.
+
+    ``load`` must be less than 1, and is rounded up to a multiple of ``1 / STEPS``.
+    """
     alone = service.times(1)[0]
     # Simulate in units of the time of a pass with one request. Devices that differ only in speed
     # then share one stored simulation.
@@ -156,11 +159,11 @@ def _simulated(service: Service, max_running: int, step: int) -> tuple[float, fl
 def fewest_replicas(
     service: Service, max_running: int, per_s: float, p95_ms: float
 ) -> Replicas | None:
-    """Find the smallest number of replicas for which 95% of all requests meet the target.
+    """Find the smallest number of replicas for which 95% of requests take at most ``p95_ms``.
 
-    Returns ``None`` if even a replica without load misses the target.
+    Returns ``None`` if even a replica without load is too slow.
     """
-    low, high = 0, STEPS - 1  # the highest load that meets the target is low..high steps
+    low, high = 0, STEPS - 1  # the bounds of the highest load for which ``p95_ms`` is met, in steps
     while low < high:
         step = (low + high + 1) // 2
         if latencies_at(service, max_running, step / STEPS).p95_ms <= p95_ms:

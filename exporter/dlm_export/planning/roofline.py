@@ -284,9 +284,9 @@ class Machine:
     def rates(self) -> Rates:
         """Convert the measured rates to the ``Rates`` that ``limit_s`` needs.
 
-        Of the two int8 rates, the result contains the faster one. All unquantised parts get the
-        rate of fp32. Parts in fp16 get the fp32 rate too, because ONNX Runtime converts fp16 to
-        fp32 on processors that cannot multiply fp16.
+        The result contains the faster of the two int8 rates. All unquantised parts get the rate of
+        fp32. Parts in fp16 get this rate too, because ONNX Runtime converts fp16 to fp32 on
+        processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
@@ -295,8 +295,9 @@ class Machine:
 def measure(threads: int, rounds: int = 9) -> Machine:
     """Measure this machine's rates with ONNX Runtime on ``threads`` threads.
 
-    ``threads=0`` means all cores. Each rate is the median of ``rounds`` runs. The measurements of
-    different rates take turns. Raises ModuleNotFoundError if onnx is not installed.
+    ``threads=0`` means all cores. The function measures every rate once in each of ``rounds``
+    rounds, and returns the median of each rate. Raises ModuleNotFoundError if onnx is not
+    installed.
 
     The memory bandwidth is measured with the operator ReduceSum, which reads a large array once.
     The array is so large that memory limits the speed: at least 256 MiB, and at least four times
@@ -328,8 +329,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # The sessions take turns. Threads of a session that is not running must not use the
-        # processor.
+        # Prevent the threads of an idle session from using the processor.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -1,6 +1,7 @@
-"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds them into parameters.
+"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds the scales into parameters.
 
-The folded scales change the parameters of the operators that compute the inputs.
+To divide a layer's input by scales, the module divides the parameters of the operator that computes
+the input. It then multiplies the layer's weights by the same scales.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for all layer inputs that can be scaled, and fold them into ``done.parameters``."""
+    """Find scales for the layer inputs that can be scaled, and fold them into ``done.parameters``."""
     found = {}
     for of, observer in observers.items():
         readers = sites[of]

@@ -1,8 +1,9 @@
 """Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one.
 
-After rounding a row, GPTQ changes later rows to compensate for the rounding errors. The expensive
-work grows with the cube of the number of inputs. This work runs in torch, on a GPU if there is one.
-The codes are computed in numpy, by the functions that define the number formats.
+After rounding a row, GPTQ changes later rows to compensate for the rounding errors. Most of the
+time is spent on operations with matrices of K rows and K columns, for a layer with K inputs. These
+operations run in torch, on a GPU if there is one. The codes are computed in numpy, by the functions
+that define the number formats.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def gptq(
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
-        # On a CPU, ``now`` and ``left`` share memory. The batch's rows in ``left`` are not used
-        # again.
+        # On a CPU, ``now`` and ``left`` share memory. Changing ``now`` is safe, because the batch's
+        # rows in ``left`` are not used again.
         now = left[start:stop].cpu().numpy()
         local = factor[start:stop, start:stop].cpu().numpy()
         errors = np.empty_like(now)
@@ -203,7 +204,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The factors by which the squared errors of the rows are multiplied.
+                        # ``counts`` contains a factor for the squared error of each row.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

@@ -1,4 +1,4 @@
-"""Defines the bodies of requests, and rejects unknown fields, which may be misspelled.
+"""Defines the bodies of requests. Unknown fields are rejected, because they may be misspelled.
 
 OpenAI's API defines the names and types of most fields. Mercury's API adds ``diffusing``,
 ``realtime``, ``reasoning_summary`` and fill-in-the-middle. The object ``dlm`` contains the options
@@ -262,8 +262,9 @@ class DetokenizeBody(Body):
 def commas_for(context: int) -> int:
     """Return the maximum number of commas outside strings in a body.
 
-    ``context`` is the longest context of the server's models, in tokens. The result is enough
-    for the maximum number of prompts, each of ``context`` token IDs, but at most ``MOST_COMMAS``.
+    ``context`` is the longest context of the server's models, in tokens. A body with the maximum
+    number of prompts, each with ``context`` token IDs, does not exceed the result. But the result
+    is at most ``MOST_COMMAS``.
     """
     return min(MOST_VALUES + MOST_PROMPTS * context, MOST_COMMAS)
 

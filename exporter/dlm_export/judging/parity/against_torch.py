@@ -167,8 +167,8 @@ def make_cases(
 
     - For block-causal networks without draft passes: each preset that uses a cache, without the
       cache.
-    - For other networks: the preset fast-dllm with the commit rule "factor". If fast-dllm uses a
-      cache: also fast-dllm without a cache, and with a prefix cache.
+    - For networks that are not block-causal: the preset fast-dllm with the commit rule "factor". If
+      fast-dllm uses a cache: also fast-dllm without a cache, and with a prefix cache.
 
     For networks that are not block-causal, the function reduces the block length, so that each run
     has at least two blocks.
