@@ -73,7 +73,7 @@ class TargetError(DlmError):
 class Target:
     """Describes what a device can run.
 
-    A value that no source states is ``None``, or is missing from a mapping.
+    If no source states a value, the value is ``None``, or is missing from its mapping.
 
     Attributes:
         formats: Formats of quantised layers that the device supports.

@@ -7,8 +7,9 @@ A template is a program, and only some templates can be converted:
 - The text between two messages may depend only on the roles of both messages, and on whether the
   second message is the last message of the chat.
 
-To find the segments, this module renders all conversations of up to four messages. If the template
-breaks these rules for a conversation, the runtime rejects conversations of this kind.
+To find the segments, this module renders all combinations of roles in conversations of up to four
+messages. If the template breaks one of these rules for a combination, the runtime rejects
+conversations with this combination.
 """
 
 from __future__ import annotations

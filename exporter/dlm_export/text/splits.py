@@ -50,9 +50,10 @@ class Splits:
     """Compiled split patterns.
 
     ``classes``, uint8 ``[0x110000]``, contains the class of each code point. Each pattern has a
-    table, int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is
-    0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match ends
-    before a character of this class, 1 is added to the entry.
+    table, int32 ``[states, classes + 1]``. A row of the table is for a state of the automaton, and
+    a column is for the class of the next character. The last column is for the end of the text. An
+    entry is 0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match
+    ends before the next character, 1 is added to the entry.
     """
 
     classes: np.ndarray
@@ -461,7 +462,7 @@ def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
     The result contains no surrogates. In some of Unicode's planes, only the first character was
-    tested. If it is in the set, the result contains the whole plane.
+    tested. If this first character is in the set, the result contains the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
