@@ -38,7 +38,8 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
     """Find out whether this machine can build the engine of ``target``, and how.
 
     Returns a boolean and a text. The text says how this machine builds the engine, or what the user
-    must do instead. If ``here`` is given, it describes the machine to use instead of this machine.
+    must do to get an engine. ``here`` describes the machine. If ``here`` is ``None``, the function
+    examines this machine.
     """
     here = here or builders_here()
     if target.sm is None:

@@ -84,7 +84,7 @@ def claimed(
         output.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output.parent).free
     except OSError as err:
-        # These errors mean that a parent folder of the path is a file.
+        # True if a parent folder of the path is a file.
         is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))
         raise (TakenError if is_wrong else OutputError)(
             f"{output}: cannot write there ({err.strerror})"
@@ -96,8 +96,8 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        # Check the path again, because taking over the claim of a killed process may have moved the
-        # old output back to this path.
+        # Check the path again. If this process took over the claim of a killed process, it may have
+        # moved the old output back to this path.
         _check(output, force, kept_because)
         try:
             before = _look(output)

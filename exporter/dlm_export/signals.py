@@ -96,8 +96,9 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 def dying_by_signal() -> Iterator[None]:
     """While the ``with`` statement runs, raise an exception on signals that end the process.
 
-    The exception lets the code clean up. The process then kills itself with the same signal. It
-    does not exit with code 128 + n, because a shell loop that runs the command would then continue.
+    The exception lets the code clean up. The process then kills itself with the same signal, which
+    also ends a shell loop that runs the command. After an exit code of 128 + n, such a loop would
+    continue.
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -461,9 +461,9 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Measure how fast several bundles of one denoiser generate text.
 
-    The bundles take turns, so that load from other processes affects all bundles equally. All
-    bundles are open at the same time. If ``options`` names no preset, all bundles run the default
-    preset of the first bundle.
+    Each round measures all bundles, so that load from other processes affects all bundles equally.
+    All bundles are open at the same time. If ``options`` names no preset, all bundles run the
+    default preset of the first bundle.
 
     Returns a dict for each bundle. The dict contains the values that ``bench`` returns as
     ``generation``, and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.

@@ -58,8 +58,8 @@ def growth_of(
     function uses only the first element of ``tokens_per_pass``.
 
     Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
-    the times of some precisions, the function ignores all other precisions. The times of the other
-    precisions are theoretical limits, and a real time is never shorter than its limit.
+    the times of some precisions, the function ignores all other precisions, because their
+    uncorrected times are lower limits and would look too fast.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

@@ -50,8 +50,8 @@ class PrefixLoad:
 class Side:
     """The measurements of one scheduler.
 
-    For ``first_tokens_ms``, the requests run one after another. For all other fields, they are
-    submitted at once.
+    ``first_tokens_ms`` is measured with requests that run one after another. All other fields are
+    measured with requests that are submitted at once.
 
     - ``first_tokens_ms``: the median time from submitting a request until its first tokens are
       committed.
@@ -186,9 +186,10 @@ def measure_side(
 ) -> Side:
     """Measure a scheduler with this ``prefix_cache_bytes``.
 
-    The first prompt runs once before the time to the first tokens is measured, and is not counted.
-    Then a new scheduler gets the first ``requests`` prompts at once. ``asked`` contains the
-    arguments of ``submit`` that all requests have in common.
+    First, the function runs requests one after another, to measure the time to the first tokens.
+    The first of these requests only warms up, and is not measured. Then the function submits the
+    first ``requests`` prompts to a new scheduler at once. ``asked`` contains the arguments of
+    ``submit`` that all requests have in common.
     """
 
     def scheduler() -> Scheduler:

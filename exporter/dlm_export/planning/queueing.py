@@ -5,8 +5,8 @@ random replica, so the arrivals at one replica are a Poisson process too. The si
 follows the rules of the scheduler in ``runtime/native/src/decode/runner.cc``:
 
 - At most ``max_running`` requests run. All other requests wait, and start in the order of arrival.
-- A pass computes several of the running requests. Requests that have had no pass yet come
-  first. Then come the requests that have waited longest since their last pass.
+- A pass computes several of the running requests. It first takes requests that have had no pass
+  yet, and then the requests that have waited longest since their last pass.
 - A request that arrives during a pass starts after the pass.
 
 The formulas for M/G/k queues do not apply to such a server, because requests share passes, and a
@@ -25,7 +25,7 @@ import numpy as np
 REQUESTS = 20_000  # number of requests to simulate, if they need at most ``MOST_PASSES`` passes
 MOST_PASSES = 400_000
 LEAST_REQUESTS = 4_000
-WARM_UP = 0.1  # share of the requests at the start whose latencies are not counted
+WARM_UP = 0.1  # the latencies of this share of the requests, at the start, are ignored
 STEPS = 100  # a replica's load is planned in steps of one hundredth of the highest possible load
 
 
@@ -35,8 +35,8 @@ class Service:
 
     - ``nfe``: the possible numbers of passes of a request, which are all equally likely.
     - ``pass_ms``: pairs of a number of requests, and the time in ms of a pass with this many
-      requests. The numbers are in ascending order. Times of other numbers are interpolated. The
-      last number, rounded, is the largest number of requests in a pass.
+      requests. The numbers are in ascending order. The times for numbers between two pairs are
+      interpolated. The last number, rounded, is the largest number of requests in a pass.
     - ``overhead_ms``: time that is added to each request. Other requests may run during this time.
     """
 

@@ -29,7 +29,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # stands for the number format of the unquantised parts: fp32, fp16 or bf16
+FULL = "full"  # the name for the number format of unquantised parts, which is fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# A measurement multiplies by several different weights in turn. Their total size is between
-# ``_LEAST_BYTES`` and ``_MOST_BYTES``. All these weights together do not fit into the processor's
-# cache, so the processor reads them from memory, as in a real pass.
+# A measurement multiplies by several different weights in turn. In total, the weights are larger
+# than the processor's cache, so the processor reads them from memory, as in a real pass. The total
+# size of the weights in bytes is between ``_LEAST_BYTES`` and ``_MOST_BYTES``.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]

@@ -340,8 +340,8 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # In NVFP4, the range of each group is computed in every pass. The scale of the tensor must only
-    # be large enough for the largest range.
+    # In NVFP4, each pass computes the ranges of the groups. The static scale of the whole tensor
+    # must only be large enough for the largest of these ranges.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(

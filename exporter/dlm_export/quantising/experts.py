@@ -1,10 +1,10 @@
 """Calibrates experts: counts the tokens of each expert, and collects each expert's inputs.
 
-To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
-all tokens, in memory or in a memory-mapped file, and the inputs of a single expert are selected
-from them. Memory contains only one expert's Gram matrix at a time. If too few tokens are routed to
-an expert, the expert's weights are rounded to nearest. All experts of a layer share an activation
-range, so there is a range even for an expert without tokens.
+To limit memory, this module processes one expert at a time. It first stores the inputs of a mixture
+for all tokens, in memory or in a memory-mapped file. For each expert, it then reads the inputs of
+the tokens that are routed to the expert, and computes the expert's Gram matrix. If too few tokens
+are routed to an expert, the expert's weights are rounded to nearest. All experts of a layer share
+one activation range, so an expert without tokens has a range too.
 """
 
 from __future__ import annotations

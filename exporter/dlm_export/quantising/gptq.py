@@ -79,9 +79,9 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     ``U`` is upper triangular, and ``U^T U`` is the inverse of the damped Gram matrix. "Damped"
     means that a constant was added to the diagonal.
 
-    If an input was always zero, rounding its row of the weights changes no other row. The
-    function needs memory for two matrices ``[K, K]``, which are in float64 if K is at most
-    ``EXACT``.
+    If an input was zero for all tokens, rounding the weights of this input changes no other
+    weights. The function needs memory for two matrices ``[K, K]``, which are in float64 if K is at
+    most ``EXACT``.
 
     Args:
         gram: fp32 ``[K, K]``. Only the upper triangle is used.
@@ -150,8 +150,8 @@ def gptq(
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes little for the calibration inputs ``x``.
 
-    In int4 and in nvfp4 (groups of 16), a group's scale is computed before the group's first row is
-    rounded, from weights that are already corrected. In int8 and fp8, each column has one scale.
+    In int4 and in nvfp4 (groups of 16), a group's scale is computed just before the group's first
+    row is rounded, from the corrected weights. In int8 and fp8, each column has one scale.
     The function needs K^2 N multiply-adds.
 
     Args:

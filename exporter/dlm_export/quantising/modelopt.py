@@ -143,7 +143,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # As in our own observers, an input that was always zero gets a small range.
+    # An input that was always zero gets a small range, as in dlm-export's own calibration.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 

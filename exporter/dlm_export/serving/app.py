@@ -402,7 +402,7 @@ class _Around:
         given = headers.get(b"x-request-id", b"")[:MOST_ID].decode("latin-1")
         made = given if given and given.isascii() and given.isprintable() else ""
         request_id = made or f"req_{secrets.token_hex(12)}"
-        # Give this request its own state, because all requests share the lifespan's state.
+        # Replace the dict ``state``, because all requests share the original dict.
         scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
         # If the client disconnects before the response, log the status 499, as nginx does.
         status, began = 499, time.perf_counter()

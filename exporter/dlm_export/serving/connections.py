@@ -55,9 +55,9 @@ class Turns:
     """Starts the pipelined requests of all connections, one per iteration of the event loop.
 
     A pipelined request arrives before the previous request of the same connection is answered.
-    uvicorn starts a pipelined request as soon as the previous answer is complete. If uvicorn did so
-    for many connections in the same iteration, each iteration would take long. All other requests
-    would then wait, because they need several iterations.
+    uvicorn starts a pipelined request as soon as the previous answer is complete. If many
+    connections did so in the same iteration, the iteration would take long, and would delay all
+    other requests.
     """
 
     def __init__(self) -> None:

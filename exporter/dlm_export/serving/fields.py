@@ -218,9 +218,9 @@ class ChatBody(ChatSampling):
 
 
 TokenId = Annotated[int, Field(strict=True)]
-# With this mode, pydantic tries the types from left to right, and stops at the first type that
-# fits. Otherwise, it would check a list of token ids several times. ``TokenId`` is strict, so that
-# the text "7" does not become a number.
+# In the mode "left_to_right", pydantic stops at the first type that fits. In its default mode,
+# pydantic would check a list of token ids several times. ``TokenId`` is strict, so that pydantic
+# does not convert the text "7" to a number.
 Prompt = Annotated[
     str | Items[TokenId] | Items[str] | Items[Items[TokenId]], Field(union_mode="left_to_right")
 ]
@@ -306,7 +306,7 @@ def counts(content: bytes) -> tuple[int, int]:
     bare = content.replace(rb"\\", b"").replace(rb"\"", b"")
     count = bare.count(b'"') // 2
     if count > MOST_VALUES:
-        return count, 0  # do not split the text, because there are already too many strings
+        return count, 0  # do not count commas, because there are already too many strings
     outside = b"".join(bare.split(b'"')[::2])
     return count + outside.count(b"[") + outside.count(b"{"), outside.count(b",")
 

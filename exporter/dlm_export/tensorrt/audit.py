@@ -28,8 +28,8 @@ FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 # TensorRT's names of number formats. The inspector uses these names in "Format/Datatype", for
 # example in "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# An engine contains the weights, kernels and constants. Its size must be at least SIZE_LEAST times
-# the size of the weights, and at most SIZE_MOST times this size plus SIZE_KERNELS_BYTES.
+# An engine contains the weights, kernels and constants. If the weights take W bytes, the engine
+# must take at least SIZE_LEAST * W bytes, and at most SIZE_MOST * W + SIZE_KERNELS_BYTES bytes.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 

@@ -7,7 +7,7 @@ the one that backtracking finds first.
 This module first compiles the expression to *places*. A place is one instruction, such as "consume
 a character of this set". A state of the automaton is a list of places, in the order in which
 backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
-ends the expression, the places after it in the list are dropped. The automaton therefore finds the
+ends the expression, all later places in the list are dropped. The automaton therefore finds the
 same matches as backtracking.
 
 A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
@@ -285,7 +285,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if there is a way from ``first`` to ``last`` that consumes no character."""
+        """Return True if the automaton can go from ``first`` to ``last`` without consuming a character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()

@@ -78,7 +78,7 @@ class Compute(Protocol):
         """Return the number of masked canvases of a sample. Raises JudgeError."""
 
     def runs(self, samples: Sequence[tuple[int, Sample]]) -> Generator[Met, None, None]:
-        """Generate text for each sample, one after the other. Raises JudgeError."""
+        """Generate text for the samples, one sample at a time. Raises JudgeError."""
 
     def compare(
         self,
@@ -228,9 +228,9 @@ class Evidence:
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
-        but computes in the precision of the stored weights. The class compares ``noise_floor`` with
-        the reference in the same way as it compares the candidate. ``free`` generates text for at
-        most ``free_runs`` samples, or for all samples if ``free_runs`` is ``None``. If
+        but computes in the precision of the stored weights. Like the candidate, ``noise_floor`` is
+        compared with the reference. ``free`` generates text for at most ``free_runs`` samples, or
+        for all samples if ``free_runs`` is ``None``. If
         ``candidate_policy`` is not ``None``, the candidate generates text with this policy. In this
         case, ``states_of`` must be "reference". ``compute`` returns the object that compares the
         denoisers on samples. By default, this process compares them.
@@ -344,11 +344,11 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Return True if more samples would hardly change which budgets are met.
+        """Return True if further samples would probably not change which budgets are met.
 
-        The function computes a 95% interval for each value that has a limit in ``budgets``. It
-        returns True if no interval contains the limit of its value. If there are no budgets, it
-        returns False.
+        The function computes a 95% interval for each measured value that ``budgets`` limits. It
+        returns True if every limit is outside the interval of the limited value. It returns False
+        if there are no budgets, or if fewer than ``DECIDING_SAMPLES`` samples were used.
         """
         if self.judged < DECIDING_SAMPLES:
             return False

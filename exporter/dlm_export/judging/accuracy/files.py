@@ -26,7 +26,7 @@ _MOST_BYTES = 12 << 20
 
 
 def recorded(bundle: Path) -> dict[str, Any]:
-    """Read a bundle's accuracy.json. If there is no such file, returns {}. Raises BundleError."""
+    """Read a bundle's accuracy.json. Returns {} if the file does not exist. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 

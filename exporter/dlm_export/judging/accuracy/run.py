@@ -213,7 +213,7 @@ def judge_bundle(
 ) -> Judgement:
     """Compare a finished bundle's accuracy with its source's accuracy.
 
-    The comparison uses no sample that calibrated the bundle. Raises DlmError.
+    The comparison does not use the samples with which the bundle was calibrated. Raises DlmError.
     """
     check_judged(source.network)
     with options.opening.open(folder) as bundle:

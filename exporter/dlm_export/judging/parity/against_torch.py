@@ -248,7 +248,7 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Compute the same results with the bundle, and compare the bundle's results with ``expected``.
+    """Compute logits and texts with the bundle, and compare them with ``expected``.
 
     ``on_done`` is called as often as by ``expect``.
     """

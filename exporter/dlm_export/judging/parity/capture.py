@@ -49,7 +49,7 @@ INSTALL = "pip install 'dlm-export[capture]'"
 # name classes that compute logits.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 # The keys of config.json that must not be passed to the trunk (a class of transformers with the
-# same layers), because they name other classes or the type of the stored weights.
+# same layers). The values of these keys name other classes, or the type of the stored weights.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",

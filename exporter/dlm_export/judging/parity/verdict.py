@@ -23,7 +23,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
 ROUTER = "fp32"  # the format that results show for a router; routers always compute in fp32
-LOGITS = "logits"  # the name of the result for the final logits, instead of a layer's name
+LOGITS = "logits"  # stands for a layer's name in the result of comparing the final logits
 
 
 class ParityError(DlmError):
@@ -60,9 +60,9 @@ TOLERANCES = {
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# In a rounded cache, a key or value halfway between two codes may get either code. If two logits
-# are nearly equal, the bundle may therefore choose a different token than torch. This number is the
-# smallest allowed share of identical canvases with a rounded cache.
+# The smallest allowed share of identical canvases if the cache is rounded. A key or value halfway
+# between two quantisation codes may get either code. If two logits are nearly equal, the bundle may
+# therefore choose a different token than torch.
 ROUNDED_CACHE_AGREEMENT = 0.8
 # The tolerance for rounded keys and values in block-causal networks, for each type of cache. If two
 # denoisers round a value to neighbouring codes, the output of attention may differ by the distance
@@ -102,9 +102,9 @@ class GraphRow:
     """The comparison of logits at one mask ratio.
 
     ``argmax_equal`` is the number of rows for which both denoisers predict the same token.
-    ``argmax_ties`` is the number of rows where the predictions differ, but rounding can be the
-    reason: the difference between the row's two best logits is less than twice the worst difference
-    between the denoisers.
+    ``argmax_ties`` is the number of rows where rounding explains why the predicted tokens differ.
+    In these rows, the difference between the two best logits is less than twice the worst
+    difference between the denoisers.
     """
 
     mask_ratio: float
@@ -233,7 +233,7 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describe the first two missed tolerances, and state how many others were missed."""
+        """Describe the first two missed tolerances. Also say how many more tolerances were missed."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET = 0.01  # largest allowed relative increase of cross-entropy at masked positions
 # The build uses the same solver, so the search measures the weights that the build will write.
 SOLVER = "gptq"
-PROBES = 8  # maximum number of loss measurements in the bisection; enough for 2**7 changes
+PROBES = 8  # maximum number of loss measurements in the bisection; suffices for 2**7 changes
 
 
 @dataclass(frozen=True)
@@ -252,8 +252,7 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    # ``path[low]`` always meets the budget. In ``path[0]``, all layers are in full precision, which
-    # meets every budget.
+    # ``path[low]`` always meets the budget: in ``path[0]``, all layers are in full precision.
     low, high = 0, len(path) - 1
     measured[high] = measure(path[high])
     if measured[high] <= budget:

@@ -53,7 +53,10 @@ def fastest(levels: Levels) -> LevelPoint | None:
 
 
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
-    """Return a copy of the manifest whose default loop is the result of ``fastest``."""
+    """Return a copy of the manifest whose default loop is the result of ``fastest``.
+
+    If ``fastest`` returns ``None``, the default loop is the published loop.
+    """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)
     if point is None:

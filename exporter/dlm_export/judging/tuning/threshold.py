@@ -25,8 +25,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# A loss of quality up to this value counts as no loss, because a few dozen samples cannot show such
-# a small loss.
+# A loss of quality is ignored if it is at most ``MARGIN``, because a few dozen samples cannot show
+# such a small loss.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -173,8 +173,8 @@ def refit_threshold(
             on_done()
         return found
 
-    # This policy gives the best text that the reference can generate, because it commits one token
-    # per pass and uses no cache.
+    # A policy that commits one token per pass and uses no cache gives the best text that the
+    # reference can generate.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
