@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class EngineBuilder:
     """One TensorRT variant.
 
-    ``modules`` lists the Python modules that can build engines. At least one of them must be installed.
+    ``modules`` lists the Python modules that can build engines. A machine needs only one of them.
     ``libraries`` lists the shared libraries that can run engines of this variant, newest first.
     """
 

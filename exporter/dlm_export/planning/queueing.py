@@ -78,7 +78,7 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Replicas:
-    """A number of replicas. ``load`` is each replica's load, divided by the highest possible load."""
+    """A number of replicas. ``load`` is each replica's share of its highest possible load."""
 
     count: int
     load: float

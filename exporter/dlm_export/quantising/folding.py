@@ -31,7 +31,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for the layer inputs that can be scaled, and fold them into ``done.parameters``."""
+    """Find scales for the layer inputs that can be scaled, and fold them into the parameters."""
     found = {}
     for of, observer in observers.items():
         readers = sites[of]

@@ -10,8 +10,8 @@ backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 
 ends the expression, all later places in the list are dropped. The automaton therefore finds the
 same matches as backtracking.
 
-A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
-a match only when it reads that character. The module calls the tokenizers library to find which
+A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
+match only when it reads the next character. The module calls the tokenizers library to find which
 characters ``\\s`` or ``\\p{L}`` match.
 """
 
@@ -285,7 +285,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if the automaton can go from ``first`` to ``last`` without consuming a character."""
+        """Return True if a path from ``first`` to ``last`` consumes no character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()

@@ -230,10 +230,10 @@ class Evidence:
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
         but computes in the precision of the stored weights. Like the candidate, ``noise_floor`` is
         compared with the reference. ``free`` generates text for at most ``free_runs`` samples, or
-        for all samples if ``free_runs`` is ``None``. If
-        ``candidate_policy`` is not ``None``, the candidate generates text with this policy. In this
-        case, ``states_of`` must be "reference". ``compute`` returns the object that compares the
-        denoisers on samples. By default, this process compares them.
+        for all samples if ``free_runs`` is ``None``. If ``candidate_policy`` is not ``None``, the
+        candidate generates text with this policy. In this case, ``states_of`` must be "reference".
+        ``compute`` returns the object that compares the denoisers on samples. By default, this
+        process compares them.
         """
         assert candidate_policy is None or states_of == "reference"
         if not pool:

@@ -233,7 +233,7 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describe the first two missed tolerances. Also say how many more tolerances were missed."""
+        """Describe the first two missed tolerances, and count the other missed tolerances."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
