@@ -285,7 +285,7 @@ def _take(claim: Path, output: Path) -> int:
                 return owner
         except FileNotFoundError:
             pass
-        os.close(owner)  # another process removed the claim before this process locked it
+        os.close(owner)  # try again: another process removed the claim before it was locked
 
 
 def _clear(claim: Path, *names: str) -> None:
@@ -303,9 +303,9 @@ def _clear(claim: Path, *names: str) -> None:
 def _place(new: Path, output: Path, before: _Look | None) -> None:
     """Move ``new`` to ``output``, unless another process has changed ``output``.
 
-    ``before`` is the result of an earlier call of ``_look(output)``. If the result has changed, the
-    function raises OutputError, and leaves ``output`` in place. Otherwise, existing output is moved
-    to the path ``new``.
+    ``before`` is the result of an earlier call of ``_look(output)``. If ``_look(output)`` now
+    returns a different result, the function raises OutputError, and leaves ``output`` in place.
+    Otherwise, existing output is moved to the path ``new``.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):

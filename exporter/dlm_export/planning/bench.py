@@ -88,8 +88,8 @@ class BenchOptions:
     # Each element is a number of requests that run together. The benchmark always measures a single
     # request too.
     batches: tuple[int, ...] = (1,)
-    # If true, fit a linear model to the times of passes. The default passes are then those that the
-    # fit needs.
+    # If true, fit a linear model to the times of passes. This option also changes the default
+    # passes to the passes that the fit needs.
     cost: bool = False
     # A file that contains prompts in the format of calibration data. Each prompt is measured as one
     # request.

@@ -53,9 +53,9 @@ def growth_of(
     """Compute how the time per token grows with the canvas length, batch size and parameter count.
 
     For canvas length and batch size, the function uses the denoiser ``shape``. For the parameter
-    count, it uses denoisers with the proportions of LLaDA. If ``shape`` is block-causal, the
-    denoisers with LLaDA's proportions run the default policy, because LLaDA has full attention. The
-    function uses only the first element of ``tokens_per_pass``.
+    count, it uses denoisers with the proportions of LLaDA, which have full attention. If ``shape``
+    is block-causal, the policy for ``shape`` does not suit full attention, so these denoisers run
+    the default policy. The function uses only the first element of ``tokens_per_pass``.
 
     Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
     the times of some precisions, the function ignores all other precisions, because their

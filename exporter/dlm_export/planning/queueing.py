@@ -138,8 +138,8 @@ def latencies_at(service: Service, max_running: int, load: float) -> Latencies:
     ``load`` must be less than 1, and is rounded up to a multiple of ``1 / STEPS``.
     """
     alone = service.times(1)[0]
-    # Simulate in units of the time of a pass with one request. Devices that differ only in speed
-    # then share one stored simulation.
+    # Use the time of a pass with one request as the unit of time, so that devices that differ only
+    # in speed share one cached simulation.
     pass_ms = tuple((shares, round(ms / alone, 6)) for shares, ms in service.pass_ms)
     relative = replace(service, pass_ms=pass_ms, overhead_ms=0.0)
     found = _simulated(relative, max_running, math.ceil(load * STEPS - 1e-9))

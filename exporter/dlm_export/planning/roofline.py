@@ -300,8 +300,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     installed.
 
     The memory bandwidth is measured with the operator ReduceSum, which reads a large array once.
-    The array is so large that memory limits the speed: at least 256 MiB, and at least four times
-    the size of the last-level cache.
+    ``_read_bytes`` determines the size of the array.
 
     The int8 rate is measured with MatMulInteger of uint8 and int8. In all matrix products, the
     right operand is a constant, like a weight, so that ONNX Runtime packs the right operand only
@@ -374,8 +373,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 def _read_bytes() -> int:
     """Return the size in bytes of the array for measuring the memory bandwidth.
 
-    The array is four times as large as the last-level caches, but not smaller than 256 MiB. The
-    array takes at most a quarter of the free memory.
+    The array does not fit into the processor's caches: it is four times as large as the last-level
+    caches, but not smaller than 256 MiB. The array takes at most a quarter of the free memory.
     """
     from dlm_export.memory import available_memory_bytes
 
@@ -386,7 +385,8 @@ def _read_bytes() -> int:
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return the total size in bytes of all last-level caches, or 0 if Linux does not report it."""
-    # (level of the cache, list of the cores that share the cache) -> size in bytes.
+    # Maps the level of a cache, and the list of the cores that share the cache, to its size in
+    # bytes.
     found: dict[tuple[int, str], int] = {}
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:

@@ -305,7 +305,7 @@ def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
-    """Return the layers that a recipe quantises, in the order of a pass."""
+    """Return the layers that a recipe quantises, in the order in which a pass computes them."""
     return [
         layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
     ]

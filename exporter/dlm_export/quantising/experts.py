@@ -39,8 +39,8 @@ class Entered:
 
     ``x`` contains the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen``
     contains the k experts of each token, ``[tokens, k]``, and ``weights`` contains the routing
-    weights of the chosen experts. ``counts_for`` contains the factor by which each token is
-    multiplied in a Gram matrix.
+    weights of the chosen experts. ``counts_for`` contains the factor with which each token enters a
+    Gram matrix.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Entered:
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of ``x`` with the indices ``rows``, in batches on the layer's device.
 
-        Each batch comes with the factors of its tokens in the Gram matrix.
+        Also yields, for each batch, the factors of the tokens in the Gram matrix.
         """
         for some in torch.split(rows, BATCH_TOKENS):
             yield self.x[some].to(self.device), self.counts_for[some].to(self.device)
@@ -117,7 +117,7 @@ def hidden_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield an expert's features before the down projection in batches ``[n, size]``.
 
-    Each batch comes with the factors of its tokens in the Gram matrix.
+    Also yields, for each batch, the factors of the tokens in the Gram matrix.
     """
     for (x, counts), mine in zip(
         entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True

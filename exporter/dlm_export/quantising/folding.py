@@ -19,8 +19,8 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# All experts of a mixture share the scales of gate and up. To compare possible scales, AWQ uses
-# this many experts only.
+# All experts of a mixture share the scales of gate and up. AWQ compares possible scales on at most
+# this many experts.
 AWQ_EXPERTS = 8
 
 

@@ -1,9 +1,8 @@
 """Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one.
 
-After rounding a row, GPTQ changes later rows to compensate for the rounding errors. Most of the
-time is spent on operations with matrices of K rows and K columns, for a layer with K inputs. These
-operations run in torch, on a GPU if there is one. The codes are computed in numpy, by the functions
-that define the number formats.
+After rounding a row, GPTQ changes later rows to compensate for the rounding errors. The cost of the
+matrix operations grows with the cube of the number of inputs, so they run in torch, on a GPU if
+there is one. The codes are computed in numpy, by the functions that define the number formats.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ decoding uses only the predictions at masked positions.
 _BATCH = 128
 _STEP = 16  # Number of rows in a small batch. Inside a small batch, errors are applied row by row.
 _STRIP = 1024  # number of columns of a Gram matrix that are computed at a time
-# A smaller mean square is replaced by this value, so that a vector of zeros causes no division by
-# zero and adds nothing to the Gram matrix.
+# The lower bound of a vector's mean square. The bound avoids a division by zero if a vector
+# contains only zeros. Such a vector adds nothing to the Gram matrix.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
 """The largest number of inputs for which the Cholesky factor is computed in float64.
@@ -52,10 +51,9 @@ For more inputs, the factor is computed in fp32, as in the paper.
 class Gram:
     """The Gram matrix, fp32 ``[K, K]``: a weighted sum of ``x^T x`` over a layer's inputs ``x``.
 
-    Only the upper triangle is computed. The vectors are normalised first, because in trained
-    denoisers, the vectors of a few tokens are a thousand times as long as all other vectors.
-    Without normalisation, the rounding would depend only on the tokens with long vectors (figures
-    in BENCHMARKS.md).
+    Only the upper triangle is computed. The inputs are normalised first: in trained denoisers, the
+    input vectors of a few tokens are a thousand times as long as all other input vectors. Without
+    normalisation, the rounding would depend only on these few tokens (figures in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
@@ -64,8 +62,8 @@ class Gram:
     def add(self, x: Tensor, weight: Tensor) -> None:
         """Add P input vectors ``x``, fp32 ``[P, K]``, each with a factor ``weight`` ``[P]``.
 
-        Each vector is first scaled to a mean square of 1, and then multiplied by the vector's
-        factor.
+        Each vector is first scaled to a mean square of 1. The factor then multiplies the vector's
+        product ``x^T x``.
         """
         weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
         for start in range(0, x.shape[1], _STRIP):

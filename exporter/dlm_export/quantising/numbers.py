@@ -119,7 +119,7 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array. Index the result with one part per axis."""
+    """Return the transposed matrix as a ``Lazy`` array. An index must have one part per axis."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 

@@ -284,7 +284,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 def _format(body: ChatBody) -> dict[str, Any]:
     """Return the arguments of ``Bundle.constraint`` for a response format.
 
-    The format "text" needs no constraint, so its result is empty.
+    For the format "text", which needs no constraint, the function returns an empty dict.
     """
     wanted = body.response_format
     if wanted is None or wanted.type == "text":

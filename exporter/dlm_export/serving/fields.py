@@ -262,9 +262,8 @@ class DetokenizeBody(Body):
 def commas_for(context: int) -> int:
     """Return the maximum number of commas outside strings in a body.
 
-    ``context`` is the longest context of the server's models, in tokens. A body with the maximum
-    number of prompts, each with ``context`` token IDs, does not exceed the result. But the result
-    is at most ``MOST_COMMAS``.
+    ``context`` is the longest context of the server's models, in tokens. The result leaves room for
+    the maximum number of prompts with ``context`` token IDs each, but is at most ``MOST_COMMAS``.
     """
     return min(MOST_VALUES + MOST_PROMPTS * context, MOST_COMMAS)
 
@@ -335,9 +334,8 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
     """Return the most specific problem of the first wrong field.
 
     If a field allows several types, pydantic reports a problem for each allowed type. This function
-    chooses the problem with the longest path. Among problems with equally long paths, the function
-    prefers a problem that is not a wrong type, because a wrong type only shows that the value
-    belongs to a different allowed type.
+    chooses the problem with the longest path. If several paths are equally long, the function
+    ignores problems of the kind "wrong type", because the value may have a different allowed type.
     """
     path = _path(errors[0])
     same = [each for each in errors if _path(each)[: len(path)] == path]

@@ -98,7 +98,7 @@ class Writer(ABC):
         """Yield the events that end the stream after a job has failed."""
 
     def _note(self, index: int, job: Job, event: Event | None) -> None:  # noqa: B027
-        """Note the progress of a job before its events are written.
+        """Record the progress of a job before its events are written.
 
         ``event`` is None before the first event of a job.
         """

@@ -204,7 +204,7 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
     """Return the texts before, between and after the markers.
 
-    Returns ``None`` unless each marker appears exactly once, and the markers are in this order.
+    Returns ``None`` unless each marker appears exactly once, in the order of ``markers``.
     """
     pieces = []
     for marker in markers:

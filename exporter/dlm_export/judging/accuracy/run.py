@@ -1,4 +1,4 @@
-"""Compares a bundle's accuracy with that of its source in torch, or with that of a second bundle.
+"""Compares the accuracy of a bundle with the accuracy of its source, or of a second bundle.
 
 Only the functions that need torch import torch, because the comparison of two bundles must work
 without torch.

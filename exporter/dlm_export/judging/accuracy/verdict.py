@@ -64,7 +64,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A candidate's loss of accuracy. Each field is a section of accuracy.json.
+    """A candidate's loss of accuracy. Each field except ``speed`` is a section of accuracy.json.
 
     - ``effort``: why the comparison stopped (see ``rounds``), and which denoiser generated the
       decoding runs (see ``evidence``).

@@ -186,8 +186,7 @@ class _Beside:
         ``shown`` contains the values that the graph computed in this part, with one mapping per
         batch.
         """
-        # The graph returns a value under the name ``SHOWN`` plus the value's own name. If a later
-        # part reads the value too, the later part's mapping contains the plain name.
+        # Remove the prefix that ``taps.show`` adds to the names of values.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -441,7 +440,8 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # A sum can differ by this much if its terms are added in a different order.
+        # ``moved`` is how much each value of ``hidden`` may differ from torch's value. Even with
+        # equal inputs, sums differ if their terms are added in a different order.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (

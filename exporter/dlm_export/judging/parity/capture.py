@@ -42,7 +42,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-# Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
+# Dream's code needs transformers 4.46.2. LLaDA's code runs with transformers up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
 # The keys of auto_map (an entry of config.json) that may name the class to run. The first two keys

@@ -54,9 +54,9 @@ PROBES = 8  # maximum number of loss measurements in the bisection; suffices for
 class AutoOptions:
     """Options of the search.
 
-    ``formats`` lists the formats that a layer may get instead of full precision. If ``formats`` is
-    ``None``, these are the formats that the target recommends. If ``tune`` is true, the search
-    minimises the measured time instead of the size.
+    ``formats`` lists the formats that a layer may get instead of full precision. ``None`` means the
+    formats that the target recommends. If ``tune`` is true, the search minimises the measured time
+    instead of the size.
     """
 
     formats: tuple[str, ...] | None = None

@@ -185,7 +185,7 @@ def sums(
         on_done()
     tables = _at_the_table(carried, gradients, choices)
     for lost, looked_up in zip(found.lost, tables, strict=True):
-        # Add the loss that arises because the lookup returns rows of the quantised table.
+        # Add the loss from looking up embeddings in the quantised table.
         if looked_up is not None:
             (a, b), (more_a, more_b) = lost[HEAD], _by_kind(looked_up)
             lost[HEAD] = a + more_a, b + more_b
@@ -314,8 +314,8 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # Overwrite the gradient at the block's output last. The code above needs this gradient
-            # for each layer whose output is added to the block's result.
+            # This assignment replaces the gradient at the block's output by the gradient at the
+            # block's input. It must come last, because the code above needs the old gradient.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -323,7 +323,7 @@ def _through(
 def _at_the_table(
     carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[Tensor | None]:
-    """Compute the loss that arises because a pass looks up rows of a quantised embedding table.
+    """Compute the loss from looking up embeddings in a quantised table.
 
     For each quantisation in ``choices``, the function returns the sum of ``(g . e)**2`` over all
     canvases, with one element per random gradient g. For a quantisation that leaves a tied table

@@ -23,8 +23,8 @@ from dlm_export.judging.report.numbers import finite, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# The width of every figure. A phone is about this many pixels wide, so text of 9 units is legible
-# on a phone.
+# The width of every figure. The screen of a phone is about 360 pixels wide, so a text height of 9
+# units is legible on a phone.
 WIDTH = 360
 # Maps the placeholder colours of matplotlib to the colours of the page that replace them.
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"

@@ -66,7 +66,8 @@ class Levels:
     """The effort levels of a preset, and the measurements from which the levels were chosen.
 
     - ``quality``: the kind of quality that was measured. ``task`` means the share of right answers.
-      ``agreement`` means the share of tokens that are equal to the tokens of ``careful``.
+      ``agreement`` means the share of tokens that are equal to the tokens of the variant
+      ``careful``, which commits one token per pass.
     - ``samples``: the number of samples.
     - ``curve``: all measured variants, sorted by their number of passes.
     - ``levels``: maps each level's name to the level's variant.
