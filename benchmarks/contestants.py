@@ -48,11 +48,11 @@ class Contestant(ABC):
     ) -> dict[str, Any]:
         """Fill ``new`` tokens after each prompt.
 
-        If ``passes`` is not None and all passes of the loop take the same time, the loop ends after
-        about ``passes`` passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of
-        ``timed_passes``, and the ``seconds`` of the timed passes. Some engines and loops also
-        report ``selection_s``, the seconds to select tokens in the timed passes, and
-        ``cache_bytes``.
+        ``passes`` is the approximate number of passes to run. If it is None, or if the passes of
+        the loop take different times, the whole loop runs. Returns ``canvases``, the ``nfe`` of the
+        whole loop, the number of ``timed_passes``, and the ``seconds`` of the timed passes. Some
+        engines and loops also report ``selection_s``, the seconds to select tokens in the timed
+        passes, and ``cache_bytes``.
         """
 
     @abstractmethod

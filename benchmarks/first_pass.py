@@ -27,8 +27,9 @@ program `rates.c` measures fp32 multiply-adds, and the speed of reading an array
 cache.
 
 `llama` measures the time that llama.cpp takes for prompts of the same lengths. The network is a
-Qwen3 with causal attention, with the same shape and the same weights. llama.cpp runs with flash
-attention, a cache in fp16, and its default batch of 512 tokens. Needs benchmarks/requirements.txt.
+Qwen3 with causal attention. It has the shape and the weights of the denoiser. llama.cpp runs with
+flash attention, a cache in fp16, and its default batch of 512 tokens. Needs
+benchmarks/requirements.txt.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def checkpoint() -> Path:
 
 
 def bundle_of(cache: str) -> Path:
-    """Return the int8 bundle with a cache of this type. The bundle is built once."""
+    """Return the int8 bundle whose cache has the type ``cache``. The bundle is built once."""
     options = ("--precision", "int8", "--cache-dtype", cache, *QUICKLY)
     return built(checkpoint(), f"first-pass-int8-{cache}", *options)
 
@@ -119,7 +120,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
                 ends.append(time.perf_counter())
                 result = event.result
         assert result is not None
-        ends = ends[-PASSES - 1 :]  # ends of the prompt and of each pass over the block
+        ends = ends[-PASSES - 1 :]  # the times when the prompt and each pass over the block ended
         return {
             "prompt_s": result.timings["prefill"],
             "passes": result.nfe - PASSES,
@@ -204,9 +205,9 @@ def formula_bytes(
     - ``cache``: keys and values of all tokens of the canvas, in all layers.
     - ``new_rows``: the keys and values of the tokens of a pass. A scheduler first writes them to
       this memory and then to the cache. A session writes them to the cache directly.
-    - ``arrays``: the fp32 arrays of a pass at its largest moment, for each token of the pass. In
-      the last matrix of a layer's MLP, these are the residual stream and the output (d_model each),
-      and the product of gate and up (mlp_size).
+    - ``arrays``: the fp32 arrays of a pass. They take most memory during the last matrix product of
+      a layer's MLP. For each token, they are then the residual stream and the output (d_model
+      each), and the product of gate and up (mlp_size).
     - ``kept``: the fp32 arrays of attention: queries, keys, values and the result. They are no
       longer needed in the MLP, but ONNX Runtime's allocator keeps their memory. The product of gate
       and up does not fit into any of these pieces, so the allocator takes new memory for it.

@@ -65,7 +65,7 @@ LARGE = {
 }
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
-POOL = 1 << 24  # number of random values from which all tensors are cut
+POOL = 1 << 24  # all tensors are slices of this many random values
 PROBE_BYTES = 2 << 30  # size of the file for measuring the disk's speed
 
 Shapes = Mapping[str, tuple[int, ...]]

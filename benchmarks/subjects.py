@@ -1,4 +1,4 @@
-"""Trained networks whose weights can be replaced, to measure how much rounding them costs.
+"""Trained networks whose weights can be replaced, to measure how much rounding increases the loss.
 
 Torch computes all networks in fp32. Only matrices are replaced. Activations, norms and an embedding
 table that the head does not share stay the same. For the demos, the loss is the cross-entropy of

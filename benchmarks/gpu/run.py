@@ -108,7 +108,7 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """Return this process's GPU memory in bytes, or else its largest resident set."""
+    """Return this process's GPU memory in bytes, or on a CPU its largest resident set."""
     if device == "cpu":
         status = Path("/proc/self/status").read_text()
         return next(

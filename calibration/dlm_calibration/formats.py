@@ -256,8 +256,8 @@ def int4_scales(
     For each group, the function tries six scales, from amax / 7 to amax / 9.5. The function returns
     the scale with the smallest weighted squared error. If several scales have this error, the
     function returns the largest of these scales. Each squared error is multiplied by the square of
-    the value, as in llama.cpp's IQ4_NL. Clipping large weights costs more accuracy than the plain
-    error suggests (figures in BENCHMARKS.md).
+    the value, as in llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than the
+    plain error suggests (figures in BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.

@@ -1,4 +1,4 @@
-"""Measures how much accuracy a quantised denoiser lost, from logits, canvases and texts.
+"""Measures the loss of accuracy of a quantised denoiser, from logits, canvases and texts.
 
 There are four kinds of metrics:
 
@@ -366,8 +366,8 @@ def same_answer(text: str | None, answer: str) -> bool:
 
     If ``answer`` is a JSON object or array, both texts are parsed and compared. Key order, spacing,
     and the difference between 1 and 1.0 do not matter. All other answers are compared as text. In
-    this comparison, any run of whitespace equals one space. If ``text`` is ``None``, the result is
-    False.
+    this comparison, one or more whitespace characters equal one space. If ``text`` is ``None``, the
+    result is False.
     """
     if text is None:
         return False

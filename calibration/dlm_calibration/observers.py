@@ -1,8 +1,8 @@
-"""Collects statistics of layer inputs during calibration: ranges, outliers, and drift over mask
-ratios.
+"""Collects statistics of the inputs of layers during calibration: ranges, outliers, and how the
+ranges change with the mask ratio.
 
 There are separate statistics for masked and committed positions, and for each bucket of mask
-ratios. A bucket is a range of mask ratios. Ranges that are found on clean text only would be wrong
+ratios. A bucket is a range of mask ratios. Ranges that were found only on clean text would be wrong
 for partly masked canvases (arXiv:2508.14896).
 
 Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 per octave, from
@@ -93,7 +93,7 @@ class Observer:
         Args:
             x: Input vectors, fp32 ``[P, K]``, without padding.
             is_masked: True for each position that is masked, bool ``[P]``.
-            bucket: The state's bucket, -1..9.
+            bucket: The bucket of the pass's mask ratio, 0..9. -1 is the bucket of clean states.
 
         Raises:
             CalibrationError: ``x`` contains NaN or infinity. In this case, the statistics do not
@@ -158,9 +158,9 @@ class Observer:
 
         Args:
             method: How the range is chosen. ``max`` takes the largest magnitude. ``percentile``
-                takes the magnitude that ``PERCENTILE`` per cent do not exceed. ``mse`` minimises
-                the squared rounding error. ``entropy`` minimises the divergence between the
-                magnitudes and the rounded magnitudes (Migacz, GTC 2017).
+                takes the percentile ``PERCENTILE`` of all magnitudes. ``mse`` minimises the squared
+                rounding error. ``entropy`` minimises the divergence between the magnitudes and the
+                rounded magnitudes (Migacz, GTC 2017).
             levels: The format to which values are rounded.
 
         Returns:
@@ -360,9 +360,7 @@ def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndar
 
 
 def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
-    """Return the magnitude that ``percent`` per cent of all magnitudes do not exceed, interpolated
-    within its bin.
-    """
+    """Return a percentile of the magnitudes, interpolated within its bin."""
     edges, cumulative = _cumulative(counts, largest)
     rank = cumulative[-1] * percent / 100
     first = int(np.searchsorted(cumulative, rank))
@@ -400,7 +398,7 @@ def _least_squares(
     weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
     clips = largest * _MSE_CLIPS
     errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
-    # argmin returns the first minimum, so the widest of several equal ranges is used
+    # The widest range comes first, and argmin returns the first minimum.
     return float(clips[int(np.argmin(errors))])
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
 _MOST_SAMPLES = 100_000  # with the limit on canvas length, this limits the memory for samples
-_MOST_BYTES = 1 << 20  # size limit of a line or paragraph; a canvas holds far less text
+_MOST_BYTES = 1 << 20  # size limit of a line or paragraph; a canvas contains far less text
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +72,8 @@ def read_samples(
             may end with the user's message.
 
     Raises:
-        CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.
-            The message contains the line number. This error is also raised if the file is
+        CalibrationError: A line is not UTF-8, is not JSON, has none of the keys above, or is too
+            long. The message contains the line number. This error is also raised if the file is
             unreadable or contains no samples, or if a tokenizer or chat template is needed and
             missing.
     """

@@ -1,9 +1,9 @@
 """Finds the layers to quantise first, given the loss of each layer in each format.
 
-An assignment gives a format to every layer. The result is a list of assignments, in which each
-needs fewer bytes than the one before it. The predicted loss of an assignment is the sum of the
-layers' losses. This sum is accurate if the losses are small. The caller measures the real losses of
-the assignments from which it chooses.
+An assignment gives a format to every layer. ``trade_off`` returns a list of assignments. Each
+assignment needs fewer bytes than the previous assignment in the list. The predicted loss of an
+assignment is the sum of the layers' losses. This sum is accurate if the losses are small. The
+caller measures the real losses of the assignments from which it chooses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def efficient(choices: list[Choice]) -> list[Choice]:
     for choice in ranked:
         if hull and choice.cost == hull[-1].cost:
             continue
-        # A choice is useless if another choice is cheaper and its loss is not larger.
+        # A choice is useless if a cheaper choice has the same loss or a smaller loss.
         while hull and hull[-1].loss >= choice.loss:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):

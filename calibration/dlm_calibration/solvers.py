@@ -17,7 +17,8 @@ import numpy as np
 
 from dlm_calibration.errors import QuantisationError
 
-# Scales are clipped to 1 / limit .. limit, because they are merged into weights that may be fp16.
+# Scales are clipped to 1 / limit .. limit. They are merged into weights that may be fp16, which has
+# a small range.
 _SCALE_LIMIT = 1e4
 _LARGEST_ROTATION = 1024
 
@@ -32,8 +33,8 @@ def smooth_scales(
 
     Args:
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
-        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices with
-            this input.
+        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices that
+            multiply this input.
         alpha: How much of the outliers moves from the activations to the weights, 0..1. The default
             is 0.5.
 

@@ -1,6 +1,6 @@
 """Makes calibration states from samples.
 
-For calibration, a denoiser runs on these states, and the inputs of its layers are observed.
+Calibration runs a denoiser on these canvases, and observes the inputs of the denoiser's layers.
 
 A calibration state is a canvas. There are three kinds of state. A masked state is a sample with
 random mask tokens, as in the forward process of masked diffusion (arXiv:2502.09992, section 2.1).
@@ -298,7 +298,8 @@ def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
     """Yield indices of ``shares`` forever, so that each index occurs in proportion to its share.
 
-    At any time, the number of occurrences of an index is as close to its share as integers allow.
+    At any time, the share of each index among all yielded indices is as close as possible to its
+    share in ``shares``.
     """
     owed = [0.0] * len(shares)
     while True:

@@ -8,9 +8,9 @@ The constraint allows only calls that are valid by the schemas of the functions.
     python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
         --count 100 --defaults
 
-Prints the number of valid answers, the number of right answers, and the number of passes. The
-second demo writes one call per line. Its bundle records this layout (json_layout), and the
-constraint uses this layout.
+The script prints the number of valid answers, the number of right answers, and the number of
+passes. The second demo writes one call per line. Its bundle records this layout in json_layout, and
+the constraint allows only this layout.
 """
 
 from __future__ import annotations

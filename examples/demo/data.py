@@ -72,7 +72,7 @@ CARRIER_SHARE = 0.2
 def has_carrier_held_out(function: Function) -> bool:
     """Return True if a held-out template of the function starts with ``i need to ...``.
 
-    These words are then never used in training commands for this function.
+    The words ``i need to`` are then never added to training commands for this function.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
@@ -127,7 +127,7 @@ def fill(
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
     """Sometimes put ``i need to`` before a training command that begins with a verb.
 
-    This is not done for functions with a held-out template that uses these words.
+    The command does not change if a held-out template of the function starts with these words.
     """
     if (
         not has_carrier_held_out(function)
@@ -139,7 +139,7 @@ def with_carrier(text: str, function: Function, rng: random.Random) -> str:
 
 
 def with_manners(text: str, rng: random.Random) -> str:
-    """Sometimes add an opening before a command, and sometimes a closing after it."""
+    """Sometimes add polite words before a command, and sometimes after the command."""
     if rng.random() < 0.35:
         text = f"{rng.choice(words.OPENINGS)}{rng.choice((',', '', ''))} {text}"
     if rng.random() < 0.2:

@@ -107,7 +107,7 @@ class TorchBundle:
         ]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
-        """Like ``Bundle.generate``, but only for presets that the caller names."""
+        """Like ``Bundle.generate``, but ``preset`` has no default."""
         tokens = self.tokenizer.encode(prompt)
         fields = PRESETS[preset].with_fields(policy)
         out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
@@ -143,7 +143,7 @@ def evaluate(
         seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
         # The tokenizer adds two tokens to every prompt, which do not belong to the answer. The
-        # answer's eos is counted in addition.
+        # answer's eos is one more token.
         tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))

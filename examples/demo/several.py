@@ -401,7 +401,7 @@ class Speaker:
         )
 
     def _references(self) -> dict[Function, Sequence[str]]:
-        """Return the templates whose references all have an earlier call to refer to."""
+        """Return the templates in which every reference can refer to an earlier call."""
         found = {}
         for name, (training, held_out) in REFERENCES.items():
             templates = held_out if self.is_template_unseen else training

@@ -10,7 +10,7 @@ padded with end tokens (eos), which belong to the response. Training differs fro
   by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden tokens
   would cause most of the noise in the gradient.
 - In most canvases, one block is partly hidden, earlier blocks are not hidden, and later blocks are
-  completely hidden. Block-wise decoding only sees such canvases.
+  completely hidden. In block-wise decoding, all canvases are of this kind.
 - In half of the canvases, JSON syntax and eos are hidden less often than values, because decoding
   commits JSON syntax and eos first.
 - The initial weights contain a pattern of attention that copies words (see ``initialise``).
