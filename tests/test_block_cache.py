@@ -290,7 +290,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits always write the most likely token, even if tokens are sampled.
+    """Edits always write the most likely token, even if the policy samples tokens.
 
     With classifier-free guidance, a second canvas, whose prompt is masked, has a separate cache.
     """
@@ -423,8 +423,8 @@ class Scripted:
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
     """The denoiser first predicts the token 10 everywhere.
 
-    When all positions of the block are decided, the denoiser is sure of the token 20. Edits must
-    not change tokens of the caller.
+    When all positions of the block are decided, the denoiser predicts the token 20 with certainty.
+    Edits must not change tokens that the caller passed.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -598,7 +598,7 @@ def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, s
             bundle.generate(tokens=[1], max_new_tokens=80, **suiting[name].as_dict())
         elif name not in ("nemotron-diffusion", "wedlm", "diffusion-gemma") or (
             name == "diffusion-gemma" and (shift or block is None)
-        ):  # these three would also run, but are published for other denoisers only
+        ):  # these three would also run, but they were published for other denoisers
             with pytest.raises(RequestError):
                 bundle.generate(tokens=[1], max_new_tokens=80, **policy.as_dict())
     assert ("llada" in suiting) == (block != 64)

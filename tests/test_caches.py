@@ -149,8 +149,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     )
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
-    # For rows with larger numbers, 127 times the scale would not be a finite float, so they count
-    # as infinite.
+    # For rows with larger numbers, 127 times the scale would not be a finite float, so larger
+    # numbers count as infinite.
     x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
     stored = attention._store_int8(body, body.inputs[0])
@@ -295,8 +295,8 @@ def test_kernels_attend_as_the_functions_say(
 ) -> None:
     """Each native kernel gives the same results as the ONNX function that it replaces.
 
-    This is tested with block-causal and full attention, with rotation of a ``part`` of each head,
-    and with several requests in one row.
+    The test uses block-causal and full attention, rotation of a ``part`` of each head, and several
+    requests in one row.
     """
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
@@ -479,7 +479,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
 def checkpoints(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return one checkpoint for each entry of ``HEADS``. They differ in their numbers of heads."""
+    """Return one checkpoint for each entry of ``HEADS``, which lists numbers of heads."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):

@@ -2,8 +2,8 @@
 checkpoint contains.
 
 When a build compares a bundle with the torch denoiser, both rely on the same reader of config.json,
-so an error of this reader stays hidden. In these tests, the other side uses none of this project's
-code.
+so an error of this reader stays hidden. In these tests, the torch denoiser is compared with code
+that is not from this project.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def test_a_bundle_equals_the_code_from_outside(
 def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released_code(
     captured: Captured, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imitates an error that happened once: config.json stored theta under a key that this project
-    did not read, so the default of 10,000 was used.
+    """The test imitates an error that happened once: config.json stored theta under a key that this
+    project did not read, so the default of 10,000 was used.
     """
     checkpoint, file, _ = captured(name)
     real = folder.read_json
@@ -330,8 +330,8 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
-    """If a class needs an attention mask for its blocks but gets none, every position sees all
-    positions.
+    """If a class needs an attention mask for its blocks and does not get it, every position sees
+    all positions.
     """
     config = sdar_config(auto_map={"AutoModel": "modeling_sdar.SDARForCausalLM"})
     checkpoint = write_checkpoint(tmp_path / "sdar", config)

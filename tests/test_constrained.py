@@ -373,7 +373,7 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     """
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
-    ended = MOST + 1  # the number of the state after an end token; state n follows n letters
+    ended = MOST + 1  # the state after an end token; state n is the state after n letters
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
     steps = list[
         dict[int, tuple[float, int, int]]

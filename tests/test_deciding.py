@@ -1,7 +1,7 @@
 """Tests of decisions.
 
-The probabilities must equal those from an enumeration of all answers, and errors must name what is
-wrong.
+The probabilities must equal the probabilities from an enumeration of all answers. Errors must name
+what is wrong.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 TensorRT builds engines from device.onnx, but builds measure the quality of denoiser.onnx. The
 denoisers are tiny and random. ONNX Runtime runs both graphs if it has all of their operators.
-Graphs with TensorRT's own operator or with bf16 run in ONNX's reference implementation. NVFP4 is
-implemented here from its definition, without this project's code.
+Graphs with TensorRT's own operator or with bf16 run in ONNX's reference implementation. The tests
+implement NVFP4 from its definition, without this project's code.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def test_the_weights_of_both_graphs_are_the_same_values(
     for layer, ours in device.items():
         # TensorRT's form of the graph multiplies the two scales of NVFP4 in the graph's type. ONNX
         # Runtime's form multiplies them in fp32. So in TensorRT's form, the product of the scales
-        # is rounded once more, and the value too.
+        # and the dequantised value are both rounded once more.
         limit = 2 * ROUNDING[activations] if precision == "nvfp4" else 0.0
         assert np.all(np.abs(ours - judged[layer]) <= limit * np.abs(judged[layer])), layer
 

@@ -367,7 +367,7 @@ def test_the_python_programs_of_a_page_run(
 def write_c_sample(folder: Path) -> str:
     """Write README's C program to ``app.c``.
 
-    Returns the lines of README that compile it, and one line that runs it.
+    Returns the lines of README that compile the program, and one line that runs the program.
     """
     (folder / "app.c").write_text(
         next(block.text for block in _blocks(README) if block.language == "c")
@@ -469,11 +469,11 @@ def _check_pip(words: list[str]) -> None:
 def test_every_command_line_is_one_that_its_program_takes(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the options of ``dlm-export`` with their values, targets and precisions, the targets
-    of ``make``, the extras of ``pip``, and files.
+    """The test checks the options of ``dlm-export`` with their values, targets and precisions, the
+    targets of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        # This file comes from the reader of the page, so it need not exist in the repository.
+        # The reader of the page provides the file, so the file need not exist in the repository.
         monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):

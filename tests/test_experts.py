@@ -1,6 +1,7 @@
 """Tests of the operators for mixtures of experts.
 
-The ONNX functions that define them and the native kernels must compute the documented sum.
+The ONNX functions that define these operators, and the native kernels, must compute the documented
+sum.
 """
 
 from __future__ import annotations

@@ -498,8 +498,8 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     fake = quantise_activation(x, "int8", None)
     assert np.isfinite(fake).all()
     assert fake[1] == 0
-    # If ``largest`` is 1e-39, the smallest possible scale is larger than the values, so they become
-    # 0.
+    # If ``largest`` is 1e-39, the smallest possible scale is larger than the values, so the values
+    # become 0.
     assert np.abs(fake - x).max() <= (0.01 * largest if largest > 1 else largest)
 
 

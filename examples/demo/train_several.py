@@ -8,8 +8,8 @@ pass trains every block. The training differs from the first demo's training as 
 
 - The initial weights are the weights of the first demo, which can already write most functions and
   copy words. Norms of queries and keys are added. Their initial weights keep the average lengths
-  that queries and keys have in the first demo. Two layers are added in the middle. Their initial
-  weights are chosen so that they do not change their input.
+  that queries and keys have in the first demo. Two layers are added in the middle. With their
+  initial weights, the two layers do not change their input.
 - In every block of the copy, tokens are hidden independently of the other blocks. The hidden
   positions are similar to the masked positions in decoding (see ``hide``).
 - Training starts with commands that ask for few calls.

@@ -1,9 +1,9 @@
 """Finds the installed files that a C or C++ program needs to use the runtime.
 
-These are the header, the libraries, the pkg-config file and the CMake package.
+The files are the header, the libraries, the pkg-config file and the CMake package.
 
-The files are in one folder, in the subfolders that ``cmake --install`` creates. The whole folder
-can be moved. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints
+All files are in one folder, in the subfolders that ``cmake --install`` creates. You can move the
+whole folder. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints
 these paths.
 """
 
@@ -22,7 +22,7 @@ _STATIC_NEEDS = "-lstdc++ -lm -ldl -lpthread"
 def prefix() -> Path:
     """Return the folder that contains ``include/dlm_runtime.h`` and ``lib/``.
 
-    Raises EngineError if the package was installed without these files.
+    Raises EngineError if the package was installed without the header and the libraries.
     """
     folders = _native.package_folders()
     for folder in folders:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # maximum length in characters; the manifest may contain very long texts
+_MESSAGE_LIMIT = 300  # most characters of an error message; a manifest may contain very long texts
 
 
 @dataclass(frozen=True)

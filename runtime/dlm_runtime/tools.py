@@ -85,8 +85,9 @@ FORMATS = {
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
     """Return the call format to use.
 
-    If ``chosen`` is None, this is the format that the chat template shows. If the template does not
-    show a format, the result is one JSON object per line. Raises RequestError for an unknown name.
+    If ``chosen`` is None, the result is the format that the chat template shows. If the template
+    does not show a format, the result is one JSON object per line. Raises RequestError for an
+    unknown name.
     """
     if isinstance(chosen, CallFormat):
         return chosen
@@ -149,7 +150,8 @@ class Tools:
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
         """Return the source of a constraint that allows one call.
 
-        If ``is_parallel`` is true, the constraint allows several calls. Its kind is "tree".
+        If ``is_parallel`` is true, the constraint allows several calls. The kind of the constraint
+        is "tree".
         """
         f = self.written
         start, between, end = layout.around(0, False)

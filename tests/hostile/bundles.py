@@ -27,8 +27,8 @@ GONE = object()
 class Case:
     """A hostile bundle.
 
-    ``engine`` is the engine with which the native library rejects it. If None, only Python reads
-    the damaged part.
+    ``engine`` is the engine with which the native library rejects the bundle. If ``engine`` is
+    None, only Python reads the damaged part.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
 def replace(path: Path, content: bytes) -> None:
     """Write a file of the copied bundle.
 
-    The old file is removed first, because it may be a link to the original.
+    The old file is removed first, because it may be a link to a file of the valid bundle.
     """
     path.unlink(missing_ok=True)
     path.write_bytes(content)

@@ -44,7 +44,7 @@ def rotate(x, theta):
 class Block(nn.Module):
     """Attention over the whole canvas, followed by a gated MLP.
 
-    Each has a norm before it, and its output is added to its input.
+    Attention and the MLP each have a norm before them. The output of each is added to its input.
     """
 
     def __init__(self, c):

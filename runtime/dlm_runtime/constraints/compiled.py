@@ -96,7 +96,7 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """Return the content of a file with this constraint, for programs that read automata."""
+        """Return the constraint as the bytes of a file, for programs that read automata."""
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:
@@ -134,7 +134,7 @@ def compile_content(
 
     Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
     ``vocab_size``. Tokens with an id of ``vocab_size`` or more are not used. ``made_of`` is a hash
-    of 32 bytes, which the bytes of the compiled constraint contain.
+    of 32 bytes. The compiled constraint contains this hash.
 
     Raises RequestError if the constraint cannot be compiled within ``limits``. Warns with
     SchemaWarning about keywords that look misspelled.

@@ -181,7 +181,7 @@ class Constraints:
     ) -> compiled.Constraint:
         """Return the constraint that is stored for ``key``.
 
-        If there is no such constraint, compile it and store it.
+        If the constraint is not stored yet, compile it and store it.
         """
         with self._lock:
             made = self._kept.get(key)

@@ -199,7 +199,7 @@ class Deciding:
         return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
 
     def take(self, made: Generation) -> None:
-        """Read the answers from the result of a request that had these ``arguments``.
+        """Read the answers from ``made``, the result of a request with ``arguments``.
 
         Raises CancelledError if the request ended early.
         """
@@ -231,7 +231,7 @@ class Deciding:
     def _texts_of(self, name: str) -> tuple[str, ...]:
         """Return the legal texts of a question's slot.
 
-        If the answer is final, this is only the chosen option. Otherwise, all options are legal.
+        If the answer is final, only the chosen option is legal. Otherwise, all options are legal.
         """
         slot, answer = self._slots[name], self._answers.get(name)
         if answer is None:

@@ -122,7 +122,7 @@ class Handle:
             self._busy += 1
 
     def end(self) -> None:
-        """Declare that a use has ended, which ``begin`` has declared before.
+        """End a use of the engine that ``begin`` has started.
 
         In a forked process, this does nothing.
         """

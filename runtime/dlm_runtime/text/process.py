@@ -103,7 +103,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # also on Ctrl-C; otherwise, a later request would read this answer
+        except BaseException:  # on Ctrl-C too: otherwise, a later request would read this answer
             self._stop()
             raise
         if "refused" in reply:

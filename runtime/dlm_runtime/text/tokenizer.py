@@ -38,8 +38,8 @@ class Tokenizer:
     ) -> None:
         """``special_tokens`` contains the texts of special tokens that a template may use.
 
-        The keys are the names that the template uses. Raises BundleError if the tokenizer is
-        invalid. The message names the file ``where``.
+        The keys of ``special_tokens`` are the names that the template uses. Raises BundleError if
+        the tokenizer is invalid. The message names the file ``where``.
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # the hash of the tokenizer's file

@@ -1,8 +1,8 @@
 """Writes the first inputs of the fuzz targets.
 
-``python runtime/native/fuzz/seeds.py FOLDER`` writes files FOLDER/TARGET/NAME. They are small files
-of every kind that a target reads, made by the same code as in a build. The comment at the top of
-each target describes the form of its inputs.
+``python runtime/native/fuzz/seeds.py FOLDER`` writes files FOLDER/TARGET/NAME. The files are small
+inputs of every kind that a target reads. The code that makes them is also used in builds. The
+comment at the top of each target describes the form of its inputs.
 """
 
 from __future__ import annotations
