@@ -6,10 +6,10 @@
 The script measures memory and speed with random denoisers that have two layers and int8 weights.
 Each head has 128 features. The denoiser for memory has 4 heads, and the denoiser for speed has 16
 heads. For each length of the canvas, the script measures the memory of a new process after two
-passes over one block. The script also computes the memory with a formula: a cached token takes 2 *
-layers * kv_heads * bytes of a row. To compare the speed of the caches, the script times a pass with
-each cache in turn, in one process. To measure the loss, the script builds the demo with each cache.
-In these builds, only the cache is rounded.
+passes over one block. The script also computes the memory with a formula: a cached token has 2 *
+layers * kv_heads rows. A row is the key or the value of one head. To compare the speed of the
+caches, the script times a pass with each cache in turn, in one process. To measure the loss, the
+script builds the demo with each cache. In these builds, only the cache is rounded.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The contestants are this project's runtime, the reference loop in torch, and llama.cpp. They have
 the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and
 ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate process, because the
-benchmark measures the memory of this process. For the same reason, the process imports only the
+benchmark measures the memory of the process. For the same reason, each process imports only the
 engine of its contestant.
 """
 

@@ -5,9 +5,9 @@
     python benchmarks/first_pass.py llama [--lengths ...] [--types Q8_0,F16] [--limit 600]
         [--threads N] [--rounds 1] [--json FILE]
 
-The denoiser has the shape of benchmarks/blocks.py (12 layers, d 768, 12 query heads and 4 key heads
-of size 64, blocks of 32), random int8 weights, and canvases of up to 131,104 tokens. Each run is a
-new process.
+The denoiser has the shape of benchmarks/blocks.py (12 layers, hidden size 768, 12 query heads and 4
+key heads of size 64, blocks of 32 tokens), random int8 weights, and canvases of up to 131,104
+tokens. Each run is a new process.
 
 `prompts` runs one request. Its prompt has the given length, and it generates one block of 32
 tokens. With `--part N`, a scheduler computes the prompt in passes of at most N tokens, as

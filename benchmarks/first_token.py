@@ -7,8 +7,8 @@ compares three ways to open the bundle, in turns. "recorded" opens a bundle whos
 checked and recorded earlier. "hashed" hashes all files, as the first process that opens a bundle
 does. "sizes" checks only the sizes of the files.
 
-The script prints when the process reaches these moments, in milliseconds since just before it was
-created:
+The script prints when the process reaches the following moments, in milliseconds. The time starts
+just before the process is created:
 
     main         the first statement of the program runs
     import       Python has imported dlm_runtime

@@ -211,7 +211,7 @@ def prepare(name: str, size: str) -> None:
 
 
 def available(names: list[str]) -> tuple[list[str], str | None]:
-    """The contestants that can run on this machine, and the reasons why the others cannot."""
+    """Return the contestants that can run on this machine, and why the others cannot run."""
     missing = [
         module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None
     ]

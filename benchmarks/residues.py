@@ -139,8 +139,9 @@ _FAIRSEQ = {
 def sceptr_checkpoint(package: Path, folder: Path, variant: str, loops: Mapping[str, int]) -> Path:
     """Convert a variant of SCEPTR, such as SCEPTR_tiny, for loops with the given lengths.
 
-    Each component of an embedding is a row of a table, or depends only on the position. So the sum
-    of the components is the sum of a table of tokens and a table of positions.
+    Each component of an embedding is a row of a table, or depends only on the position. The sum of
+    the components is therefore the sum of two rows: a row of a table of tokens, and a row of a
+    table of positions.
     """
     source = package / "_model_saves" / variant
     model = json.loads((source / "config.json").read_text())["model"]

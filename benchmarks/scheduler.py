@@ -9,8 +9,8 @@ divided by the number of requests that `alone` answers per second. With "inf", a
 at once. All three ways get the requests at the same times:
 
 - `alone` runs one request after another.
-- `batches` starts the waiting requests together, at most eight. When all of them are done, it
-  starts the next batch.
+- `batches` starts up to eight waiting requests together. When all of them are done, it starts the
+  next batch.
 - `scheduler` starts a request as soon as fewer than eight requests are running.
 
 The latency of a request is measured from its arrival. In each round, the three ways take turns. The

@@ -5,8 +5,8 @@
 
 The first method is an estimate. It needs one forward pass and one backward pass for all layers. The
 second method is exact. It runs the whole denoiser once for each layer. The script compares both
-methods on the demo denoiser and on randomly initialised LLaDA and Dream denoisers (d 256, 4
-layers). It prints Spearman's rank correlation of the losses, the estimated loss divided by the
+methods on the demo denoiser and on randomly initialised LLaDA and Dream denoisers (hidden size 256,
+4 layers). It prints Spearman's rank correlation of the losses, the estimated loss divided by the
 exact loss (10th, 50th and 90th percentile), and the seconds of both methods.
 
 The script then runs ``--precision auto`` on the demo with each of the two methods. It prints the

@@ -45,7 +45,7 @@ ROLES, LITERALS, CHATS = (
 TIMED = 2000  # number of lines that are timed in a round
 
 
-# A program that opens the file in its first argument, and prints the memory of its process.
+# A program that opens the file that its first argument names, and prints the memory of its process.
 HELD = """
 import os, sys
 from dlm_export.text.native import CompiledText

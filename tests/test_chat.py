@@ -102,8 +102,8 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type("half a line")
     slow.until("half a line")
-    # Wait until the command waits for input. If a signal arrived just before, CPython would handle
-    # the signal only after the next key.
+    # Wait until the command waits for input. If a signal arrived just before the command waits,
+    # CPython would handle the signal only after the next key.
     time.sleep(0.5)
     slow.type("\x03")  # while the command waits for input, Ctrl-C starts a new line
     slow.until("> ")

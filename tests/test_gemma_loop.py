@@ -50,7 +50,7 @@ def window(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, window: int) -> Path:
-    """A checkpoint whose layers have keys of the same shape, as denoisers in Python need."""
+    """A checkpoint whose layers all have keys of the same shape. Denoisers in Python need this."""
     own = {"2": {"head_dim": 16, "num_key_value_heads": 2}}
     config = diffusion_gemma_config(per_layer_config=own, sliding_window=window)
     return write_checkpoint(tmp_path_factory.mktemp("gemma"), config)

@@ -407,8 +407,8 @@ def _least_divergence(
 ) -> float:
     """Return the clipping range that loses the least information.
 
-    This range minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped
-    magnitudes.
+    The returned range minimises the Kullback-Leibler divergence of the rounded magnitudes from the
+    clipped magnitudes.
     """
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)

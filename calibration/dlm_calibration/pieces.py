@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements in a piece
 _FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
-MOST_CORES = 8  # threads that work in parallel; more would only wait for the disk and use memory
+MOST_CORES = 8  # most threads at a time; more would only wait for the disk and use memory
 
 
 @dataclass(frozen=True)

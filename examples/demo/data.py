@@ -64,8 +64,7 @@ IMPERATIVE = re.compile(
     "vacuum|mop|dust|lock|unlock|send|tell|text|message|let|write|drive|roll|rotate|pick|take|grab|place|patrol|watch|check|"
     "guard|do|run|slow|speed up|limit|search|look|google|find) "
 )
-# The share of training commands that get "i need to" in front, among commands that start with a
-# verb.
+# "i need to" is put before this share of the training commands that start with a verb.
 CARRIER_SHARE = 0.2
 
 

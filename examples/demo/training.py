@@ -155,7 +155,7 @@ class Training:
         self.step += 1
 
     def save(self, path: Path) -> None:
-        """Save the state for ``resume``. The file is never left half-written."""
+        """Save the state for ``resume``. The file never contains only a part of the state."""
         state = {
             "step": self.step,
             "minutes": self.minutes,

@@ -20,8 +20,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """Which open values (names, items and phrases) a sampler returns: training values mixed with
-    unrelated phrases, only training values, or held-out values.
+    """Says which open values (names, items and phrases) a sampler returns: training values mixed
+    with unrelated phrases, only training values, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -153,7 +153,7 @@ def _any_word(rng: random.Random) -> str:
 
 
 def _any_phrase(rng: random.Random) -> str:
-    """One to three unrelated words. Every listed word has the same probability."""
+    """Return one to three unrelated words. Every listed word has the same probability."""
     return " ".join(_any_word(rng) for _ in range(rng.choice((1, 2, 2, 3))))
 
 

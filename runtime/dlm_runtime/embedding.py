@@ -3,8 +3,8 @@
 The files are the header, the libraries, the pkg-config file and the CMake package.
 
 All files are in one folder, in the subfolders that ``cmake --install`` creates. You can move the
-whole folder. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints
-these paths.
+whole folder. The module ``abi.native`` loads the shared library from the same folder. ``dlm-export
+embed`` prints these paths.
 """
 
 from __future__ import annotations

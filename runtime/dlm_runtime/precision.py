@@ -87,10 +87,7 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in this format.
-
-        In this case, the CPU multiplies the quantised numbers in fp32.
-        """
+        """True if a CPU multiplies the quantised numbers in fp32, because it lacks the format."""
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
     @property

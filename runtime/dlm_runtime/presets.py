@@ -44,8 +44,9 @@ PRESETS = {
     # The loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i + 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # Each pass may commit positions of several blocks. The next block starts when a tenth of the
-    # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats, and
-    # always the token with the lowest entropy, and a token of the first unfinished block.
+    # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats. It
+    # always commits the token with the lowest entropy, and at least one token of the first
+    # unfinished block.
     "d3llm": _D3LLM,
     # Like "d3llm", but the token with the lowest entropy commits only in the first unfinished
     # block.

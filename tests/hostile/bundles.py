@@ -131,7 +131,7 @@ def stands(name: str, make: Callable[[Path], object]) -> Change:
 
 
 def outside(name: str) -> Change:
-    """List a file outside the bundle, with its right size and hash."""
+    """Add a file outside the bundle to the manifest, with its right size and hash."""
     return put("files", name, listed(name, b"outside"))
 
 
@@ -266,7 +266,7 @@ def splits(count: int, table: list[int]) -> bytes:
 def engine(**changes: Any) -> Change:
     """An entry for a GPU engine.
 
-    The entry is correct except for ``changes``, but its file is not an engine.
+    The entry of the engine is correct except for ``changes``, but the file is not an engine.
     """
 
     def change(bundle: Path) -> None:

@@ -42,8 +42,8 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        The values of these fields are created once. The native library makes a lookup index for a
-        vocabulary. If later constraints pass the same token array and the same callback, the
+        The values of the three fields are created once. The native library makes a lookup index for
+        a vocabulary. If later constraints pass the same token array and the same callback, the
         library does not make a new index.
         """
 

@@ -241,7 +241,7 @@ class Deciding:
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
         """Return an upper limit on the number of tokens of the answer and of the tokens after it.
 
-        After the answer, there is either an end token or the number ``rest`` of mask tokens.
+        The answer is followed by an end token, or by ``rest`` mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
