@@ -1,4 +1,4 @@
-"""Time how long antibody language models take to fill masked residues, beside other engines.
+"""Compare how fast this project and other engines fill masked residues of antibodies.
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5
     python benchmarks/antibody_speed.py [--models antiberty,sapiens-heavy] [--rounds 40] [--json FILE]

@@ -31,7 +31,7 @@ from dlm_export import targets
 
 FEW = ("--calib-samples", "8", "--calib-states", "4", "--no-verify")
 JUDGED = 64
-# Bundles in these precisions are built for these targets; all other bundles are built for rtx4090.
+# Maps a precision to the target of its bundles. In all other precisions, the target is rtx4090.
 LEAST_TARGET = {
     "nvfp4": "rtx5090",
     "mixed": "rtx5090",

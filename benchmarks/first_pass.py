@@ -21,14 +21,14 @@ tokens. With `--part N`, a scheduler computes the prompt in passes of at most N 
 - The second table shows the passes over the block, which read the cache of the prompt. `reading` is
   the time to read as many bytes as the cache has. `arithmetic` is the time of the multiply-adds.
 
-To compute these times, the script measures the speed of the processor with the same number of
-threads. It measures int8 matrix products in ONNX Runtime (`dlm_export.planning.roofline`). The
-program `rates.c` measures fp32 multiply-adds, and the speed of reading an array as large as the
-cache.
+To compute the limit, `reading` and `arithmetic`, the script measures the speed of the processor
+with the same number of threads. It measures int8 matrix products in ONNX Runtime
+(`dlm_export.planning.roofline`). The program `rates.c` measures fp32 multiply-adds, and the speed
+of reading an array as large as the cache.
 
-`llama` measures the time that llama.cpp takes for prompts of the same lengths. The network is a
-Qwen3 with causal attention. It has the shape and the weights of the denoiser. llama.cpp runs with
-flash attention, a cache in fp16, and its default batch of 512 tokens. Needs
+`llama` measures the time that llama.cpp takes for prompts of the lengths in `--lengths`. The
+network is a Qwen3 with causal attention. It has the shape and the weights of the denoiser.
+llama.cpp runs with flash attention, a cache in fp16, and its default batch of 512 tokens. Needs
 benchmarks/requirements.txt.
 """
 
@@ -245,7 +245,7 @@ def spread_ms(seconds: Sequence[float]) -> str:
 
 
 def measure_prompts(wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every cache and length, and return a row for each."""
+    """Measure every cache with every length, and return one row per measurement."""
     from dlm_export.bundle.manifest import network_of, read_manifest
     from dlm_export.graph import CACHE_DTYPES
     from dlm_export.network.spec import CACHE_ROWS
@@ -351,7 +351,7 @@ def prompts_tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure_llama(wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every type and length in llama.cpp, and return a row for each.
+    """Measure every type with every length in llama.cpp, and return one row per measurement.
 
     If a run takes longer than the limit, ``runs`` is empty, and longer prompts are not tried.
     """

@@ -1,4 +1,4 @@
-"""Compare the speed and memory of a mixture of experts with those of two other denoisers.
+"""Compare the speed and memory of three denoisers, one of which is a mixture of experts.
 
 One of the other denoisers has no experts, and has as many parameters as the mixture uses for a
 token. The second one is the same mixture, but it computes all experts for every token.

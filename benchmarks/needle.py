@@ -63,8 +63,9 @@ EOS, MASK, VOCABULARY = 252, 253, 254
 def shape() -> NetworkSpec:
     """Return the shape of the denoiser.
 
-    It has two layers, because the answer needs two steps. First, each word finds the marker before
-    it. Then, each mask token finds the word at the same distance after the same marker.
+    The network has two layers, because the answer needs two steps. First, each word finds the
+    marker before it. Then, each mask token finds the word at the same distance after the same
+    marker.
     """
     attention = AttentionSpec(
         4, 2, 32, Rope(theta=1e6), qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -321,9 +322,9 @@ def haystacks(length: int, count: int) -> list[Haystack]:
 def found(bundle: Bundle, way: str, stacks: Sequence[Haystack]) -> tuple[int, int, int]:
     """Ask a bundle for needles.
 
-    ``way`` is one of the ways in the docstring of this module. ``reused`` asks for all needles of a
-    haystack, and the other ways ask for one needle. Returns the numbers of right answers, of
-    questions, and of reused tokens.
+    ``way`` is "whole", "parts" or "reused", as in the docstring of this module. ``reused`` asks for
+    all needles of a haystack, and the other ways ask for one needle. Returns the numbers of right
+    answers, of questions, and of reused tokens.
     """
     asked = NEEDLES if way == "reused" else 1
     questions = [

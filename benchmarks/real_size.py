@@ -153,7 +153,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop the files from its cache.
+    """Ask the system to drop the files in ``folder`` from its cache.
 
     The next reader then reads them from the disk.
     """

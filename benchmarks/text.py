@@ -92,7 +92,7 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
-    """Compare both implementations of one tokenizer, and return the row of the table."""
+    """Compare a compiled tokenizer with ``tokenizers``, and return the row of the table."""
     config = (
         json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
     )

@@ -643,8 +643,8 @@ def _qwen_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the tensor names and shapes of a network whose tensors are named as in Qwen.
 
-    ``attention`` contains further tensors of attention, which only some of these networks have,
-    such as biases.
+    ``attention`` contains further tensors of attention, which only some networks have, such as
+    biases.
     """
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]

@@ -4,7 +4,7 @@ An A2D conversion is an autoregressive model that was trained further, so that i
 In Qwen3, each head has a norm for its queries and a norm for its keys. Heads are wider than hidden
 size / number of heads.
 
-``test_capture`` compares the same checkpoints with the Qwen3 class of transformers.
+``test_capture`` compares the checkpoints of these tests with the Qwen3 class of transformers.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
-    """Quantise the input of a layer to FP8 instead of its format."""
+    """Quantise the input of a layer to FP8 instead of the layer's format."""
     drop_activation_pair(model, layer)
     node = _matmul(model, layer)
     scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))

@@ -35,7 +35,7 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """Return a published preset for a network with this block length and shift.
+    """Return a published preset for a network with the given block length and shift.
 
     The thresholds are lowered, so that random denoisers reach them. Returns None if the network
     does not support the preset.
@@ -271,8 +271,9 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
                 **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
             )
         assert opened.tokens == stored.tokens
-        # If the prompt ends inside a block and covers its first sub-block, the first pass over the
-        # block cannot also store the prompt's part of the block. One more pass stores this part.
+        # If the prompt ends inside a block and covers the first sub-block of this block, the first
+        # pass over the block cannot also store the prompt's part of the block. One more pass stores
+        # this part.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)

@@ -759,8 +759,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
             if path[-1] != "seal" and "engines" in path:
-                # Without a new seal, the reader would report the wrong seal and not the other
-                # damage.
+                # Without a new seal, the reader would report the wrong seal, and not the damage
+                # that the test made.
                 _seal(manifest["loop"]["engines"]["rtx5090"])
             _write(shared_bundle, manifest)
             is_taken = _opens(shared_bundle, engine="none")

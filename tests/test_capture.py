@@ -82,7 +82,7 @@ def _layouts(*names: str) -> list[Any]:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Before it runs the code of a checkpoint, transformers copies this code to a cache.
 
-    This fixture moves the cache away from the user's folder.
+    This fixture moves transformers' cache of code away from the user's folder.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -238,7 +238,7 @@ def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
 def test_capturing_needs_no_onnx(tmp_path: Path) -> None:
     """``capture`` runs in the Python environment of the released code.
 
-    That environment may lack most packages that this project needs.
+    The environment of the released code may lack most packages that this project needs.
     """
     checkpoint = write_checkpoint(tmp_path / "dream", dream_config())
     script = "import sys; sys.modules.update(dict.fromkeys(('onnx', 'onnx_ir', 'onnxscript', 'matplotlib')))\n"

@@ -689,9 +689,9 @@ def test_a_config_that_leaves_numbers_open_is_refused(
     ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
 )
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
-    """For these keys, LLaDA's configuration class has defaults that describe another network.
+    """For some keys, LLaDA's configuration class has defaults that describe another network.
 
-    A config.json without one of these keys must therefore be rejected.
+    A config.json without one of the keys must therefore be rejected.
     """
     path = write_checkpoint(tmp_path, llada_config())
     path.joinpath("config.json").write_text(json.dumps(llada_config(**{key: None})))

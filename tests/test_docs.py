@@ -687,7 +687,8 @@ def test_the_chart_of_readme_shows_the_results() -> None:
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
     """The systemd unit on the page names programs and folders that only the reader has.
 
-    The test replaces them by programs and folders that every machine has.
+    The test replaces the reader's programs and folders by programs and folders that every machine
+    has.
     """
     analyze = shutil.which("systemd-analyze")
     if analyze is None:

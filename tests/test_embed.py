@@ -1,4 +1,4 @@
-"""Builds every example program that embeds the runtime, with the commands of its page, and runs it.
+"""Builds and runs every example program that embeds the runtime, with the commands of its page.
 
 C and C++ programs run under sanitizers. The examples in Rust and Go and the service are built as
 well. g++ is always present, because the project needs it. Tests that need cargo, go, libmicrohttpd

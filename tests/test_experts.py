@@ -1,6 +1,6 @@
 """Tests of the operators for mixtures of experts.
 
-The ONNX functions that define these operators, and the native kernels, must compute the documented
+The ONNX functions that define the operators, and the native kernels, must compute the documented
 sum.
 """
 

@@ -385,8 +385,8 @@ def quantise_activation(
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
     """Return the static scale for an activation range, rounded to ``scale_dtype``.
 
-    The graph and ``quantise_activation`` both use this scale. Raises QuantisationError if amax is
-    missing, not finite or not positive.
+    The graph and ``quantise_activation`` both use the returned scale. Raises QuantisationError if
+    amax is missing, not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
         raise QuantisationError(

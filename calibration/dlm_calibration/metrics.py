@@ -270,7 +270,7 @@ class Frontier:
         self._frontier_kl: list[np.ndarray] = []
 
     def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare what the two denoisers would commit in one state.
+        """Compare the tokens that the two denoisers would commit in one calibration state.
 
         ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
         position where the two denoisers commit different tokens.
@@ -287,7 +287,7 @@ class Frontier:
         self._frontier_kl.append(rows.kl[reference.is_chosen])
 
     def merge(self, later: Frontier) -> None:
-        """Add the states of a different ``Frontier`` after the states of this one."""
+        """Append the states of ``later`` to the states of this ``Frontier``."""
         self._buckets += later._buckets
         self._jaccard += later._jaccard
         self._committed += later._committed

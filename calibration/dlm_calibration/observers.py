@@ -55,7 +55,7 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # These are the values that TensorRT's INT8 calibration uses (Migacz, GTC 2017).
+)  # The values come from TensorRT's INT8 calibration (Migacz, GTC 2017).
 
 
 class Observer:
@@ -376,7 +376,7 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    # Such a small variance is a rounding error, so all values are equal.
+    # If the variance is this small, it is only a rounding error, and all values are equal.
     if variance <= 1e-12 * second:
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2

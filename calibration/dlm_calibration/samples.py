@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # with the limit on canvas length, this limits the memory for samples
+_MOST_SAMPLES = 100_000  # limits the memory for samples, as does the limit on the canvas length
 _MOST_BYTES = 1 << 20  # size limit of a line or paragraph; a canvas contains far less text
 
 
@@ -119,10 +119,10 @@ def builtin_samples(
 ) -> list[Sample]:
     """Return the short English prompts and completions that come with this package.
 
-    These samples are used if the user does not pass data from the denoiser's real task. Activation
-    ranges on the real task may differ from the ranges on these samples. If the tokenizer has a chat
-    template, the samples are formatted as chats. Samples that are too long for the canvas are
-    skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
+    The built-in samples are used if the user does not pass data from the denoiser's real task.
+    Activation ranges on the real task may differ from the ranges on the built-in samples. If the
+    tokenizer has a chat template, the samples are formatted as chats. Samples that are too long for
+    the canvas are skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
     """
     if tokenizer is None:
         raise CalibrationError(

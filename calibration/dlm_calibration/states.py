@@ -1,6 +1,6 @@
 """Makes calibration states from samples.
 
-Calibration runs a denoiser on these canvases, and observes the inputs of the denoiser's layers.
+Calibration runs a denoiser on the states, and observes the inputs of the denoiser's layers.
 
 A calibration state is a canvas. There are three kinds of state. A masked state is a sample with
 random mask tokens, as in the forward process of masked diffusion (arXiv:2502.09992, section 2.1).

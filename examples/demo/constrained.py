@@ -48,7 +48,7 @@ def commands(data: Path) -> list[tuple[str, str]]:
 
 
 def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
-    """Make a JSON Schema that allows these answers and answers of the same form."""
+    """Make a JSON Schema that allows ``answers`` and other answers of the same form."""
     if not isinstance(answers[0], list):
         return call_schema(answers)
     calls = call_schema([call for answer in answers for call in answer])
@@ -140,8 +140,8 @@ def compare(
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    # This registry retrieves nothing. Without it, jsonschema would open the URLs to which a schema
-    # refers.
+    # An empty registry retrieves nothing. Without a registry, jsonschema would open the URLs to
+    # which a schema refers.
     validator, constraint = (
         Draft202012Validator(schema, registry=Registry()),
         bundle.constraint(schema=schema),

@@ -71,7 +71,7 @@ CARRIER_SHARE = 0.2
 def has_carrier_held_out(function: Function) -> bool:
     """Return True if a held-out template of the function starts with ``i need to ...``.
 
-    The words ``i need to`` are then never added to training commands for this function.
+    If the result is True, ``i need to`` is never added to training commands for the function.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
@@ -126,7 +126,7 @@ def fill(
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
     """Sometimes put ``i need to`` before a training command that begins with a verb.
 
-    The command does not change if a held-out template of the function starts with these words.
+    The command does not change if a held-out template of the function starts with ``i need to``.
     """
     if (
         not has_carrier_held_out(function)

@@ -273,8 +273,8 @@ def masked_loss(
         )
         canvas = torch.cat((prompt, response.masked_fill(is_hidden, network.mask_token_id)), 1)
         positions = torch.arange(canvas.shape[1]).expand_as(canvas)
-        # On such short sequences, the backward pass of the fused attention kernel is four times
-        # slower than plain matrix products.
+        # On sequences as short as the demo's, the backward pass of the fused attention kernel is
+        # four times slower than plain matrix products.
         with sdpa_kernel(SDPBackend.MATH):
             features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
         return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])

@@ -47,8 +47,8 @@ NEW_LAYERS = (3, 6)
 def describe(first: NetworkSpec) -> NetworkSpec:
     """Return the shape of the second demo.
 
-    Unlike the first demo, it has norms of queries and keys, block-causal attention, and two more
-    layers.
+    Unlike the first demo, the second demo has norms of queries and keys, block-causal attention,
+    and two more layers.
     """
     layer = first.layers[0]
     attention = replace(

@@ -120,7 +120,7 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 def _any_words(rng: random.Random, most: int) -> str:
     """Return one to ``most`` unrelated words.
 
-    The denoiser can only predict these words by copying them.
+    The denoiser can predict the returned words only by copying them.
     """
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 

@@ -116,7 +116,7 @@ class Bundle(Decides, UsesPromptCaches):
     def check_text(self) -> None:
         """Read the file that contains the tokenizer and the chat template in compiled form.
 
-        Only C programs use this file. Raises BundleError if the file is damaged.
+        Only C programs use the compiled form. Raises BundleError if the file is damaged.
         """
         if "file" not in self.manifest.get("text", {}):
             return

@@ -67,5 +67,5 @@ def shown(value: object) -> str:
     """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
-    except Exception:  # for example, Python does not print integers with too many digits
+    except Exception:  # repr may fail, for example for an integer with too many digits
         return f"a value of type {type(value).__name__}"

@@ -79,7 +79,7 @@ PRESETS = {
     # This preset is for networks with draft passes. A draft pass predicts several tokens, and then
     # a causal pass checks them. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
-    # The same text as "self-speculation", but each pass generates one token.
+    # This preset generates the same text as "self-speculation", but one token per pass.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
     # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
     "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),

@@ -193,7 +193,8 @@ class Tools:
     def _of(self, text: str) -> list[ToolCall] | None:
         """Parse a sequence of JSON values.
 
-        Each value must be a call or a list of calls. Returns None if the text has a different form.
+        Each JSON value in the text must be a call or a list of calls. Returns None if the text has
+        a different form.
         """
         found: list[ToolCall] = []
         rest = text.strip()

@@ -1,8 +1,9 @@
 """Parses ``dlm_runtime.h`` into ctypes: structs, callbacks, functions and constants.
 
-C functions and struct fields are declared only in this header. The header uses only a small part of
-C's syntax, so that a few regular expressions can parse it. Each statement contains one declaration.
-Structs are written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
+C functions and struct fields are declared only in ``dlm_runtime.h``. The header uses only a small
+part of C's syntax, so that a few regular expressions can parse it. Each statement contains one
+declaration. Structs are written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME =
+number``.
 """
 
 from __future__ import annotations

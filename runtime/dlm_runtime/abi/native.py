@@ -161,7 +161,7 @@ def kernel_sets() -> dict[str, str | None]:
 
     The key is the kernel set's name. The value is None if this processor can run the kernel set.
 
-    Otherwise, the value is the reason why this processor cannot run the kernel set.
+    If this processor cannot run the kernel set, the value is the reason.
     """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):

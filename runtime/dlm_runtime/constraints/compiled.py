@@ -247,7 +247,7 @@ def _kept(path: Path, key: bytes) -> Constraint | None:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None
     except DlmError:
-        return None  # the constraint is then compiled again, and the file is overwritten
+        return None  # the caller compiles the constraint again, and overwrites the file
 
 
 def _keep(path: Path, data: bytes) -> None:

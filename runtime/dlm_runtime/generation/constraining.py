@@ -285,7 +285,7 @@ def _content(kind: str, value: Any) -> str:
 def _schema(kind: str, value: Any) -> Any:
     """Convert a schema to a JSON value.
 
-    ``value`` is the value itself, its JSON text, or a class with a method that returns the schema.
+    ``value`` is the schema, its JSON text, or a class with a method that returns the schema.
 
     Raises RequestError.
     """

@@ -136,8 +136,8 @@ class Handle:
     def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
         """Return a session for one native call.
 
-        Between the passes of the call, signal handlers run, and requests are cancelled if their
-        event is set.
+        Between the passes of a native call, signal handlers run, and requests are cancelled if
+        their event is set.
         """
         self.begin()
         session = None
@@ -164,7 +164,7 @@ class Handle:
     def check(self, status: int, session: C.c_void_p) -> None:
         """Raise the error of a failed native call.
 
-        If a callback raised an exception, this exception becomes the cause.
+        If a callback raised an exception, this exception becomes the cause of the raised error.
         """
         if not status:
             return

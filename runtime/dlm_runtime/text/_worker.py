@@ -160,11 +160,11 @@ class Text:
         Special tokens that the template writes are recognised. If a message contains the text of a
         special token, this text is ordinary text.
 
-        To distinguish these two cases, the first letter of each special token in a message or tool
-        is replaced by a private-use character, and the chat is rendered again. All special tokens
-        that remain were written by the template. These special tokens split the chat into pieces. A
-        piece that contains a private-use character is encoded separately, as plain text with the
-        letters restored.
+        To distinguish special tokens of the template from texts in messages, the first letter of
+        each special token in a message or tool is replaced by a private-use character, and the chat
+        is rendered again. All special tokens that remain were written by the template. These
+        special tokens split the chat into pieces. A piece that contains a private-use character is
+        encoded separately, as plain text with the letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -310,7 +310,7 @@ class Marks:
         """
 
     def put(self, text: str, places: list[int]) -> str:
-        """Return the text with private-use characters in place of the letters at these positions."""
+        """Return the text with private-use characters in place of the letters at ``places``."""
         letters = list(text)
         for at in places:
             letter = text[at]

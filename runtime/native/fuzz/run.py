@@ -33,7 +33,7 @@ def find_clang() -> str | None:
 
 
 def build(names: list[str]) -> Path:
-    """Build the targets with these names, and return the folder of the programs."""
+    """Build the fuzz targets ``names``, and return the folder of the programs."""
     clang = find_clang()
     if clang is None:
         raise SystemExit(
