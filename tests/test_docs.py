@@ -51,8 +51,8 @@ EMBED = SITE / "tutorials" / "embed-in-c.md"
 DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
-# The most columns and lines of README, so that a line fits into a terminal, and a new reader can
-# read the whole file.
+# README has at most this many columns and lines, so that a line fits into a terminal, and a new
+# reader can read the whole file.
 COLUMNS, LINES = 100, 160
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs

@@ -6,9 +6,9 @@ Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are hidde
 by mask tokens. The denoiser must predict the hidden tokens from the other tokens. The response is
 padded with end tokens (eos), which belong to the response. Training differs from LLaDA as follows:
 
-- In the loss, all positions that count have the same weight. LLaDA multiplies the loss of a canvas
-  by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden tokens
-  would cause most of the noise in the gradient.
+- All positions that contribute to the loss contribute equally. LLaDA multiplies the loss of a
+  canvas by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden
+  tokens would cause most of the noise in the gradient.
 - In most canvases, one block is partly hidden, earlier blocks are not hidden, and later blocks are
   completely hidden. In block-wise decoding, all canvases are of this kind.
 - In half of the canvases, JSON syntax and eos are hidden less often than values, because decoding

@@ -82,7 +82,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
     # A norm gives all queries the same length. The weight of the norm is set so that this length is
-    # the average length of the first demo's queries. All heads of a layer have the same weight.
+    # the average length of the first demo's queries. All heads of a layer have the same norm
+    # weight.
     hooks = []
     for new, source in origin.items():
         if source is None:

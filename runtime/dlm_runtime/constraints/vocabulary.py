@@ -88,7 +88,7 @@ def _spelled(name: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte for which each letter stands in GPT-2's vocabulary files.
+    """Return a dict that maps each letter in GPT-2's vocabulary files to its byte.
 
     For a printable byte, the letter is the character whose code point equals the byte. For the
     other bytes, in ascending order, the letters are the characters from U+0100 on.
