@@ -1,5 +1,5 @@
 """For wrong input, the command line prints one sentence that names the input, and exits with the
-right code.
+right exit code.
 
 Commands that fail leave no files behind.
 """

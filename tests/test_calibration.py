@@ -327,8 +327,8 @@ def states_of(samples: list[Sample], **options: Any) -> list[State]:
 
 
 def left_to_right(sample: Sample, length: int = 40) -> list[np.ndarray]:
-    """Return the canvases after each pass of a run that commits one token per pass, from left to
-    right.
+    """Return the canvases after each pass of a generation that commits one token per pass, from
+    left to right.
     """
     canvas = np.append(sample.tokens[: sample.prompt_length], np.full(length, MASK_ID))
     return [

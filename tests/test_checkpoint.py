@@ -445,7 +445,8 @@ SPECIALS = [
 def byte_level_bpe() -> tokenizers.Tokenizer:
     """A small tokenizer like the tokenizer of Qwen2.
 
-    The exporter must make an equal tokenizer from the vocab.json and merges.txt of this tokenizer.
+    The exporter must make an equal tokenizer from the vocab.json and merges.txt of the returned
+    one.
     """
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()

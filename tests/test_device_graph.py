@@ -1,9 +1,10 @@
 """Tests that device.onnx computes the same results as denoiser.onnx.
 
-TensorRT builds engines from device.onnx, but builds measure the quality of denoiser.onnx. The
-denoisers are tiny and random. ONNX Runtime runs both graphs if it has all of their operators.
-Graphs with TensorRT's own operator or with bf16 run in ONNX's reference implementation. The tests
-implement NVFP4 from its definition, without this project's code.
+TensorRT builds engines from device.onnx, but builds measure the accuracy of denoiser.onnx. Both
+graphs must therefore compute the same results. The denoisers are tiny and random. ONNX Runtime runs
+both graphs if it has all of their operators. Graphs with TensorRT's own operator or with bf16 run
+in ONNX's reference implementation. The tests implement NVFP4 from its definition, without this
+project's code.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
     bundle = _bundle(checkpoint, precision, "fp16", target)
     feed = _feed(onnx.load(bundle / "device.onnx", load_external_data=False))
     # In both graphs, the same kernels get the same values, so the results must be equal. For INT8,
-    # denoiser.onnx has the zero point 128 and device.onnx has 0, but the codes mean the same
-    # values.
+    # denoiser.onnx has the zero point 128 and device.onnx has 0, but the codes of both graphs
+    # represent the same values.
     judged, device = (
         _session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx")
     )

@@ -65,8 +65,8 @@ class Observer:
     probability. ``seed`` is the seed of the random numbers.
 
     Several observers can each observe a part of the input. ``merge`` then adds their statistics.
-    ``first`` is the number of input vectors in the parts before this one. With this number, the
-    merged sample of vectors does not depend on how the input was divided.
+    ``first`` is the number of input vectors in the earlier parts of the input. With this number,
+    the merged sample of vectors does not depend on how the input was divided.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Observer:
         self.channels = channels
         self.count = 0  # number of observed input vectors
         self._seed, self._first, self._most_rows = seed, first, keep_rows
-        # The stored vectors, with their numbers in the whole input and their random keys.
+        # The stored vectors, the number of each vector in the whole input, and the random key of
+        # each vector.
         self._rows = np.empty((0, channels), dtype=np.float32)
         self._numbers = np.empty(0, dtype=np.int64)
         self._keys = np.empty(0, dtype=np.uint64)
@@ -254,7 +255,7 @@ class Observer:
         channels = magnitudes.max(0)
         amax = float(channels.max())
         # A magnitude's exponent and first mantissa bits select its bin. In a positive fp32 number,
-        # these are the upper bits.
+        # the exponent and the first mantissa bits are the upper bits.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
@@ -293,7 +294,8 @@ class Observer:
 
 
 def _keys(seed: int, first: int, count: int) -> np.ndarray:
-    """Return a random key, uint64, for each of ``count`` vectors. The first has number ``first``.
+    """Return a random key, uint64, for each of ``count`` vectors. The first vector has number
+    ``first``.
 
     A vector's key depends only on the seed and on the vector's number.
     """
@@ -316,7 +318,7 @@ class Observers(dict[str, Observer]):
     def check(self, layers: Iterable[str]) -> None:
         """Check that every layer was observed.
 
-        Raises CalibrationError, which names the layers that were not observed.
+        Raises CalibrationError if a layer was not observed. The message names these layers.
         """
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:

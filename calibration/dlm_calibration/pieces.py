@@ -59,10 +59,9 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """Yield the function's result for each item, in order.
 
-    Several threads compute the results of the next few items in advance. If ``function`` raises an
-    exception for an item, this generator raises the same exception instead of yielding the item's
-    result. The function should release Python's global lock most of the time. Otherwise, only one
-    core is used.
+    Several threads compute the next results in advance. If ``function`` raises an exception for an
+    item, this generator raises the same exception instead of yielding the item's result. The
+    function should release Python's global lock most of the time. Otherwise, only one core is used.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

@@ -291,7 +291,7 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
 def abridged(layers: Sequence[str]) -> str:
     """List layer names for an error message.
 
-    Block indices are replaced by N, and each name is listed once.
+    Block indices in the names are replaced by N, and each resulting name is listed once.
     """
     return ", ".join(
         dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)

@@ -55,7 +55,8 @@ def read_samples(
     """Read samples from a JSONL file, or from the paragraphs of a ``.txt`` file.
 
     A JSON line is an object with one of the following keys. If an object contains several of these
-    keys, the key that comes first in this list is used. All other keys and blank lines are ignored.
+    keys, the key that comes first in the list below is used. All other keys and blank lines are
+    ignored.
 
     - ``prompt`` and ``completion``.
     - ``messages``: a chat. The assistant's last message is the completion, and the messages before
@@ -162,7 +163,7 @@ def samples_sha256(samples: Iterable[Sample]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of each line, one at a time, without trailing space.
+    """Yield the number and the text of each line, without trailing white space.
 
     Raises CalibrationError.
     """
@@ -309,6 +310,6 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
         raise ValueError("there is no text: leave this line out")
     # Some tokenizers put a special token before every text. The sample includes this token, because
     # its activations are often the largest. If the tokenizer also adds tokens after the text, the
-    # sample contains none of the added tokens.
+    # sample contains no added tokens at all.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

@@ -67,7 +67,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
     """Return a list of assignments, from the most expensive to the cheapest.
 
     Each step changes the format of one layer: the layer where the change adds the least loss per
-    byte saved. If several layers are equal in this respect, the first layer in the order of
+    byte saved. If this loss is equal for several layers, the first of them in the order of
     ``layers`` is changed. Every layer needs at least one choice.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
@@ -86,7 +86,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
         )
 
     path = [point()]
-    # For each layer, every step along its hull adds more loss per saved byte than the step before.
+    # Along the hull of a layer, each step adds more loss per saved byte than the previous step.
     # Sorting all steps by added loss per saved byte therefore keeps the steps of a layer in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index

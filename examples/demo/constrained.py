@@ -188,7 +188,7 @@ def by_default(
 
 
 def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Describe the functions that a schema of answers allows as tools."""
+    """Return the functions that a schema of answers allows, in the form of tools."""
     branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
     described = [
         {"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches

@@ -10,7 +10,8 @@ training.
 - Values. An open value is a name, an item or a phrase. Open values for which ``is_held_out`` is
   true are held out.
 
-A call that belongs to a command is its label. The following rules for labels ensure that every
+The label of a command is the call that belongs to the command. The following rules for labels
+ensure that every
     command has exactly one right call:
 
 - Free text is copied verbatim. Names of places, items, objects and points are copied without a
@@ -94,7 +95,7 @@ def _resolve(template: str, rng: random.Random) -> str:
 
 
 def _say(literal: str, rng: random.Random) -> str:
-    """Add filler words at random before words of a template's literal text."""
+    """Insert filler words at random places of a template's literal text."""
     return re.sub(
         r"(?<= )(?=\w)",
         lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "",
@@ -185,8 +186,8 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
     The label of a command says which part of the command is held out: ``template``, ``value`` or
     ``both``.
 
-    The three labels take turns. A command can only have the label ``value`` or ``both`` if it
-    contains an open value.
+    The labels alternate. A command can only have the label ``value`` or ``both`` if it contains an
+    open value.
     """
     rng = random.Random(seed)
     examples: list[tuple[str, Example]] = []

@@ -124,10 +124,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer every command with at most ``max_new_tokens`` tokens.
 
-    None means the default number of the bundle or checkpoint.
+    If ``max_new_tokens`` is None, the default of the bundle or checkpoint is used.
 
-    Returns the number of right answers, by split and by function or number of calls. Also returns
-    the NFE, tokens and seconds per command, and the commands that failed.
+    Returns the numbers of right answers for each split, and for each function or number of calls.
+    Also returns the NFE, tokens and seconds per command, and the commands that failed.
     """
     max_new_tokens = bundle.max_new_tokens if max_new_tokens is None else max_new_tokens
     right: defaultdict[str, list[bool]] = defaultdict(list)

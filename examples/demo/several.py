@@ -469,8 +469,8 @@ def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str,
     The label of a command says which part of the command is held out: ``template``, ``value`` or
     ``both``.
 
-    The three labels take turns. The numbers of calls from ``fewest`` to six take turns too. A
-    command can only have the label ``value`` or ``both`` if it contains an open value.
+    The labels alternate, and so do the numbers of calls from ``fewest`` to six. A command can only
+    have the label ``value`` or ``both`` if it contains an open value.
     """
     rng = random.Random(seed)
     cells = itertools.cycle(

@@ -38,7 +38,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -
 
     ``spaced_pieces`` is the number of tokens that consist of a space and the first piece of a word.
 
-    Raises ValueError if ``texts`` contain too few different pieces for these numbers of tokens.
+    Raises ValueError if ``texts`` contain too few different pieces for ``vocab_size`` and
+    ``spaced_pieces``.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -62,8 +62,8 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
     """Set the weights from the weights of the first demo.
 
-    The lengths of the first demo's queries and keys are measured on ``canvases``, which are B
-    canvases ``[B, L]`` of L tokens.
+    The lengths of the query and key vectors of the first demo are measured on ``canvases`` ``[B,
+    L]``: B canvases of L tokens.
     """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
@@ -81,9 +81,9 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm gives all queries the same length. The weight of the norm is set so that this length is
-    # the average length of the first demo's queries. All heads of a layer have the same norm
-    # weight.
+    # A norm gives all query vectors the same length. The weight of the norm is set so that this
+    # length is the average length of query vectors in the first demo. All heads of a layer have the
+    # same norm weight.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -152,7 +152,7 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Choose the hidden positions of the copies of the answers' blocks.
+    """Choose the positions to hide in the copies of the answers' blocks.
 
     Returns a bool array ``[B, L - first]``, where ``first`` is the position at which the copies
     begin.

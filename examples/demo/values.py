@@ -36,7 +36,7 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 def is_held_out(value: str) -> bool:
     """Return True for open values that training does not use.
 
-    About one in eight values is held out, chosen by CRC-32.
+    The CRC-32 of a value decides. It selects about one in eight values.
     """
     return zlib.crc32(value.encode()) % 8 == 0
 
@@ -74,7 +74,7 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
     """Make a sampler of values from a short list.
 
-    Training commands and held-out commands use the same list.
+    Training commands and held-out commands use the same list of values.
     """
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
     return lambda rng, side: rng.choice(choices)
@@ -127,7 +127,7 @@ def _any_words(rng: random.Random, most: int) -> str:
 
 @functools.cache
 def _spoken_words() -> tuple[str, ...]:
-    """The words of training templates that are never the first word of a value."""
+    """Return the words of training templates that are never the first word of a value."""
     templates = (
         re.sub(r"\{.*?\}", " ", template)
         for function in FUNCTIONS

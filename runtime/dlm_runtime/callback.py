@@ -1,4 +1,4 @@
-"""Runs the native loop with a Python function that computes each pass, instead of an engine.
+"""Runs the native loop without an engine. A Python function computes each pass.
 
 Tests use this module to run a torch denoiser with the native loop. If such a test passes and the
 exported bundle gives wrong results, the error is in the exported graph and not in the loop. The

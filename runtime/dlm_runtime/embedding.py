@@ -4,7 +4,7 @@ The files are the header, the libraries, the pkg-config file and the CMake packa
 
 All files are in one folder, in the subfolders that ``cmake --install`` creates. You can move the
 whole folder. The module ``abi.native`` loads the shared library from the same folder. ``dlm-export
-embed`` prints these paths.
+embed`` prints the paths of the files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def libs(*, static: bool = False) -> str:
 
 
 def engine_library() -> str | None:
-    """Return the path of the installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``.
+    """Return the path of the installed ONNX Runtime's library, as a value for ``$DLM_ONNXRUNTIME``.
 
     Returns None if ONNX Runtime is not installed.
     """

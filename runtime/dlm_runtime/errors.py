@@ -52,7 +52,7 @@ class BusyError(DlmError):
 
 
 class CancelledError(DlmError):
-    """Raised if a request was ended early, so that there is no result."""
+    """Raised if a request has no result, because it was ended early."""
 
 
 class SchemaWarning(DlmWarning):

@@ -63,7 +63,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     """Find the tokenizer and the chat template that a manifest names.
 
-    Raises BundleError if the manifest's member ``files`` does not list one of these text files.
+    Raises BundleError if the manifest's member ``files`` does not list one of the two files.
     """
 
     def listed(name: object, place: str) -> Path:

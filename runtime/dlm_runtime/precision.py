@@ -60,7 +60,7 @@ class LayerFormat:
 
     Args:
         weights, activations: Names of number formats. None means full precision.
-        is_static: True if calibration determines the range of the activations. Otherwise each pass
+        is_static: True if calibration determines the range of the activations. If False, each pass
             computes the range.
         group_size: Number of weights in a group, along the input dimension.
         next: Layer formats to try for a layer whose shape does not suit this format. The first

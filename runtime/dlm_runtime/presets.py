@@ -26,8 +26,9 @@ _D3LLM = Policy(commit="entropy_threshold", score="entropy", entropy_bound=0.5, 
 PRESETS = {
     # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
     "llada": Policy(),
-    # Each pass commits all tokens whose score reaches the threshold, and always the token with the
-    # highest score. Keys and values of positions outside the block are read from the cache.
+    # Each pass commits all tokens whose score reaches the threshold. It always commits the token
+    # with the highest score. Keys and values of positions outside the block are read from the
+    # cache.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. Dream's noise schedule says which share of the masked
     # positions each pass commits. temperature and top_p are from the authors' published commands.
@@ -41,7 +42,8 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # The loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i + 1.
+    # This is the loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i +
+    # 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # Each pass may commit positions of several blocks. The next block starts when a tenth of the
     # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats. It
@@ -62,15 +64,15 @@ PRESETS = {
     # planned number of tokens. The planned number of tokens is the same in every block.
     "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
     "llada2": _BLOCKS,
-    # The loop of LLaDA2, with extra passes over each finished block. An extra pass replaces a token
-    # if another token is clearly more likely.
+    # This is the loop of LLaDA2, with extra passes over each finished block. An extra pass replaces
+    # a token if another token is clearly more likely.
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
     ),
     # Each pass commits all tokens whose score reaches the threshold. The authors' published command
-    # sets no threshold. Each of its passes commits one token, as with commit="static".
+    # sets no threshold. With this command, each pass commits one token, as with commit="static".
     "stable-diffcoder": Policy(commit="threshold", threshold=0.95, cache="block", block_length=0),
     # This preset is for networks with causal attention. The released code has no defaults for the
     # block length and the threshold. The block length of 16 is the window size of another loop in

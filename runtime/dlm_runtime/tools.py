@@ -176,9 +176,8 @@ class Tools:
 
         If the format has texts before and after a call, calls are found between these texts.
         Otherwise, the whole text must consist of calls. If ``choice`` is "none" or the text contains
-        no calls, the list is empty. A call counts only if its name is the name of a function in
-        ``listed`` and its arguments are a JSON object.
-        The arguments are not checked further.
+        no calls, the list is empty. A call counts only if it names a function in ``listed`` and its
+        arguments are a JSON object. The arguments are not checked further.
         """
         if text is None or self.choice == "none":
             return []

@@ -133,8 +133,8 @@ def compile_content(
     """Compile a constraint from its source, for one vocabulary.
 
     Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
-    ``vocab_size``. Tokens with an id of ``vocab_size`` or more are not used. ``made_of`` is a hash
-    of 32 bytes. The compiled constraint contains this hash.
+    ``vocab_size``. Tokens with an id of ``vocab_size`` or more are not used. The compiled
+    constraint contains the 32 bytes ``made_of``, by which a cache recognises it.
 
     Raises RequestError if the constraint cannot be compiled within ``limits``. Warns with
     SchemaWarning about keywords that look misspelled.

@@ -28,7 +28,7 @@ class Vocabulary:
         """Encode each text and return only its first token.
 
         The result for a text is -1 if there is no tokenizer, if the tokenizer rejects the text, or
-        if the text does not start with the bytes of the token.
+        if the text does not start with the bytes of its first token.
         """
         if self.tokenizer is None:
             return [-1] * len(texts)

@@ -216,12 +216,12 @@ class Constraints:
             return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
-        """Add the loss of a constrained request to the bundle's total loss.
+        """Add the ``constraint_log_prob_loss`` of a request to the bundle's total.
 
         If the average loss per token is large, issue a warning.
 
-        The warning appears once per bundle. A large average means that the constraints force texts
-        that are far less likely than the denoiser's own choices.
+        The warning appears once per bundle. A large average loss means that the constraints force
+        texts that are far less likely than the denoiser's own choices.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss

@@ -306,7 +306,7 @@ class Decides:
                 follows the prompt, or the last message of the chat.
             prompt: The state, as a text.
             tokens: The state, as token ids. In this case, the questions must have no instructions
-                and no descriptions, because they would be added as text.
+                and no descriptions, because these are added to the state as text.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
             passes: The number of times that the answer is predicted, 1 or more. After each
                 prediction, the answers to the questions with the most certain answers become final.
@@ -353,7 +353,7 @@ class Decides:
         rest: int = 0,
         special_tokens: bool = False,
     ) -> Deciding:
-        """Prepare a decision whose requests the program runs, for example with a scheduler.
+        """Prepare a decision. The calling program runs its requests, for example with a scheduler.
 
         Args and Raises: as for ``decide``.
 

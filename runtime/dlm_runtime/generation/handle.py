@@ -36,7 +36,8 @@ class Handle:
         owned: An object that must live as long as the bundle, such as a callback.
         causes: The object in which callbacks store exceptions: ``causes.error`` is the exception
             that a callback raised. None if the bundle has no callback.
-        prefix_cache_bytes: The most bytes of keys and values that each session keeps between calls.
+        prefix_cache_bytes: Limit on the bytes of keys and values that each session stores between
+            calls.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Handle:
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
         self._prefix_cache_bytes = prefix_cache_bytes
-        # Number of running calls that use the bundle. If the bundle is closed meanwhile, the last
-        # of these calls frees it.
+        # Number of running calls that use the bundle. If the bundle is closed during these calls,
+        # the last call frees the bundle.
         self._busy = 0
         self._is_closed = False
         self._with: list[SupportsClose] = []

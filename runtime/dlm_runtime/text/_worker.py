@@ -211,8 +211,9 @@ class Text:
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-            # The tokenizer also returns the unknown token for text that it cannot encode. So the
-            # unknown token counts as special only if the text itself contains its name.
+            # The tokenizer also returns the unknown token for text that it cannot encode.
+            # Therefore, the unknown token counts as special only if the text contains the name of
+            # this token.
             if token in self.specials and (
                 token != self.unknown or text[start:end].strip() == self.specials[token]
             ):
@@ -231,8 +232,8 @@ class Text:
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
         """Split an encoded text at its special tokens.
 
-        Yields tuples of a list of ids and the start and end of their characters in the text. A list
-        contains either one special token, or all tokens between two special tokens.
+        Yields tuples: a list of token ids, and the start and the end of the text of these tokens. A
+        list contains either one special token, or all tokens between two special tokens.
         """
         ids: list[int] = []
         done = 0

@@ -93,7 +93,8 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # If the process has ended, the pipe is broken. The code below then reports the reason.
+            # If the process has ended, writing fails. The code below then reports why the process
+            # ended.
             with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
