@@ -693,7 +693,9 @@ def torch_encoder_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def nemotron_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of Nemotron-Labs-Diffusion: those of Llama, with other names."""
+    """Return the tensors of Nemotron-Labs-Diffusion. They are the tensors of Llama, with other
+    names.
+    """
     renamed = {"model.": "encoder.", "lm_head.": "diffusion_head."}
     return {
         new + name.removeprefix(old): shape
@@ -936,7 +938,7 @@ def write_quantised(
 
 
 def write_headers(path: Path, config: dict[str, Any]) -> None:
-    """Write config.json, and a safetensors file whose weights are a hole in the file (bf16)."""
+    """Write config.json, and a safetensors file with only a header. The weights (bf16) are a hole."""
     header, end = {}, 0
     for name, shape in SHAPES[config["architectures"][0]](config).items():
         begin, end = end, end + 2 * math.prod(shape)

@@ -370,7 +370,7 @@ def indexes() -> dict[str, bytes]:
 
 
 def data_files() -> dict[str, bytes]:
-    """Return invalid calibration data in JSONL, for the harmless tokenizer with a chat template."""
+    """Return invalid calibration data in JSONL. Its tokenizer is valid and has a chat template."""
     lines: dict[str, Any] = {
         **{
             f"text is {value!r:.20}": {"text": value}

@@ -24,7 +24,7 @@ VOCABULARY, MASK = 50, 41
 
 
 def logits_of(positions: np.ndarray, masked: int) -> np.ndarray:
-    """Logits that depend on the position and on the number of masked positions."""
+    """Return logits that depend on the position and on the number of masked positions."""
     rows = [np.random.default_rng([at, masked]).normal(0, 2, VOCABULARY) for at in positions]
     return np.array(rows, np.float32)
 

@@ -331,7 +331,7 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     # The kernel and the function compute norms with sums in different orders. A stored key may
     # therefore be rounded to the next code, which is about a hundredth of the row's range away. If
-    # the pass reads its own keys as they are stored, this also changes the result.
+    # a pass reads its own keys after they were rounded, the different code also changes the result.
     keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
@@ -734,7 +734,7 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
     """The build compares passes that read rounded cache rows with passes that read exact rows.
 
-    The loss from an INT8 cache must be larger than the loss from an fp16 cache, and both must be
+    The loss from an INT8 cache must be larger than the loss from an fp16 cache. Both losses must be
     small.
     """
     for cache in ("prefix", "dual"):

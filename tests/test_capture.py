@@ -1,9 +1,9 @@
 """Compares this project's torch denoiser with classes of transformers, and with code that a
 checkpoint contains.
 
-When a build compares a bundle with the torch denoiser, both rely on the same reader of config.json,
-so an error of this reader stays hidden. In these tests, the torch denoiser is compared with code
-that is not from this project.
+When a build compares a bundle with the torch denoiser, the bundle and the denoiser rely on the same
+reader of config.json. An error of this reader therefore stays hidden. In these tests, the torch
+denoiser is compared with code that is not from this project.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def check_logits(checkpoint: Path, found: Golden) -> None:
     for canvas, theirs in zip(found.canvases, found.logits, strict=True):
         with torch.no_grad():
             ours = denoiser(torch.from_numpy(canvas.tokens)[None])[0].numpy()[canvas.rows]
-        # Both sides add some hundred fp32 numbers, but in different orders. ``verify`` allows the
-        # same difference.
+        # Both implementations add some hundred fp32 numbers, but in different orders. ``verify``
+        # allows the same difference.
         relative = float(np.abs(ours - theirs).max() / (theirs.max() - theirs.min()))
         assert relative <= 2e-4
 

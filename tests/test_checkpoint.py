@@ -179,8 +179,8 @@ def test_logits_equal_an_independent_forward_of_the_released_tensors(
     ids[:, 20:] = config["mask_token_id"]
     expected = forward(config, _tensors(path), ids)
     difference = (_load(path)(ids) - expected).abs().max() / (expected.max() - expected.min())
-    # The two sides add fp32 numbers in different orders. If features were paired wrongly for
-    # rotation, or a scale was wrong, the differences would be about 0.1.
+    # The two implementations add fp32 numbers in different orders. If features were paired wrongly
+    # for rotation, or a scale was wrong, the differences would be about 0.1.
     assert float(difference) < 1e-5
 
 

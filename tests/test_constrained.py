@@ -626,7 +626,7 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
     """Return how good a text is, as two numbers that are compared in this order.
 
-    The first number is minus the number of tokens with the logit -inf. The second number is the
+    The first number is the negative number of tokens with the logit -inf. The second number is the
     sum, over all other tokens, of the token's logit minus the largest logit of its row.
     """
     best = np.delete(logits, MASK, axis=1).max(axis=1)

@@ -272,7 +272,7 @@ def test_both_graphs_have_the_same_ranges_of_activations(
         for name in ("device.onnx", "denoiser.onnx")
     )
     assert device == judged
-    assert len(device) == 2 * 4  # the inputs of q, k and v; of out; of gate and up; of down
+    assert len(device) == 2 * 4  # per layer, one input each of: q, k and v; out; gate and up; down
 
 
 # ---- Bytes ----

@@ -2,8 +2,8 @@
 
 A row of ``CASES`` contains a name, the change, some words of the expected error message, the reader
 that must reject the bundle, and the file that the message must name. A change to a file also
-updates its size and hash in the manifest, unless the row tests a wrong size or hash. So the bundle
-is rejected for the reason that the row names.
+updates its size and hash in the manifest, unless the row tests a wrong size or hash. Otherwise, the
+bundle would be rejected because of its hash, and not for the reason that the row names.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def with_text(made: bytes) -> Change:
 
 
 def splits(count: int, table: list[int]) -> bytes:
-    """Split rules. Each rule has a single character class, which contains every character."""
+    """Return a file with ``count`` split rules. Each rule has one class, of all characters."""
     arrays = {
         "class_pages": [0] * PAGES,
         "split_starts": [*range(count + 1)],

@@ -2,8 +2,8 @@
 
 This code was written for the tests, based on the paper and on the names of the tensors.
 
-The code shares nothing with dlm_export: RoPE multiplies complex numbers, attention is written out,
-and all sizes come from config.json.
+The code shares nothing with dlm_export: RoPE multiplies complex numbers, attention is computed step
+by step, and all sizes come from config.json.
 """
 
 from types import SimpleNamespace
