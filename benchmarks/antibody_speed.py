@@ -31,7 +31,7 @@ from timing import interleave, show
 import dlm_runtime
 
 OUTPUT = ROOT / "build" / "benchmarks" / "antibodies"
-# A heavy chain from the README of Sapiens, with its first residues filled in.
+# The heavy chain of an antibody, from the README of Sapiens, with its first residues filled in.
 HEAVY = (
     "QVQLVQSGVEVKKPGASVKVSCKASGYTFTNYYMYWVRQAPGQGLEWMGGINPSNGGTNFNEKFKNRVTLTTDSSTTTAYMELKSL"
     "QFDDTAVYYCARRDYRFDMGFDYWGQGTTVTVSS"

@@ -5,7 +5,7 @@
 
 The script uses a denoiser with random weights and the layout of SDAR. Blocks have 32 tokens. First,
 the script times a pass over one block with different numbers of cached tokens. More cached tokens
-make only attention slower. Then the script times generations, alternately with `cache=block` and
+slow down only attention. Then the script times generations, alternately with `cache=block` and
 `cache=none`. A block takes four passes. Both generations must give the same canvas, because this
 cache is exact.
 """

@@ -1,4 +1,4 @@
-"""The engines whose speed generation.py compares, which are called contestants.
+"""Contestants: the engines whose speed generation.py compares.
 
 The contestants are this project's runtime, the reference loop in torch, and llama.cpp. They have
 the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and

@@ -53,7 +53,7 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of this project's formats and solvers, for the layers and for the head.
+    """A combination of this project's formats and solvers, for the layers and for the head.
 
     The formats are keys of ``FORMATS``.
     """
@@ -87,7 +87,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """A choice of a file type of llama.cpp, which sets the format of each matrix."""
+    """A file type of llama.cpp, which sets the format of each matrix."""
 
     file_type: str
 

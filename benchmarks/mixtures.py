@@ -7,9 +7,9 @@ third denoiser is the same mixture, but it computes all experts for every token.
 
 The mixture has about a billion random parameters in the layout of LLaDA-MoE, and uses 8 of 64
 experts per token. The script times passes of the three denoisers in one process, and alternates
-between the denoisers. It compares the times with the shortest possible times by the roofline model.
-The roofline model uses rates of the machine, which the script measures as ``dlm-export bench``
-does.
+between the denoisers. It compares the times with the shortest times that are possible according to
+the roofline model. The roofline model uses rates of the machine, which the script measures as
+``dlm-export bench`` does.
 
 For each denoiser, the script measures the memory of a new process at two times: first after a
 single pass of one token, and then after passes of 1, 4, 32 and 256 tokens. After the first pass,

@@ -8,9 +8,9 @@ The script also measures llama.cpp's formats.
 
 The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no mask token, so
 calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
-text is the Jargon File, which is in the public domain. The first half calibrates the bundles, and
-the loss is measured on the second half. With ``@random`` after a precision, random ids calibrate
-the bundle instead of the text.
+text is the Jargon File, which is in the public domain. The first half of the text calibrates the
+bundles. The loss is measured on the second half. With ``@random`` after a precision, random ids
+calibrate the bundle instead of the text.
 
 The package contains the weights in llama.cpp's four-bit format Q4_1. The script converts them to
 fp32, and quantises the result to each format. llama.cpp's Q4_1 therefore has an advantage: it can
@@ -214,7 +214,7 @@ def main() -> None:
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
     # A build uses only a part of its samples for calibration, and measures accuracy with the rest.
-    # Pass so many samples that the part for calibration contains ``--samples`` samples.
+    # Pass enough samples, so that the part for calibration contains ``--samples`` samples.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

@@ -9,7 +9,7 @@ The weights come from the three PyPI packages. The repository contains no files 
 The input of SCEPTR is the residues of the loops (CDRs) of a receptor. The embedding of a residue
 depends on the loop, on the length of the loop, and on the residue's position in the loop. For this
 reason, a checkpoint of SCEPTR works only for loops of fixed lengths. The option ``--loops`` lists
-them in the order of the package.
+the loops and their lengths, in the order of the package.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def sceptr_checkpoint(package: Path, folder: Path, variant: str, loops: Mapping[
 
 
 def _loop_index(embedder: str, loop: str) -> int:
-    """Return the row of a loop, such as CDR3B, in the table of loops of an embedder."""
+    """Return the index of a loop, such as CDR3B, in the table of loops of an embedder."""
     number, chain = int(loop[3]), loop[4]
     if embedder.startswith("SingleChain"):
         return number

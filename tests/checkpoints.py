@@ -938,7 +938,7 @@ def write_quantised(
 
 
 def write_headers(path: Path, config: dict[str, Any]) -> None:
-    """Write config.json, and a safetensors file with only a header. The weights (bf16) are a hole."""
+    """Write config.json, and a safetensors file of bf16 weights whose data is a hole in the file."""
     header, end = {}, 0
     for name, shape in SHAPES[config["architectures"][0]](config).items():
         begin, end = end, end + 2 * math.prod(shape)

@@ -1,4 +1,4 @@
-"""The file from ``dlm-export compile`` constrains texts in C programs in the same way as in Python."""
+"""A file from ``dlm-export compile`` constrains texts in C programs in the same way as in Python."""
 
 from __future__ import annotations
 
