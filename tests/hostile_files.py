@@ -1,6 +1,7 @@
 """Hostile files of every kind that this project reads.
 
-Commands must report an error when they read such a file, or when they use it and exceed a limit.
+Commands must report an error when they read a hostile file, or when they use the file and exceed a
+limit.
 """
 
 from __future__ import annotations
@@ -369,7 +370,7 @@ def indexes() -> dict[str, bytes]:
 
 
 def data_files() -> dict[str, bytes]:
-    """Return invalid calibration data in JSONL, for the harmless tokenizer with a chat template."""
+    """Return invalid calibration data in JSONL. Its tokenizer is valid and has a chat template."""
     lines: dict[str, Any] = {
         **{
             f"text is {value!r:.20}": {"text": value}
@@ -488,7 +489,7 @@ def goldens() -> dict[str, bytes]:
                 )
                 made.writestr(f"{name}.npy", array.getvalue())
         data = out.getvalue()
-        if said is not None:  # the sizes of the first entry, in the central directory
+        if said is not None:  # write the sizes of the first entry, in the central directory
             at = data.index(b"PK\1\2")
             data = data[: at + 20] + struct.pack("<II", said, said) + data[at + 28 :]
         return data

@@ -34,7 +34,7 @@ text { font-family: system-ui, sans-serif; font-size: 12px; fill: #1a1c2c; }
 
 
 def draw(rows: dict[str, dict[str, dict[str, dict[str, float]]]]) -> str:
-    """Return the chart as SVG: for each size, two bars of each precision."""
+    """Return the chart as SVG. Each size has two bars per precision: one for each engine."""
     values = {
         (size, precision, row): rows[f"{size}, {precision}, 2 threads"]["passes"][row]["median_ms"]
         for size in SIZES
