@@ -17,8 +17,7 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kNone = -1;
-constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
+constexpr size_t kMostAnswerBytes = size_t{1} << 20, kMostOptions = 255;
 // A forced text consists of the only bytes that can come next. The compiler passes at most this
 // many bytes of such a text to the tokenizer.
 constexpr size_t kEncodedBytes = 96;
@@ -393,7 +392,7 @@ Automaton decisions(std::string_view content, const Vocabulary& vocabulary, Budg
   std::unique_ptr<const json::Value> root;
   Bytes bytes;
   try {
-    root = json::parse(content, kMostBytes, kDepth);
+    root = json::parse(content, kMostAnswerBytes, kDepth);
     bytes = Reader(*root, budget).read();
   } catch (const TooLarge&) {
     throw;

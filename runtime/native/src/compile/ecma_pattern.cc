@@ -15,9 +15,6 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int kDeepestGroup = 250;
-constexpr uint32_t kMostCount = 1000000;
-
 // The sets of characters that \d, \w and \s match in ECMA-262 (JavaScript), followed by the
 // characters that only some regex engines include in \s. The last two sets contain line breaks. In
 // ECMA-262, \d and \w contain only ASCII characters. \s contains the characters that ECMA-262 calls
@@ -68,9 +65,9 @@ struct Term {
   bool is_single() const { return set || is_start || is_end; }
 };
 
-class Reader {
+class EcmaReader {
  public:
-  Reader(Expressions& expressions, std::string_view pattern, Looks::Spell spell, Found found)
+  EcmaReader(Expressions& expressions, std::string_view pattern, Looks::Spell spell, Found found)
       : expressions_(expressions),
         spell_(spell),
         pattern_(pattern),
@@ -538,11 +535,11 @@ class Reader {
 }  // namespace
 
 Node pattern_in_string(Expressions& expressions, std::string_view pattern, Found found) {
-  return Reader(expressions, pattern, spelled, found).read();
+  return EcmaReader(expressions, pattern, spelled, found).read();
 }
 
 Node pattern_in_text(Expressions& expressions, std::string_view pattern, Found found) {
-  return Reader(expressions, pattern, in_utf8, found).read();
+  return EcmaReader(expressions, pattern, in_utf8, found).read();
 }
 
 }  // namespace dlm::compile

@@ -21,6 +21,11 @@
 
 namespace dlm::compile {
 
+// Limits of patterns and grammars: the largest nesting depth of groups, as in Rust's regex crate,
+// and the largest count of a repetition.
+constexpr int kDeepestGroup = 250;
+constexpr uint32_t kMostCount = 1000000;
+
 using ByteSet = std::bitset<256>;
 
 struct CodePointRange {

@@ -15,7 +15,7 @@ namespace dlm::compile {
 namespace {
 
 // For each rule: the rules to which the rule refers.
-using Graph = std::vector<std::vector<uint32_t>>;
+using RuleGraph = std::vector<std::vector<uint32_t>>;
 
 // Finds the strongly connected components of a graph with Tarjan's algorithm. numbers[v] is the
 // number of the component that contains vertex v. If an edge leads from one component to another,
@@ -24,7 +24,7 @@ struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
 
-  explicit Components(const Graph& graph)
+  explicit Components(const RuleGraph& graph)
       : numbers(graph.size(), 0), graph_(graph), order_(graph.size(), 0), low_(graph.size(), 0) {
     for (uint32_t at = 0; at < graph.size(); ++at)
       if (order_[at] == 0) visit(at);
@@ -50,7 +50,7 @@ struct Components {
     ++count;
   }
 
-  const Graph& graph_;
+  const RuleGraph& graph_;
   std::vector<uint32_t> order_, low_, open_;
   uint32_t visited_ = 0;
 };
@@ -71,7 +71,7 @@ class Compiler {
   Compiler(Expressions& expressions, std::string_view text)
       : expressions_(expressions), text_(text), grammar_(read_grammar(expressions, text)) {
     refuse_left_recursion();
-    Graph tails(grammar_.rules.size());
+    RuleGraph tails(grammar_.rules.size());
     for (uint32_t rule = 0; rule < tails.size(); ++rule)
       tails_of(grammar_.rules[rule].choices, tails[rule]);
     const Components found(tails);
@@ -156,7 +156,7 @@ class Compiler {
           nullable[rule] = 1, is_new = true;
     }
     std::vector<std::vector<const GrammarPart*>> starts(count);
-    Graph graph(count);
+    RuleGraph graph(count);
     for (size_t rule = 0; rule < count; ++rule) {
       starts_of(grammar_.rules[rule].choices, nullable, starts[rule]);
       for (const GrammarPart* const part : starts[rule]) graph[rule].push_back(part->number);
@@ -284,7 +284,7 @@ class Compiler {
   const std::string_view text_;
   const GrammarText grammar_;
   std::vector<uint32_t> sets_;  // for each rule: the index of the rule set that contains the rule
-  Graph members_;               // for each rule set: its rules
+  RuleGraph members_;           // for each rule set: its rules
   std::vector<State> states_;   // for each rule set: the progress of order_calls()
   // The rule sets that can be reached from root. Each rule set comes after the rule sets that it
   // calls.

@@ -18,8 +18,6 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kNone = -1;
-
 bool equal(const ByteEdge* a, const ByteEdge* b, size_t count) {
   for (size_t i = 0; i < count; ++i)
     if (a[i].low != b[i].low || a[i].high != b[i].high || a[i].state != b[i].state) return false;

@@ -15,8 +15,6 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kNone = -1;
-
 // Builds an automaton over token ids. Its states are the states of the byte automaton `texts` that
 // are reached after a whole token. It has one more state, which is reached after an end token.
 class Assembly {

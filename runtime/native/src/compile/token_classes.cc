@@ -14,11 +14,7 @@
 #include "compile/numbers.h"
 
 namespace dlm::compile {
-namespace {
-
-constexpr int32_t kNone = -1;
-
-}  // namespace
+namespace {}  // namespace
 
 template <class Each>
 void Partition::split(const Each& each) {

@@ -18,7 +18,6 @@ constexpr int kManyBytes = 24, kBytesAlike = 16;
 // A forced text consists of the only bytes that can come next. The compiler passes at most this
 // many bytes of such a text to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;
-constexpr int32_t kNone = -1;
 
 }  // namespace
 

@@ -22,7 +22,7 @@ namespace {
 
 // The code may store the result of a walk if the walk visits more nodes than this.
 constexpr int32_t kSharedNodes = 8;
-constexpr int kMostNesting = 16;  // largest depth of nested walks
+constexpr int kMostNestedWalks = 16;  // largest depth of nested walks
 // For some constraints, nearly all first bytes of tokens lead from many states to the same hub. An
 // example is a text in which "abc" may occur anywhere. So the code counts the walks from a hub over
 // large sets. After kMostLargeSets such walks, it makes a separate walk for each first byte of a
@@ -30,7 +30,6 @@ constexpr int kMostNesting = 16;  // largest depth of nested walks
 constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
 constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
-constexpr int32_t kNone = -1;
 
 }  // namespace
 
@@ -121,7 +120,7 @@ void TokenWalks::walk_below(int32_t set, int32_t start, std::vector<Step>& out) 
       if (sets_.has_tokens(child)) out.push_back({groups_.item_of(child), to});
       const int32_t below = sets_.below(child);
       if (below == 0) continue;
-      if (below > kSharedNodes && nesting_ < kMostNesting &&
+      if (below > kSharedNodes && nesting_ < kMostNestedWalks &&
           (table_.is_wide(from) != table_.is_wide(to) || (to != start && table_.is_hub(to))))
         go_on(child, to, out);
       else

@@ -16,8 +16,8 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr int kMostNesting = 256;       // largest nesting depth of the schema's JSON text
-constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
+constexpr int kMostSchemaNesting = 256;  // largest nesting depth of the schema's JSON text
+constexpr size_t kMostText = 16 << 20;   // largest size of the schema's JSON text, in bytes
 // The largest number of bytes of memory that parsed JSON needs per byte of text (see base/json.h).
 constexpr size_t kBytesPerByte = 100;
 // A message contains at most this many characters of a value.
@@ -99,7 +99,7 @@ std::string shown(const Value& value) {
 Document::Document(std::string_view text, Budget& budget) : budget_(budget) {
   budget_.check_memory(text.size() * kBytesPerByte);
   try {
-    owned_ = json::parse(text, kMostText, kMostNesting);
+    owned_ = json::parse(text, kMostText, kMostSchemaNesting);
   } catch (const Error& error) {
     throw Error(DLM_INVALID_ARGUMENT, std::string("schema: not JSON: ") + error.what());
   }

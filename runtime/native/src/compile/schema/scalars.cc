@@ -11,7 +11,7 @@ namespace dlm::compile::schema {
 namespace {
 
 // The largest supported count of characters, items or properties.
-constexpr uint64_t kMostCount = 10'000;
+constexpr uint64_t kMostSchemaCount = 10'000;
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
   ByteSet set;
@@ -54,10 +54,10 @@ Node plain_fractions(Expressions& expressions) {
 // Returns the minimum of a count, for example the value of minLength. Throws an error if the
 // minimum is too large, because the compiler must not reduce a minimum.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
-  if (term.low > kMostCount)
+  if (term.low > kMostSchemaCount)
     document_.refuse(
         *term.schema, keyword,
-        "= " + std::to_string(term.low) + " is more than " + std::to_string(kMostCount));
+        "= " + std::to_string(term.low) + " is more than " + std::to_string(kMostSchemaCount));
   return static_cast<uint32_t>(term.low);
 }
 
@@ -65,12 +65,12 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
 // adds a warning and returns the largest supported maximum.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
-  if (term.high > kMostCount)
+  if (term.high > kMostSchemaCount)
     document_.warn("schema: " + document_.place(*term.schema->value) + ": keyword '" +
                    std::string(Document::name(keyword)) + "' = " + std::to_string(term.high) +
-                   " is more than " + std::to_string(kMostCount) +
+                   " is more than " + std::to_string(kMostSchemaCount) +
                    ", so this smaller number is used instead");
-  return static_cast<uint32_t>(std::min(term.high, kMostCount));
+  return static_cast<uint32_t>(std::min(term.high, kMostSchemaCount));
 }
 
 Node Writer::scalar(Formula formula, uint8_t type) {

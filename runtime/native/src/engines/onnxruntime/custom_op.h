@@ -22,6 +22,12 @@ namespace dlm::ops {
 // Element types that only the operators' inputs have. engines/graph_contract.h defines the element
 // types of the graph's own inputs and outputs.
 constexpr int kUint8 = 2, kFloat8 = 17;
+
+// Short names of element types, for the tables of operators.
+namespace short_types {
+constexpr int F = kFloat, L = kInt64, H = kFloat16, B = kBFloat16, I = kInt8, C = kUint8,
+              S = kFloat8;
+}
 constexpr size_t kMostWeights = 3, kMostDims = 5;
 constexpr size_t kSegments = 8;  // index of the optional input `segments` of attention
 

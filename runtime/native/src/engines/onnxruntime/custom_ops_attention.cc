@@ -155,7 +155,7 @@ void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
   kernels.candidates(rows, call);
 }
 
-constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
+using namespace short_types;
 
 using Read = decltype(Definition::read);
 using Compute = decltype(Definition::compute);

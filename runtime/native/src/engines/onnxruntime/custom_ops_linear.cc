@@ -163,7 +163,7 @@ void compute_tied_head(const Kernels& kernels, const Node& node, Call& call) {
                     call);
 }
 
-constexpr int F = kFloat, L = kInt64, H = kFloat16, B = kBFloat16, C = kUint8, S = kFloat8;
+using namespace short_types;
 
 }  // namespace
 
