@@ -13,7 +13,7 @@ struct Kernels;
 struct AmxHost {
   uint32_t features;  // the register edx of CPUID's leaf 7
   bool has_avx512_vnni;
-  // The register XCR0: which registers the operating system saves for each thread.
+  // The register XCR0, which tells what registers the operating system saves for each thread.
   uint64_t saved_state;
   // Asks the operating system for permission to use AMX in all threads of the process. Returns 0
   // or errno.
