@@ -112,7 +112,7 @@ typedef struct dlm_denoiser {
                                    DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
   int64_t draft_block; /* 0..16777216. If draft_block is n > 0, the denoiser has draft passes: each
                           row of a draft pass sees all rows of the pass and predicts its own
-                          position. Each row of any other pass sees no later positions and predicts
+                          position. In all other passes, a row sees no later positions and predicts
                           the next position. n is the number of rows that draft passes had during
                           training. draft_block needs visible_block 1, shift 0 and a cache */
   int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
@@ -185,7 +185,8 @@ typedef struct dlm_policy {
                           verifies them. Causal passes alone, which decide one token per pass, would
                           give the same text. "verify" needs cache "block" and select "argmax". It
                           cannot be combined with constraints, guidance, sub-blocks, given tokens
-                          after the first undecided position, or a number of steps */
+                          after the first undecided position, steps_per_block or
+                          dlm_request.steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
   const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided, more
                           passes run and may replace tokens of the block; see edit_threshold |
@@ -280,14 +281,14 @@ typedef struct dlm_policy {
                            result is an approximation, because reused keys and values also depend
                            on later tokens of the earlier request. 0 (default): the request
                            computes its whole prompt */
-  double next_block;    /* for full attention and cache "none", 0..1 (1). If this share of the
-                           positions of a block is decided, passes also commit positions of the next
-                           block. 1: a block starts when the block before it is finished. Below 1,
-                           the commit rule must be "threshold" or "entropy_threshold". Each pass then
-                           commits at least one position of the first unfinished block. With compare
-                           ">=", it always commits the position with the highest score too. After an
-                           end token, all positions become end tokens. A value below 1 cannot be
-                           combined with edits or constraints */
+  double next_block;    /* for full attention and cache "none": a share, 0..1 (1). When this share
+                           of the positions of a block is decided, passes also commit positions of
+                           the next block. 1: a block starts when the previous block is finished.
+                           Below 1, the commit rule must be "threshold" or "entropy_threshold". Each
+                           pass then commits at least one position of the first unfinished block.
+                           With compare ">=", it always commits the position with the highest score
+                           too. After an end token, all positions become end tokens. A value below 1
+                           cannot be combined with edits or constraints */
   double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): the amount by
                               which the temperature falls over the planned passes of a block. In
                               pass k of n, it has fallen by temperature_drop * (k - 1) / n */
@@ -341,17 +342,16 @@ typedef struct dlm_open_options {
                                  (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
                                  system's library if this variable is not set */
   int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
-                           never starts more threads than the number of cores that the process may
-                           use */
+                           never starts more threads than the process may use cores */
   int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
-                           manifest. A large file is not hashed again if it has not changed since
-                           its hash was found to be right. But every file is hashed if
-                           $DLM_HASH_FILES is "always" (default: "changed"), or if engine is "none".
-                           0: only the sizes of files are compared */
+                           manifest. A large file is not hashed again if it has not changed since an
+                           earlier check that succeeded. But every file is hashed if $DLM_HASH_FILES
+                           is "always" (default: "changed"), or if engine is "none". 0: only the
+                           sizes of files are compared */
   const char* provider; /* for "onnxruntime": "cpu" (default) | "cuda" | "tensorrt" |
                            "nv_tensorrt_rtx". With a GPU provider, engine "auto" means
                            "onnxruntime" */
-  int32_t device;       /* for GPU providers: CUDA's index of the GPU, starting at 0 (0) */
+  int32_t device;       /* for GPU providers: index of the GPU in CUDA, 0 or more (0) */
   int32_t allow_fallback; /* 1: the CPU runs the nodes that the provider cannot run, and
                              dlm_bundle_info.engine lists them. 0 (default): if there are such
                              nodes, opening fails with UNSUPPORTED, and the message lists them */
@@ -362,10 +362,10 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  *
  * On a CPU, "onnxruntime" uses the kernels of this library if they are faster than those of ONNX
  * Runtime. There are several kernel sets: "amx-int8", "avx512-vnni", "avx-vnni", "avx2" and
- * "neon-dotprod". The library uses the first of these sets that the processor supports.
- * $DLM_KERNELS selects another set, or "none". To find out whether "amx-int8" works, the library
- * asks the operating system for permission to use AMX registers. In threads that use these
- * registers, signal frames are then 8 KiB larger.
+ * "neon-dotprod". The library uses the first of these sets that the processor supports. To use
+ * another set or no set, set $DLM_KERNELS to its name or to "none". To find out whether "amx-int8"
+ * works, the library asks the operating system for permission to use AMX registers. In threads that
+ * use these registers, signal frames are then 8 KiB larger.
  *
  * The official builds of ONNX Runtime store a device id and send telemetry, unless
  * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. If the variable is not set, opening a
@@ -403,9 +403,9 @@ DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 DLM_API dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                                    size_t message_capacity, dlm_bundle** bundle);
 
-/* Creates a bundle without files. The function `run` runs its passes. The library calls `run` on
- * the thread that runs the session or scheduler, so several threads may call `run` at the same
- * time. The library copies *denoiser. `user` must outlive the bundle. */
+/* Creates a bundle without files. The library calls `run` for each pass, on the thread that runs
+ * the session or scheduler. So several threads may call `run` at the same time. The library copies
+ * *denoiser. `user` must outlive the bundle. */
 DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run,
                                             void* user, char* message, size_t message_capacity,
                                             dlm_bundle** bundle);
@@ -447,8 +447,8 @@ DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* prese
 /* A tokenizer and a chat template, compiled into the bundle's text file. A dlm_text returns the
  * same token ids as the Hugging Face tokenizers library, and renders the same chats as Jinja.
  * `dlm-export build` compares the ids and the chats, and writes no text file if there is a
- * difference. Any number of threads may use a dlm_text at the same time. Each string is passed
- * with its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
+ * difference. Any number of threads may use a dlm_text at the same time. Each string is passed with
+ * its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
 typedef struct dlm_text dlm_text;
 
 /* Returns the dlm_text of the bundle, which the bundle owns. The first call reads the text file.
@@ -485,8 +485,8 @@ DLM_API dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, 
                                    char* message, size_t message_capacity, char* string,
                                    size_t capacity, size_t* size);
 
-/* A message of a chat. Callers pass arrays of this struct, so new fields cannot be added within an
- * ABI version. */
+/* A message of a chat. Callers pass arrays of this struct, so it cannot get new fields until
+ * DLM_ABI_VERSION increases. */
 typedef struct dlm_message {
   const char* role; /* a role that the template knows: "system", "user", "assistant", "tool" */
   const char* content;
@@ -563,9 +563,8 @@ typedef struct dlm_constraint {
   const char* item_separator; /* text between the items of an array, and between the properties
                                  of an object (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
-  int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64. Each
-                        item is then on a separate line. -1 (default): the JSON text has no line
-                        breaks */
+  int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64, with each
+                        item on a separate line. -1 (default): the JSON text has no line breaks */
   int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
                         (0) */
   int32_t max_depth; /* limit for recursion, 0..64: how many times a schema or a rule of a grammar
@@ -597,7 +596,7 @@ typedef struct dlm_constraint {
   const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
                                      (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text. NULL (default): the library
+  dlm_first_token_fn first_token; /* returns the first token of a text. NULL (default): the library
                                      does not know how the tokenizer splits texts */
   void* user;                     /* passed to first_token (NULL) */
 
@@ -676,11 +675,11 @@ typedef struct dlm_step {
 } dlm_step;
 
 /* The library calls this function after each pass of a request, on the thread that runs the pass.
- * If the request then ends without a further pass, the function is called once more. If it returns
- * a number other than 0, the request ends with DLM_CANCELLED. In a callback of a session, the only
- * call on this session that succeeds is dlm_session_cancel; all other calls return
- * INVALID_ARGUMENT. A callback of a scheduler must not wait for a job, and must not run or destroy
- * the scheduler. */
+ * If the request then ends without a further pass, the library calls the function once more. If the
+ * function returns a number other than 0, the request ends with DLM_CANCELLED. In a callback of a
+ * session, the only call on this session that succeeds is dlm_session_cancel; all other calls
+ * return INVALID_ARGUMENT. A callback of a scheduler must not wait for a job, and must not run or
+ * destroy the scheduler. */
 typedef int32_t (*dlm_step_fn)(void* user, const dlm_step* step);
 
 /* Decodes token ids, for programs that have their own tokenizer. The function writes at most
@@ -776,9 +775,9 @@ typedef struct dlm_stats {
   double passes_s;        /* time of denoise_passes and verify_passes in the engine, in seconds */
   double selection_s;     /* seconds for scoring, ranking and committing tokens */
   double cache_s;         /* seconds for moving keys and values between passes */
-  double total_s; /* seconds from start to end, without the time in the program's callbacks. This is
-                     more than the sum of the other times, because it includes the loop's
-                     bookkeeping */
+  double total_s; /* seconds from start to end of the request, without the time in the program's
+                     callbacks. This is more than the sum of the other times, because it includes
+                     the time between passes */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of the request used at
                             the same time; 0 without a cache */
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values were
@@ -804,9 +803,9 @@ enum {
 
 /* The result of a request. If the request ended before all positions were decided, the library
  * fills the undecided positions. If there is a constraint, the library first completes its text.
- * Every other undecided position gets the token that the last pass proposed there. If the last
- * pass proposed no token there, the position gets the first end token, or the mask token if the
- * denoiser has no end token. The session or job owns the result. */
+ * Every other undecided position gets the token that the last pass proposed for it. If the last
+ * pass proposed no token for a position, this position gets the first end token, or the mask token
+ * if the denoiser has no end token. The session or job owns the result. */
 typedef struct dlm_result {
   size_t struct_size;
   dlm_status status;         /* DLM_OK, or an error status if the request failed. After an error,
@@ -879,9 +878,9 @@ DLM_API void dlm_session_destroy(dlm_session* session); /* must not be called fr
 DLM_API const char* dlm_session_last_error(const dlm_session* session);
 
 /* The library calls this function before every pass of a session or scheduler, on the thread that
- * runs the pass. A program can use it to react to a signal before the next pass. If the function of
- * a session returns a number other than 0, the running call ends with DLM_CANCELLED, and the
- * session drops its requests. The function may call dlm_session_cancel. */
+ * runs the pass. A program can use the function to react to a signal before the next pass. If the
+ * function of a session returns a number other than 0, the running call ends with DLM_CANCELLED,
+ * and the session drops its requests. The function may call dlm_session_cancel. */
 typedef int32_t (*dlm_before_pass_fn)(void* user);
 
 /* Sets the function that the library calls before every pass of the session. The function stays set
@@ -1011,11 +1010,11 @@ typedef struct dlm_scheduler_options {
                                 dlm_scheduler_stats.expected_s. NULL (default): no model. If recent
                                 passes took longer than predicted, the library increases its
                                 predictions for max_pass_ms accordingly */
-  int32_t ended_fd; /* file descriptor of an eventfd, or of the writing end of a non-blocking
-                       pipe; -1 (default): no descriptor. Whenever a request has ended, the
-                       scheduler writes the number 1 to it, as 8 bytes. So a program can wait for
-                       many jobs with one call of poll(). ended_fd must stay open until the
-                       scheduler is destroyed */
+  int32_t ended_fd; /* file descriptor of an eventfd, or of the writing end of a non-blocking pipe;
+                       -1 (default): no descriptor. Whenever a request ends, the scheduler writes
+                       the number 1 to this descriptor, as 8 bytes. So a program can wait for many
+                       jobs with one call of poll(). ended_fd must stay open until the scheduler is
+                       destroyed */
   uint64_t prefix_cache_bytes; /* largest number of bytes, out of cache_bytes, for keys and values
                                   of requests that have ended. A later request reuses these keys and
                                   values if its prompt starts with the same tokens. UINT64_MAX
