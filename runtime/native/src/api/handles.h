@@ -41,7 +41,7 @@ struct dlm_bundle {
   std::mutex vocabulary_mutex;
   // The index of the bundle's vocabulary. The first call that compiles a constraint creates it.
   std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
-  // The index of the vocabulary that the program last passed to dlm_automaton_compile.
+  // The index of the last vocabulary that the program passed for compiling a constraint.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
   std::array<uint8_t, 32> given_hash{};  // hash of given_vocabulary
   dlm::PromptCaches prompt_caches;
