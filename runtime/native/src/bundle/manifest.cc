@@ -99,8 +99,8 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 }
 
 constexpr const char* kEngines = "engines/";  // folder of engine files
-constexpr int64_t kLarge = 16 << 20;  // size in bytes from which a file is large; hashing it takes
-                                      // about 10 ms
+constexpr int64_t kLarge = 16 << 20;  // a file of at least this many bytes is large; hashing this
+                                      // many bytes takes about 10 ms
 
 // Checks the files that the manifest lists. Engine files are checked only if a TensorRT engine may
 // run. So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild
@@ -234,7 +234,7 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   const bool is_uniform = noise != nullptr && noise->string() == "uniform";
   if (noise != nullptr && !is_uniform && noise->string() != "absorbing")
     noise->refuse(json::quoted(noise->string()) + " is not known to this runtime");
-  // A denoiser that starts from random tokens has no mask token.
+  // A denoiser that starts from random tokens has no mask token, so mask_token_id is vocab_size.
   const int32_t lowest = is_uniform ? out.vocab_size : 0;
   out.mask_token_id = read_size(loop, "mask_token_id", lowest, out.vocab_size - !is_uniform);
   if (is_uniform && out.draft_block == 0) noise->refuse("needs draft_block");

@@ -73,8 +73,8 @@ class Arena {
              const PromptCaches::Found& file);
   bool shares() const { return shares_; }
 
-  // Runs a pass over all parts, in this order, with batch size 1. Sets the pass's pointers to keys
-  // and values, and throws the same errors as Context::run.
+  // Runs a pass over all parts, in the given order, with batch size 1. Sets the pass's pointers to
+  // keys and values, and throws the same errors as Context::run.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // Lets other requests use the pages that contain the first `rows` positions of a canvas. The rows

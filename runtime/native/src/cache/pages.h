@@ -80,7 +80,7 @@ class Pages {
   std::vector<int32_t> free_;
   // The ends and the length of the list of idle pages.
   int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;
-  // Finds shared pages by the hash of their tokens and of the page before them.
+  // Shared pages by hash_of their preceding page and their tokens.
   ByTokens by_tokens_;
   int64_t saved_ = 0;
 };

@@ -150,7 +150,7 @@ PromptCache::PromptCache(const std::string& path, const PromptCacheFormat& forma
     refuse("the prompt cache was saved with a different bundle");
   if (header.page_rows != format.page_rows || header.page_bytes != format.page_bytes)
     refuse("the pages have a size that this bundle does not use");
-  // The check of `most` below also prevents that the later products overflow.
+  // The comparison with `most` below also makes sure that later products do not overflow.
   const auto rows = static_cast<size_t>(format.page_rows);
   const size_t most = file_.bytes() / page_bytes_;
   const auto count = static_cast<size_t>(header.tokens);

@@ -3,10 +3,10 @@
 // the same tokens.
 //
 // A file contains a header, the tokens as int32, zeros up to a multiple of 64 bytes, and then the
-// pages of the prompt, without gaps. Zeros at the end of the file also fill up a multiple of 64
-// bytes. A page contains the rows of page_rows() positions. The tensors of a page are in this
-// order: keys of layer 0, values of layer 0, keys of layer 1, and so on. A tensor contains all rows
-// of its first head, then all rows of its second head, and so on.
+// pages of the prompt, without gaps. The file ends with zeros up to a multiple of 64 bytes. A page
+// contains the rows of page_rows() positions. The tensors of a page are in this order: keys of
+// layer 0, values of layer 0, keys of layer 1, and so on. A tensor contains all rows of its first
+// head, then all rows of its second head, and so on.
 //
 // Keys and values are used only with the graph that computed them. So the header contains a hash of
 // this graph. The header also contains a checksum of the whole file, which detects damage. The

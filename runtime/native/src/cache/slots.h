@@ -69,9 +69,9 @@ class Slots {
       for (size_t i = 0; i < length_; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Makes the rows of all positions except `first` to `last` - 1 the cached rows. Returns the moves
-  // that bring these rows to the start of the tensor, head by head. The caller must apply these
-  // moves to the tensor.
+  // Selects the cached rows for the next passes: the rows of all positions except `first` to `last`
+  // - 1. Returns the moves that bring these rows to the start of the tensor, head by head. The
+  // caller must apply these moves to the tensor.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};

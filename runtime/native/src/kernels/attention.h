@@ -331,7 +331,7 @@ class QueryTiles {
 
  private:
   static constexpr int64_t kKeys = Softmax<kVectors>::kKeys, kMostTiles = kVectors == 1 ? 1 : 8;
-  // If true, the rows of an incomplete group are copied until the group is complete. With few
+  // If true, the rows of a group are copied to a buffer until the group is complete. With few
   // queries, memory bandwidth limits the speed, so rows are not copied.
   static constexpr bool kHolds = kVectors > 1;
 
@@ -349,8 +349,7 @@ class QueryTiles {
   void hold(int64_t count, const int64_t* positions, Copy copy) {
     for (int64_t row = 0; row < count; ++row, ++held_) {
       copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
-      // Cached rows get position 0. Every query sees position 0, and every query sees all cached
-      // rows.
+      // Every query sees all cached rows, so cached rows get position 0, which every query sees.
       held_positions_[held_] = positions == nullptr ? 0 : positions[row];
     }
     if (held_ == group_) finish();

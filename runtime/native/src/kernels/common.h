@@ -17,10 +17,10 @@ using simd::kLanes;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Computes 2 ^ x for x <= 0 or slightly above 0. If x is below -126, the result is 2 ^ -126, which
-// is too small to change a softmax. If x is NaN, the result is NaN. The code splits x into an
-// integer n and a fraction f in [-0.5, 0.5], and computes 2 ^ f with a polynomial of degree 6. The
-// relative error is 1e-7.
+// Computes 2 ^ x for x <= 127. If x is below -126, the result is 2 ^ -126, which is too small to
+// change a softmax. If x is NaN, the result is NaN. The code splits x into an integer n and a
+// fraction f in [-0.5, 0.5], and computes 2 ^ f with a polynomial of degree 6. The relative error
+// is 1e-7.
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);

@@ -200,7 +200,7 @@ enum class CacheType { fp32, fp16, int8 };
 // Then table_rows is added to the positions of draft passes, and a query of a draft pass sees all
 // new rows. If window is not 0, a query sees only the new rows that are at most `window` positions
 // away. In this case, visible_block must be 0, and there must be no cached rows. If there are
-// segments, B is 1, and a query sees only the rows of its own segment.
+// segments, B is 1, and a query sees only the rows of its own request.
 //
 // The kernel uses cached rows as they are stored. Storing may round numbers. If visible_block is
 // not 0, the kernel rounds new rows in the same way before it uses them. So the result does not

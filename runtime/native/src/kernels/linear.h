@@ -285,7 +285,7 @@ constexpr int64_t kTasks = 16;  // number of tasks into which a large layer is d
 // - slices: the number of slices into which the rows are divided. quantise(i) quantises slice i.
 // - tiles, kTogether: the number of tiles of rows, and the number of tiles that a task processes
 //   together.
-// - Task: a thread creates one object of this type for each task, and keeps it while it multiplies.
+// - Task: a type. Each task creates an object of this type, which exists while the task multiplies.
 // - multiply(weight, number, first, last): multiplies the tiles from `first` to `last` - 1 by panel
 //   `number` of a weight matrix.
 template <class Product>

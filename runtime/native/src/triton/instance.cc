@@ -58,8 +58,8 @@ struct Instance::Answer : std::enable_shared_from_this<Instance::Answer> {
 // A response before the last one.
 struct Instance::Step {
   std::shared_ptr<Answer> answer;
-  Tensors tensors;  // as on_step stores it: output_ids contains the whole canvas, prompt_tokens is
-                    // not set
+  Tensors tensors;  // until the response is sent, output_ids contains the whole canvas, and
+                    // prompt_tokens is not set
 };
 
 Instance::Instance(TRITONBACKEND_ModelInstance* instance, Model& model)

@@ -168,8 +168,8 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Segments work only with our kernels. Without our kernels, ONNX Runtime computes attention with
-  // the standard operators in the graph. These ignore segments, so every request would see the rows
-  // of all requests.
+  // the standard operators in the graph. The standard operators ignore segments, so every request
+  // would see the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {

@@ -23,8 +23,8 @@ struct AmxHost {
 
 AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 
-// Checks the conditions in order, and stops at the first one that is not met. Returns the reason
-// why AMX cannot be used, or "" if all conditions are met.
+// Checks the conditions in order, and stops at the first unmet condition. Returns the reason why
+// AMX cannot be used, or "" if all conditions are met.
 std::string find_amx_refusal(const AmxHost& host);
 
 // Returns true if the kernels compute small INT8 and INT4 layers with the same results as plain
