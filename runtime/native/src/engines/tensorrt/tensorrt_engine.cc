@@ -1,10 +1,10 @@
 // The TensorRT engine. This file chooses one of a bundle's engine files, and checks it against the
 // manifest.
 //
-// An engine file contains code for one compute capability and one version of TensorRT. Before the
-// code reads the file, it compares them with the device and with the loaded library. Then it
-// compares the engine's ports (inputs and outputs) and profiles with the manifest, because the
-// sizes of the buffers come from the manifest.
+// An engine file works only with certain compute capabilities and one version of TensorRT. This
+// file first checks that the device and the loaded library match. Then it compares the engine's
+// ports (inputs and outputs) and profiles with the manifest, because the sizes of the buffers come
+// from the manifest.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include "base/error.h"
@@ -29,8 +29,8 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// Converts TensorRT's element type to the number that engines/graph_contract.h uses. Returns 0
-// (undefined) if no port may have the type.
+// Converts an element type of TensorRT to the number that engines/graph_contract.h uses. Returns 0
+// if ports cannot have this type.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
