@@ -329,7 +329,7 @@ def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: T
     and a layer that no other family has.
     """
     source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
-    assert "Piece(" in source
+    assert "split_rows(" in source
     manifest = (tour.page / "tiny-bundle" / "manifest.json").read_text()
     assert "ExampleForMaskedDiffusion" in manifest
     graph = (tour.page / "tiny-bundle" / "denoiser.onnx").read_bytes()
