@@ -71,8 +71,8 @@ class EcmaReader {
       : expressions_(expressions),
         spell_(spell),
         pattern_(pattern),
-        is_wide_(found == Found::perhaps),
-        looks_(expressions, spell, "pattern " + json::quoted(pattern)) {
+        looks_(expressions, spell, "pattern " + json::quoted(pattern)),
+        is_wide_(found == Found::perhaps) {
     if (!is_utf8(pattern)) fail(DLM_INVALID_ARGUMENT, "the pattern is not UTF-8");
   }
 
