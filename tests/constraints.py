@@ -56,8 +56,8 @@ class Longest(Vocabulary):
 def made_up_vocabulary(
     size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary
 ) -> Vocabulary:
-    """A vocabulary of every printable byte, ``PIECES``, and parts of characters, in arbitrary
-    order. Entries whose ids are in ``never`` are None.
+    """A vocabulary of every printable ASCII character, ``PIECES``, and parts of UTF-8 characters,
+    in arbitrary order. Entries whose ids are in ``never`` are None.
     """
     single = [bytes([byte]) for byte in range(0x20, 0x7F)]
     spelled = [
@@ -142,10 +142,7 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
-    """Return the state after a token, or -1 if the token is not allowed.
-
-    The result is computed from the arrays as their documentation says.
-    """
+    """Return the state after a token, or -1 if the token is not allowed."""
     for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
         group = automaton.edge_groups[edge]
         members = automaton.group_classes[
@@ -221,10 +218,9 @@ def one_class(
     edges: Sequence[tuple[int, int]],
     distances: Sequence[int],
 ) -> Constraint:
-    """Make a constraint in which ``tokens`` form a single class.
+    """Make a constraint that allows only ``tokens`` and treats them all alike.
 
-    ``edges`` is a sorted list of pairs of states: the class leads from the first state to the
-    second state.
+    ``edges`` is a sorted list of pairs (state before a token, state after the token).
     """
     classes = [0 if token in tokens else -1 for token in range(vocab_size)]
     starts = [

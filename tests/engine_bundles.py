@@ -1,5 +1,4 @@
-"""Bundles for GPUs that the tests of engines share, and functions that change copies of these
-bundles.
+"""Bundles for GPUs that several tests share, and functions that edit copies of these bundles.
 
 Each bundle is built once per test session.
 """

@@ -1,5 +1,4 @@
-"""A local server with the protocol of the Hugging Face hub, for tests that load checkpoints by
-name.
+"""A local server that imitates the Hugging Face hub, for tests that load checkpoints by name.
 
 The server offers one folder as the repository ``org/tiny``, and counts the bytes that it sends for
 each file. Tests can make single files faulty. The download of a file in ``cut`` ends halfway. A
@@ -54,7 +53,7 @@ class HubServer:
         self._server.server_close()
 
     def listing(self) -> dict[str, Any]:
-        """Return the description of the repository that the hub sends."""
+        """Return the hub's description of the repository."""
         return {
             "id": REPOSITORY,
             "sha": COMMIT,
