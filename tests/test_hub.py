@@ -1,6 +1,4 @@
-"""Tests of checkpoints that are named like "org/name": which files are downloaded from a hub, and
-errors.
-"""
+"""Tests of checkpoints from a hub, with names like "org/name": downloaded files, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ NAME = f"hf:{REPOSITORY}"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint like a released one.
+    """A small LLaDA checkpoint.
 
     The checkpoint also contains Python code and pickled weights, which must not be downloaded.
     """

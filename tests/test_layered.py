@@ -65,8 +65,8 @@ def test_the_logits_are_those_of_the_whole_denoiser(
             expected = whole(torch.from_numpy(canvas).unsqueeze(0))[
                 0, torch.from_numpy(chosen)
             ].float()
-        # The layered denoiser multiplies rows of several canvases together, so that sums are
-        # computed in another order. In bf16, it also computes the output head in fp32.
+        # The layered denoiser multiplies the rows of several canvases at once, which changes the
+        # order of sums. In bf16, it also computes the output head in fp32.
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2
         assert (project(features) - expected).abs().max() <= tolerance * (
             expected.max() - expected.min()
@@ -135,11 +135,9 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
 def test_a_product_in_bf16_is_rounded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A matrix product with bf16 weights is computed in several parts, with and without torch's
-    kernels for bf16.
+    """Each element of the product is the exact sum, rounded to ``dtype`` once.
 
-    Each result is the bf16 number nearest to the exact sum, or its neighbour if the rounding error
-    of the fp32 sum decides.
+    The product is computed in several parts, with and without torch's kernels for bf16.
     """
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)
