@@ -304,8 +304,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # The canvas starts with 9 prompt tokens. The mask tokens at the positions ``mask`` are marked as
-    # decided, so the loop must not replace them.
+    # The canvas starts with 9 prompt tokens. The positions ``mask`` contain mask tokens that are
+    # marked as decided, so the loop must not replace them.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
     start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False

@@ -117,7 +117,8 @@ LOOPS: dict[str, dict[str, Any]] = {
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
     """``follow`` reports whether the reference's own loop would give the canvases of a run.
 
-    ``follow`` only uses ``seer``, not the loop. The test runs the loop of ``free`` and compares the canvases.
+    ``follow`` only uses ``seer``, not the loop. The test runs the loop of ``free`` and compares the
+    canvases.
     """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)

@@ -215,7 +215,7 @@ def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(
 
 
 def test_threads_of_a_new_process_open_bundles_at_once(demo_bundle: Path) -> None:
-    """When a process opens its first bundle, this project's operators are registered in ONNX Runtime.
+    """The first bundle that a process opens registers this project's operators in ONNX Runtime.
 
     If several threads open bundles at once, only one of the threads may register the operators.
     """

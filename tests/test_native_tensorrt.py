@@ -340,8 +340,8 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks. Cached keys and values are copied aside for each block. They are copied
-    # back after each block except the last.
+    # There are three blocks. For each block, cached keys and values are copied aside. They
+    # are copied back after each block except the last.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
@@ -359,8 +359,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
-    # Each request has passes of two sizes: 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21
-    # cached passes (8 tokens, 21 cached, 8 scored rows).
+    # Passes have two sizes: 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21 cached passes
+    # (8 tokens, 21 cached, 8 scored rows).
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2
@@ -370,8 +370,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
 
 
 def test_rows_are_rounded_so_that_few_graphs_exist(bundle: Path, drive: Drive) -> None:
-    # In a block of 32, the passes score 32, 31, ... 1 rows. The engine rounds these numbers up to
-    # four sizes, and captures a CUDA graph for each size once.
+    # The passes of a block of 32 tokens score 32, 31, ... 1 rows. The runtime rounds the number of
+    # rows up to one of four sizes, and captures one CUDA graph per size.
     told = drive(bundle, cache="none", given=8, new=32, block=32, rounds=2)
     assert told.all_same()
     assert told.counts[0]["nfe"] == 32
@@ -397,8 +397,8 @@ def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(
         )
         == 2 + 32
     )
-    # Passes of one size alternate with passes of 39 other sizes. The CUDA graph of this size stays
-    # in the limited store, so each of the 40 sizes is captured only once.
+    # Passes of one size alternate with passes of 39 other sizes. Although few CUDA graphs are kept,
+    # the graph of the frequent size must not be discarded and captured again.
     mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
     assert mixed.counts[79]["createExecutionContext"] == 2 + 40
 
@@ -585,8 +585,8 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
 
 
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
-    # The engine file is invalid, but an earlier check must fail, so the message must name the other
-    # reason.
+    # The engine file is invalid, but the device or the TensorRT version must be checked before the
+    # file is read.
     write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
     assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
     assert (

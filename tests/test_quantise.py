@@ -1,7 +1,7 @@
 """Tests of quantised graphs.
 
-For each format, ONNX Runtime must compute with the graph what torch computes with the same
-quantised values.
+For each format, a graph in ONNX Runtime and a torch denoiser with the same quantised values must
+give the same results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _states(source: Source, count: int = 6) -> list[State]:
 
 
 def _quantise(source: Source, recipe: Recipe, folder: Path) -> numbers.Quantisation:
-    """Quantise a denoiser by a recipe, and write the quantised graph into ``folder``."""
+    """Quantise a denoiser with a recipe, and write the quantised graph to ``folder``."""
     traced = _traced(source)
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
@@ -77,10 +77,7 @@ def _trace_once(path: Path) -> bytes:
 
 
 def _named(model: ir.Model) -> ir.Model:
-    """Return a model whose initialisers can be serialised.
-
-    An initialiser whose values are not known yet is replaced by an empty one.
-    """
+    """Set all initialisers to zeros, so that the model can be serialised. Returns the model."""
     for name, value in model.graph.initializers.items():
         value.const_value = ir.tensor(
             np.zeros([int(size) for size in value.shape or ()], np.float32), name=name
@@ -91,7 +88,7 @@ def _named(model: ir.Model) -> ir.Model:
 def _traced(source: Source) -> trace.Graph:
     """Return the traced graph of a denoiser.
 
-    Tracing takes a second, so each denoiser is traced only once.
+    Each denoiser is traced only once, because tracing takes a second.
     """
     model = ir.from_proto(onnx.ModelProto.FromString(_trace_once(source.path)))
     for value in model.graph.initializers.values():
