@@ -1,9 +1,11 @@
 """Tests of ONNX Runtime's GPU providers without a GPU.
 
 The tests use sanitizers, and mock libraries of ONNX Runtime and of CUDA's driver. The program
-cannot read the "device" memory of the mocks. A mock denoiser computes its results from every byte that a
-pass reads. The tests compare its canvas with the canvas of the same denoiser in ``from_callback``.
-The canvases are equal only if every byte was copied to the right place on the device.
+cannot read the "device" memory of the mocks.
+
+A mock denoiser computes its results from every byte that a pass reads. The tests compare its canvas
+with the canvas of the same denoiser in ``from_callback``. The canvases are equal only if every byte
+was copied to the right place on the device.
 """
 
 from __future__ import annotations
