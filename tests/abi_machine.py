@@ -81,8 +81,8 @@ def policies(draw: st.DrawFn) -> Any:
 class Calls(RuleBasedStateMachine):
     """Random calls on a bundle with one session, one scheduler and its jobs.
 
-    ``inside`` is the number of session calls in progress. It can exceed 1, because callbacks can
-    make calls too.
+    ``inside`` is the number of session calls in progress. It can exceed 1, because a callback
+    can call a session too.
     """
 
     def __init__(self) -> None:

@@ -35,8 +35,8 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 class Weight(NamedTuple):
     """The weight of a text, or the combined weight of several texts.
 
-    ``max`` of several weights is the weight of the best text, because tuples are compared field by
-    field.
+    Python compares tuples field by field, and larger is better in every field. ``max`` of several
+    weights is therefore the weight of the best text.
     """
 
     kept: int  # -1 * (number of tokens with the logit -inf)

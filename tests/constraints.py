@@ -16,8 +16,7 @@ from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import CompileLimits, Constraint, Content, compile_content
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
-# Strings that occur in JSON texts, parts of these strings, and bytes that are not complete
-# characters.
+# Strings of several characters, which mostly occur in JSON texts, and characters of several bytes.
 PIECES = (
     '{"',
     '":',
@@ -136,7 +135,7 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
             group = found.edge_groups[edge]
             classes = found.group_classes[found.group_starts[group] : found.group_starts[group + 1]]
             table[state, np.isin(found.token_class, classes)] = found.edge_states[edge]
-    # The last state is only reached by an end token. It is left out here.
+    # The last state, which only an end token reaches, is left out.
     distances = np.asarray(found.distances[:-1], np.int32)
     return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0, distances)
 

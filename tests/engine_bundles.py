@@ -73,7 +73,7 @@ def gpu_bundle(
 
 
 def demo_engines(precision: str) -> Path:
-    """The demo with the engines of ``BUILDS``. Tests must not change it."""
+    """The demo's bundle with the engines of ``BUILDS``. Tests must not change the bundle."""
     return gpu_bundle(precision, *BUILDS[precision], engines=True)
 
 

@@ -1,7 +1,7 @@
 """A fake ``tensorrt`` module that behaves like TensorRT 10 on a device.
 
 The fake module has the classes, methods, arguments and enumerations that
-tests/golden/tensorrt_api.json lists. This file describes the real bindings of TensorRT-RTX.
+tests/golden/tensorrt_api.json lists. The JSON file describes the real bindings of TensorRT-RTX.
 ``RTX_ONLY`` and ``FLAGS`` describe how standard TensorRT differs. Unknown names raise
 AttributeError, and calls with wrong arguments raise TypeError. Every call is recorded in
 ``module.calls``.

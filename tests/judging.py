@@ -30,13 +30,12 @@ def judge(
 ) -> Judgement:
     """Judge a candidate on all held-out samples.
 
-    Both denoisers predict the canvases of the reference's runs. Their predictions are compared at
-    the positions that a pass may commit (the frontier).
+    Both denoisers make predictions for the canvases of the reference's runs. The predictions are
+    compared at the positions that a pass may commit (the frontier).
 
     In addition, each denoiser generates its own answers for the first ``free_runs`` samples, or for
     all samples if ``free_runs`` is None. ``on_done`` is called once for each sample,
-    and once more for each of the first ``free_runs`` samples.
-    Raises JudgeError.
+    and once more for each of the first ``free_runs`` samples. Raises JudgeError.
     """
     if free_runs is not None and free_runs < 1:
         raise JudgeError("judging needs at least one free run")

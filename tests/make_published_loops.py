@@ -89,7 +89,11 @@ class Network:
         return logits, present
 
     def check(self, ids: Tensor, logits: Tensor) -> None:
-        """Raise UnsuitableError if a loop's decision about these logits could be close."""
+        """Raise UnsuitableError if a decision of the loop is close.
+
+        This is the case if two tokens or two positions have almost equal scores, or if a score is
+        almost equal to the threshold.
+        """
         if self.shift:
             ids, logits = ids[1:], logits[:-1]
         probs = logits[ids == MASK].softmax(-1)
@@ -236,8 +240,8 @@ class Moved(Network):
 class Cropped(Network):
     """A network with the interface that Stable-DiffCoder's loop calls.
 
-    Each call stores its keys and values. Before that, it discards the stored keys and values from
-    its first position on.
+    A call computes the tokens from its first position on. It discards stored keys and values from
+    this position on, and stores the new keys and values.
     """
 
     def __call__(self, input_ids: Tensor, *_: Any, **options: Any) -> Any:

@@ -126,8 +126,7 @@ def text() -> str:
         "enums": enums,
     }
     lines = json.dumps(golden, indent=1)
-    # Write each signature on one line, so that changes are easy to
-    # review.
+    # Write each signature on one line, so that changes are easy to review.
     for _ in range(2):
         lines = re.sub(
             r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]",

@@ -1,7 +1,7 @@
 """Random networks and prompts.
 
-``make_published_loops.py`` runs published decoding loops on the networks and records the results.
-``test_published_loops.py`` runs this project's loops and compares the results.
+``make_published_loops.py`` runs published decoding loops on the random networks and records the
+results. ``test_published_loops.py`` runs this project's loops and compares the results.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dlm_export.distributed.ray_workers import LOCAL, connected
 
 # Ray Serve replaces a proxy that does not answer for a few seconds, and the proxy's requests fail.
-# On a busy machine, a healthy proxy can be slower, so these time limits are longer.
+# On a busy machine, a healthy proxy can be slower, so the time limits are raised to 120 s.
 for name in ("READY", "HEALTH"):
     os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "120")
 

@@ -1,6 +1,6 @@
 """Hypothesis strategies for JSON Schemas.
 
-The schemas combine and nest all keywords of a draft (a version of JSON Schema).
+The random schemas combine and nest all keywords of a draft (a version of JSON Schema).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests that the native library, Python and the commands reject the hostile bundles of
 ``hostile/bundles.py``.
 
-The error must be one sentence that names the file. Rejecting a bundle must take limited time and
-memory, and write no files. The native library is also tested under sanitizers.
+The error for a hostile bundle must be one sentence that names the file. Rejecting the bundle must
+take limited time and memory, and write no files. The native library is also tested under
+sanitizers.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _address_space() -> int:
 
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """Run commands one after another, and yield how each of ``commands`` ended.
+    """Run commands one after another, and yield the result of each command in ``commands``.
 
     The ``harmless`` commands run first and must succeed. They load all modules, including torch.
     Then the memory of this process is limited, and ``commands`` run.
@@ -259,7 +259,7 @@ class Ended:
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
     """Run the commands in a separate program, and return a dict from names to results.
 
-    Before that, the program runs the ``harmless`` commands, which must succeed.
+    The program first runs the ``harmless`` commands, which must succeed.
     """
     given = json.dumps([harmless, [*commands.values()]])
     done = subprocess.run(

@@ -25,7 +25,8 @@ NAME = f"hf:{REPOSITORY}"
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small LLaDA checkpoint.
 
-    The checkpoint also contains Python code and pickled weights, which must not be downloaded.
+    The checkpoint contains a Python file and a file of pickled weights. Both files must not be
+    downloaded.
     """
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)
     (folder / "modeling_llada.py").write_text("raise SystemExit('executed')")

@@ -546,7 +546,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
 def test_one_bundle_is_compared_with_itself_under_another_policy(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The prompts start with the same words, so the candidate reuses them from earlier prompts."""
+    """The prompts start with the same words, so keys and values of earlier prompts are reused."""
     start = "turn on the lights in the kitchen and in the bathroom and in the hall and " * 3
     lines = [
         json.dumps({"prompt": f"{start}{end}", "completion": "?"})

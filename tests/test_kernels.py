@@ -758,8 +758,8 @@ def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
 ) -> None:
     """A program can load this project's operators into its own ONNX Runtime session.
 
-    This session and this project's runtime must give exactly equal results, with and without
-    kernels.
+    A session with these operators and this project's runtime must give exactly equal results, with
+    and without kernels.
     """
     tokens = list(range(12))
     for chosen in (kernels, "none"):

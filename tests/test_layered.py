@@ -1,5 +1,6 @@
-"""A denoiser that is loaded layer by layer gives the same results as the whole denoiser, within its
-memory limit.
+"""Tests of denoisers that are loaded layer by layer.
+
+They must give the same results as whole denoisers, and must stay within their memory limits.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def test_a_full_disk_is_told_before_anything_is_computed(
 
 def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkpoint: Path) -> None:
     source = open_source(llada_checkpoint)
-    # The checkpoint stores fp32 weights, so all of them must be converted to bf16.
+    # All weights must be converted to bf16, because the checkpoint stores them in fp32.
     parts = families.layered(source.parameters, source.network, torch.bfloat16)
 
     def values(i: int) -> list[torch.Tensor]:

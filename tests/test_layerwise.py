@@ -39,7 +39,7 @@ SMALL = QuantiseOptions(
 
 @dataclass(frozen=True)
 class Made:
-    """A bundle that was not compared with torch yet, and its quantised weights."""
+    """A bundle that has not been compared with torch yet, and its quantised weights."""
 
     folder: Path
     numbers: Quantisation

@@ -273,7 +273,7 @@ def places(
     os.truncate(damaged / "denoiser.onnx.data", 4096)
     int8 = Path(shutil.copytree(llada_bundle, folder / "int8"))
     manifest = json.loads((int8 / "manifest.json").read_text())
-    # This bundle is never run, so a wrong precision in its manifest is enough.
+    # Only the manifest says that the bundle is INT8. No test runs this bundle.
     manifest["precision"]["name"] = "int8"
     (int8 / "manifest.json").write_text(json.dumps(manifest))
     config = llada_config(
@@ -331,7 +331,7 @@ def test_every_command_is_in_the_table() -> None:
 
 
 def test_every_error_has_one_of_the_exit_codes() -> None:
-    """Every error class sets ``exit_code`` to a name of ``ExitCode``, and never to a number."""
+    """Every error class must set ``exit_code`` to a member of ``ExitCode``, not to a number."""
     root = Path(__file__).parent.parent
     folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):

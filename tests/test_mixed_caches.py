@@ -3,7 +3,8 @@
 The test builds a small graph by hand. Decoding with a cache must give exactly the same canvas as
 decoding without a cache. In the graph, the keys and values of a row depend only on the row's token
 and position, so cached rows never become outdated. All numbers are small integers, so sums are
-exact in any order. Each prediction depends on every cached number, and on its index and head.
+exact in any order. Each prediction depends on every cached number, and on the row and the head that
+contain the number.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ TYPES = {
     "float32": ("float", 4, 0),
     "float16": ("float16", 2, 0),
     "int8": ("int8", 1, 2),
-}  # ONNX type, bytes per element, bytes of the scale of a row
+}  # for each number type: (ONNX type, bytes per element, bytes of a row's scale)
 HEAD = """
   all_seen = Sum(SEEN)
   whole = Cast<to = 7>(all_seen)

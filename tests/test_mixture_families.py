@@ -36,7 +36,7 @@ IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed
 def by_blocks(block_length: int) -> torch.Tensor:
     """Return a bool array ``[L, L]`` for block-causal attention.
 
-    It is True where a query (row) attends to a key (column).
+    An entry is True if the query (row) attends to the key (column).
     """
     block = torch.arange(LENGTH) // block_length
     return block[None, :] <= block[:, None]

@@ -1,6 +1,7 @@
 """Compares calibration with NVIDIA's modelopt.
 
-Both must find the same ranges and scales. The weights of the denoiser must not change.
+Calibration and modelopt must find the same ranges and scales. Neither may change the denoiser's
+weights.
 
 Tests that need the package ``nvidia-modelopt`` are skipped if it is not installed.
 """

@@ -168,7 +168,7 @@ def header_functions() -> dict[str, tuple[str, int]]:
 
 
 def header_fields(struct: str) -> list[str]:
-    """Return the names of the fields of a struct of the header, in order."""
+    """Return the field names of a C struct in the header, in order."""
     body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", header(), flags=re.DOTALL)
     assert body is not None, f"{struct} is not in {HEADER}"
     declarators = ",".join(body[1].split(";")[:-1]).split(",")
@@ -347,7 +347,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 ) -> None:
     """The test loads a fake ONNX Runtime.
 
-    The fake returns the value of the variable ORT_DISABLE_TELEMETRY as its version.
+    This fake library returns the value of $ORT_DISABLE_TELEMETRY as its version.
     """
     source = tmp_path / "fake.c"
     source.write_text(
@@ -519,7 +519,8 @@ def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
 def test_static_library_keeps_its_names_from_a_programs_own(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The program links the static library, but defines a function and a class with the same names.
+    """The program links the static library, and defines a function and a class whose names also
+    occur in the library.
 
     The program also uses templates of the C++ standard library that the library uses.
     """

@@ -157,7 +157,8 @@ def bundle(tmp_path: Path) -> Path:
 class Told:
     """The output of the program device_driver.
 
-    ``opened`` is the status and message of opening the bundle, ``rounds`` those of each request.
+    ``opened`` is (status, message) of opening the bundle. ``rounds`` contains (status, message) of
+    each request.
     ``counts`` contains the total number of calls of each mock function after each round.
     """
 
@@ -340,8 +341,8 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks. For each block, cached keys and values are copied aside. They
-    # are copied back after each block except the last.
+    # There are three blocks. Cached keys and values are copied aside for each block. They are
+    # copied back after each block except the last.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)

@@ -343,7 +343,8 @@ def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) 
 
 
 RELEASES = {
-    # hidden size, layers, MLP size, parameters. 14B has the sizes of Ministral 3 14B.
+    # For each release: hidden size, layers, MLP size and parameters. The sizes of 14B are those of
+    # Ministral 3 14B.
     "3B": (3072, 26, 9216, 3_831_659_520),
     "8B": (4096, 34, 14336, 8_489_553_920),
     "14B": (5120, 40, 16384, 13_506_073_600),

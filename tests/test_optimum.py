@@ -1,8 +1,8 @@
 """Tests that ``optimum-cli export dlm`` has the options, results and exit codes of ``dlm-export
 build``.
 
-Tests that run ``optimum-cli`` are skipped if optimum is not installed. Other tests check how its
-arguments are converted.
+Tests that run ``optimum-cli`` are skipped if optimum is not installed. Other tests check how the
+arguments of ``optimum-cli`` are converted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ needs_optimum = pytest.mark.skipif(
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``dlm_export.cli.optimum``, imported with a fake of the package optimum."""
+    """The module ``dlm_export.cli.optimum``, imported with a fake package ``optimum``."""
     base = ModuleType("optimum.commands.base")
     base.BaseOptimumCLICommand = object  # type: ignore[attr-defined]
     base.CommandInfo = SimpleNamespace  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Tests of splitting a graph into parts.
 
-The parts, run one after another, must give exactly the results of the whole graph.
+The parts of a graph, run one after another, must give exactly the results of the whole graph.
 """
 
 from __future__ import annotations

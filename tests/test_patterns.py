@@ -188,8 +188,8 @@ def test_classes_of_patterns_are_those_of_ecmascript(number: int) -> None:
 def of_python(pattern: str) -> re.Pattern[str] | None:
     """Compile a pattern with Python. Returns None if Python rejects the pattern.
 
-    Also returns None for patterns with half of a surrogate pair, which never occurs in Python's
-    texts.
+    Also returns None for patterns with half of a surrogate pair, because Python's texts never
+    contain half of a pair.
     """
     if r"\uD83D" in pattern:
         return None

@@ -1,6 +1,7 @@
 """Tests of functions that process an array in pieces, with several threads.
 
-The result must equal the result for the whole array, and errors must be reported.
+Processing an array in pieces must give the same result as processing the whole array. Errors must
+be reported.
 """
 
 from __future__ import annotations

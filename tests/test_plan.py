@@ -252,8 +252,8 @@ def test_the_passes_are_those_that_the_native_loop_makes(
     # ``per_pass`` rows. No probability reaches the threshold for edits, so no token is edited.
     changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
     if loop.shift and loop.policy.cache in FULL_CACHES:
-        # With shift 1 and these caches, the first pass of a block must commit the first position,
-        # and counts its entropy as 0. The number of committed rows is then not ``per_pass``, so the
+        # With shift 1 and a cache of FULL_CACHES, the first pass of a block must commit the first
+        # position, and counts its entropy as 0. The number of committed rows is then not ``per_pass``, so the
         # test uses a rule that commits one row per pass.
         changes, per_pass = {"commit": "static", "stop": "none"}, 1
     policy = loop.policy.with_fields(changes)
@@ -549,7 +549,8 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
         (found,), _ = precisions_of(shape, target, [str(recipe)])
         assert found.layers == (("head", "int8-weight"),)
     (found,), _ = precisions_of(tied, CPU, [str(recipe)])
-    # The embedding shares the table and reads single rows of it, which int8-dynamic supports.
+    # The embedding and the output head share one table. The embedding reads single rows of the
+    # table, which int8-dynamic supports.
     assert found.layers == (("head", "int8-dynamic"),)
     (found,), _ = precisions_of(tied, H100, [str(recipe)])
     assert found.layers == ()
@@ -606,7 +607,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
 
 def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
     gb10 = TARGETS["gb10"]
-    # This test needs a target without this rate. NVIDIA has not published it for gb10.
+    # This test needs a target without an fp16 rate. NVIDIA has not published the rate of gb10.
     assert "fp16" not in gb10.rates
     got = prediction(target=gb10, precision="nvfp4")
     assert got.missing == ("fp16 rate",)

@@ -58,7 +58,7 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
     """Write a bundle for GPUs without engine files.
 
-    ``device`` is the content of the graph for GPUs. The other graph is a placeholder.
+    ``device`` is the content of the graph for GPUs. The bundle's second graph is a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(

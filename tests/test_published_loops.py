@@ -1,8 +1,8 @@
 """Compares the passes of this project's presets with the passes of published decoding loops.
 
 ``make_published_loops.py`` runs the published loops on small random networks and writes
-``golden/published_loops.json``. It lists the source files of the loops. Three differences are not
-compared:
+``golden/published_loops.json``. Its docstring lists the source files of the loops. Three
+differences are not compared:
 
 - The loops of SDAR and Stable-DiffCoder run a pass that stores the last block in the cache. No
   later pass reads this block, so the presets skip this pass.
@@ -87,7 +87,7 @@ def run(
 def deciding(passes: Passes, trace: dict[str, Any]) -> Passes:
     """Select the passes whose tokens include mask tokens.
 
-    For each of these passes, return the end of its positions and the tokens of its block.
+    For each selected pass, return the end of its positions and the tokens of its block.
     """
     block = trace.get("block", 0)
     return [(first + len(ids), ids[-block:]) for first, ids in passes if MASK in ids]
@@ -116,7 +116,7 @@ def test_sdar_equals_the_authors_code(trace: dict[str, Any]) -> None:
 def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
     """The authors' code has no cache.
 
-    Each pass of this code computes the whole canvas up to the end of the current block.
+    Each pass of the authors' code computes the whole canvas up to the end of the current block.
     """
     policy = PRESETS["llada2"].with_fields(
         {"steps_per_block": trace["steps"], "threshold": trace["threshold"]}
@@ -153,9 +153,10 @@ def test_fast_dllm_v2_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("rnd1"))
 def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """If there are more steps than tokens, some passes of the authors' code commit no token.
+    """If there are more steps than tokens, some passes of the authors' code commit no token. The
+    next pass repeats the same computation.
 
-    The next pass then repeats the same computation. The preset skips such repetitions.
+    The preset skips repeated passes.
     """
     policy = PRESETS["rnd1"].with_fields({"steps_per_block": trace["steps"]})
     tokens, new = prompt_of(trace["prompt"], trace["seed"]), trace["new"]
@@ -191,8 +192,8 @@ def test_d3llm_equals_the_authors_code(trace: dict[str, Any]) -> None:
 def test_wedlm_equals_the_authors_code(trace: dict[str, Any]) -> None:
     """The authors' code has no cache, and does not stop at end tokens.
 
-    Each pass of this code computes the whole canvas up to the end of the current block. With the
-    threshold 0, each pass commits one token.
+    Each pass of the authors' code computes the whole canvas up to the end of the current block.
+    With the threshold 0, each pass commits one token.
     """
     prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
     policy = PRESETS["wedlm"].with_fields({"block_length": trace["block"], "stop": "none"})

@@ -497,8 +497,8 @@ def test_a_recipe_file_with_everything_in_it_builds(
 ) -> None:
     """The recipe comes from docs/guides/quantising.md.
 
-    It combines a solver, smoothing, rotation and a format for the embedding. The built bundle must
-    also pass the comparison with torch.
+    The recipe combines a solver, smoothing, rotation and a format for the embedding. The built
+    bundle must also pass the comparison with torch.
     """
     text = (ROOT / "docs" / "guides" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")

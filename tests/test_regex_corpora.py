@@ -159,8 +159,8 @@ class RustCase:
     expression: str
     haystack: bytes
     spans: tuple[tuple[int, int], ...]
-    # If true, ``spans`` contains all matches. Otherwise, it contains the matches that a search
-    # reports.
+    # If ``is_all`` is true, ``spans`` contains all matches. Otherwise, it contains the matches that
+    # a search reports.
     is_all: bool
 
     @property

@@ -1,6 +1,6 @@
 """Tests of report.html, made from made-up results.
 
-The page must be complete, contain no script, and fit a width of 360 px in a real browser.
+The report must be complete, contain no script, and fit a width of 360 px in a real browser.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ SCHEMA = {
 def unrun(demo_bundle: Path) -> Iterator[Bundle]:
     """The demo, opened without an engine.
 
-    A request with valid options therefore fails before its first pass.
+    Without an engine, a request with valid options fails before its first pass.
     """
     with dlm_runtime.open(demo_bundle, engine="none") as bundle:
         yield bundle

@@ -1,7 +1,7 @@
 """Tests of a table in docs/guides/developing.md.
 
-The table says how many files contain a name of each kind, for example the name of a layer format.
-The tests count the files.
+The table says in how many files names of a kind occur, for example names of layer formats. The
+tests count these files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of schedulers and requests that end early.
 
-Every call that waits for them must return, and other requests must continue.
+Every call that waits for such a scheduler or request must return. Other requests must continue.
 """
 
 from __future__ import annotations

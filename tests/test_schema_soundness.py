@@ -47,7 +47,7 @@ def judged_invalid(found: Any, text: str) -> str:
         except (RecursionError, TypeError, Unresolvable):
             # jsonschema itself fails in three cases. It recurses endlessly for some recursive
             # schemas. It cannot handle additionalItems if items is a boolean. It resolves missing
-            # references in an `if` without `then` and `else`, which has no effect.
+            # references in an `if` without `then` and `else`, although such an `if` has no effect.
             return ""
     return ""
 

@@ -77,8 +77,8 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 ) -> None:
     """The estimate computes gradients layer by layer.
 
-    It must equal an estimate with gradients that torch's autograd computes through all layers. Both
-    use the same directions.
+    The result must equal an estimate with gradients that torch's autograd computes through all
+    layers. Both estimates use the same directions.
     """
 
     def known(probs: Tensor, draws: int, _: torch.Generator) -> Iterator[Tensor]:
@@ -162,7 +162,7 @@ def test_the_estimate_tends_to_the_exact_loss_as_errors_become_small(
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
     ratios = np.array([found[layer][0] / exact[layer][0] for layer in exact])
     # The estimate uses 8 canvases with 2 x 48 draws each. The standard error is sqrt(2 / 768) = 5%.
-    # It is larger for canvases with few positions, so the limit is 25%.
+    # The error is larger for canvases with few positions, so the limit is 25%.
     assert np.abs(ratios - 1).max() < 0.25, ratios
     assert abs(ratios.mean() - 1) < 0.07, ratios
 

@@ -404,7 +404,7 @@ def test_the_samples_of_the_page_run(
     (tmp_path / "build" / "demo").symlink_to(demo_bundle)
     (tmp_path / "examples").symlink_to(Path(__file__).parent.parent / "examples")
     monkeypatch.chdir(tmp_path)
-    # Replace sys.path by a copy, because a code sample on the page adds a folder to it.
+    # Replace sys.path by a copy, because a code sample of the documentation adds a folder to it.
     monkeypatch.setattr(sys, "path", [*sys.path])
     with serving(demo_bundle) as served:
         shell = next(text for kind, text in blocks if kind == "sh" and "curl" in text)

@@ -1,6 +1,7 @@
 """Tests of the server's web page at ``/``.
 
-The tests check its files, the API fields that it uses, and its behaviour in a headless browser.
+The tests check the files of the page, the API fields that the page uses, and its behaviour in a
+headless browser.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Native:
         self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """Run ``call``. The C function raises a signal in pass number ``at``.
+        """Run ``call``. The C function that computes passes raises a signal in pass number ``at``.
 
         Returns the number of passes. Exceptions of ``call`` are not caught.
         """

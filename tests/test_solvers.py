@@ -1,6 +1,6 @@
 """Tests of smoothing, AWQ, GPTQ and rotation.
 
-These methods must reduce the loss from quantising. Without quantising, they must not change the
+Each method must reduce the loss from quantising. Without quantising, the method must not change the
 results of the network.
 """
 
@@ -161,7 +161,7 @@ def _gptq_by_elimination(
     for _ in range(len(w) - 1):
         inverse = inverses[-1]
         inverses.append((inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:])
-    # The bound is on the squared error of a row over the whole matrix.
+    # A scale is chosen by a sum of squared errors. ``counts`` contains the factor for each row.
     counts = 1 / np.array([[inverse[0, 0]] for inverse in inverses])
     left, out = w.astype(np.float64), np.zeros(w.shape)
     for i, inverse in enumerate(inverses):

@@ -252,8 +252,8 @@ def test_blocks_of_no_tokens_are_refused() -> None:
 def test_experts_are_described_and_counted() -> None:
     """Each token uses 8 of 64 experts.
 
-    Each token therefore causes the work of 8 experts, and a pass over few tokens only reads the
-    weights of few experts. No recipe quantises the router.
+    The work for a token is the work of 8 experts. A pass over few tokens only reads the weights of
+    few experts. No recipe quantises the router.
     """
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))

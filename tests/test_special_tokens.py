@@ -1,7 +1,7 @@
 """Tests of texts of special tokens (like "<|end|>") in requests.
 
-Such a text must be treated as ordinary text, unless the request allows special tokens. The Python
-tokenizer and the compiled text file for C programs must give the same tokens.
+The text of a special token must be treated as ordinary text, unless the request allows special
+tokens. The Python tokenizer and the compiled text file for C programs must give the same tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tests of calibration layer by layer.
 
-This calibration must give the same codes as calibration with the whole denoiser in memory.
+Calibration layer by layer and calibration with the whole denoiser in memory must give the same
+codes.
 """
 
 from __future__ import annotations

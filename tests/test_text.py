@@ -334,7 +334,7 @@ def test_what_is_not_compiled_is_told_by_name(reason: str) -> None:
 def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test removes one merge from the compiled tokenizer, which makes its results wrong.
 
-    The compiler must detect this and must not write a file.
+    The compiler must detect the wrong results and must not write a file.
     """
     from dlm_export.text import compiled
 

@@ -507,8 +507,9 @@ def untied_twin(tied: Path, folder: Path) -> Path:
 def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
     """Return how much quantising increases the loss, in nats per masked position.
 
-    This is the mean Kullback-Leibler divergence of the quantised from the full-precision
-    predictions. It equals the increase of the loss on texts of the full-precision denoiser.
+    The result is the mean Kullback-Leibler divergence between the predictions of the full-precision
+    and the quantised denoiser. It equals the mean increase of the loss on texts that are sampled
+    from the full-precision denoiser.
     """
     options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
     build_bundle(checkpoint, folder, options)

@@ -486,7 +486,8 @@ def test_unload_finishes_running_requests(server: Triton, model: str) -> None:
         _until(lambda: len(load.versions) > CLIENTS)
         server.unload(f"{model}-single")
         _until(lambda: len(load.wrong) > CLIENTS)
-    # Requests before the unloading are answered. Triton itself refuses later requests.
+    # Requests that started before the model was unloaded are answered. Triton itself refuses later
+    # requests.
     refusal = f"Request for unknown model: '{model}-single' has no available versions"
     assert {*load.wrong} == {json.dumps({"error": refusal}, separators=(",", ":"))}
     _until(lambda: f"successfully unloaded '{model}-single'" in server.said())

@@ -1,7 +1,7 @@
 """Tests of the runtime's records of verified files.
 
-When the hash of a large file is right, the runtime stores a record. It does not hash the file again
-until the file changes. Damaged files must be rejected.
+When the hash of a large file is right, the runtime stores a record. With a record, the runtime does
+not hash the file again until the file changes. Damaged files must be rejected.
 
 The tests forge a record, which says that a damaged file has the hash in the manifest. If the bundle
 can be opened, the runtime trusted the record. Otherwise, the runtime hashed the file.
@@ -249,7 +249,8 @@ def test_a_page_that_was_dirty_before_the_record_is_not_written_unseen(
 ) -> None:
     """A page of a mapped file is dirty if it was written but not yet flushed to disk.
 
-    Further writes to a dirty page do not change the file's modification time. The runtime must therefore flush a file to disk before it records the file.
+    Further writes to a dirty page do not change the file's modification time. The runtime must
+    therefore flush a file to disk before it records the file.
     """
     with (recorded / LARGE).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         mapped[OFFSET] = 0x5A  # this byte does not change the content of the file

@@ -194,8 +194,8 @@ def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain
 def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
     """ONNX Runtime runs a graph for TensorRT engines.
 
-    Its attention mask contains the lowest fp16 number instead of minus infinity. This number must
-    also hide a key completely.
+    The attention mask of this graph contains the lowest fp16 number instead of minus infinity. This
+    number must also hide a key completely.
     """
     network = small(("block", 4), ("block", 4))
     denoiser = random_denoiser(network)

@@ -5,7 +5,7 @@ use NumPy 2, so install nvidia-pytriton and NumPy 1 into a separate folder::
 
     pip install --no-deps --target build/pytriton nvidia-pytriton==0.7.0 numpy==1.26.4
 
-If you use another folder, set $DLM_PYTRITON to it.
+To use another folder, set $DLM_PYTRITON to its path.
 """
 
 from __future__ import annotations
