@@ -243,7 +243,7 @@ class Ended:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the command exited with code 1 or 2 and printed one sentence."""
+        """True if the command exited with code 1 or 2 and printed one sentence."""
         lines = self.said.splitlines()
         if self.said.startswith("Usage: "):
             lines = lines[3:]  # for a wrong value, click first prints the usage

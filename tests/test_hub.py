@@ -25,7 +25,7 @@ NAME = f"hf:{REPOSITORY}"
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small LLaDA checkpoint.
 
-    The checkpoint contains a Python file and a file of pickled weights. Both files must not be
+    The checkpoint contains a Python file and a file of pickled weights. Neither may be
     downloaded.
     """
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)

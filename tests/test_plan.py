@@ -253,8 +253,8 @@ def test_the_passes_are_those_that_the_native_loop_makes(
     changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
     if loop.shift and loop.policy.cache in FULL_CACHES:
         # With shift 1 and a cache of FULL_CACHES, the first pass of a block must commit the first
-        # position, and counts its entropy as 0. The number of committed rows is then not ``per_pass``, so the
-        # test uses a rule that commits one row per pass.
+        # position, and counts its entropy as 0. The number of committed rows is then not
+        # ``per_pass``, so the test uses a rule that commits one row per pass.
         changes, per_pass = {"commit": "static", "stop": "none"}, 1
     policy = loop.policy.with_fields(changes)
     bundle.generate(tokens=[1] * prompt, max_new_tokens=new, **policy.as_dict())

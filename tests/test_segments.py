@@ -1,6 +1,6 @@
 """Tests of passes that compute several requests in one sequence of tokens.
 
-The tokens of each request form a segment. A token only attends to tokens of its own segment.
+The tokens of each request form a segment. A token only attends to tokens in the same segment.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 torch.onnx.export takes most of the time of building a tiny denoiser. Its result only depends on the
 network and the precision. Tests therefore store graphs in files and read them again, also in later
-test runs. ``python traces.py ARGUMENTS`` runs the command ``dlm-export`` with stored graphs.
+test runs. ``python tests/traces.py ARGUMENTS`` runs the command ``dlm-export`` with stored graphs.
 """
 
 from __future__ import annotations
