@@ -42,7 +42,7 @@ int32_t element_type(nvinfer1::DataType type) {
   return 0;
 }
 
-Dims dims_of(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
+Dims listed(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
 
 }  // namespace
 
@@ -120,7 +120,7 @@ void TensorRt::verify_ports() {
     if (engine_->getTensorLocation(name.c_str()) != nvinfer1::TensorLocation::kDEVICE)
       refuse_port(spec_.path, kind, name, "must be in device memory");
     note_port(spec_.path, kind, *port, element_type(engine_->getTensorDataType(name.c_str())),
-              dims_of(engine_->getTensorShape(name.c_str())));
+              listed(engine_->getTensorShape(name.c_str())));
   }
   check_complete(spec_.path, "input", ports_.inputs);
   check_complete(spec_.path, "output", ports_.outputs);
@@ -139,8 +139,8 @@ void TensorRt::verify_profiles() const {
     for (const Port& port : ports_.inputs) {
       const auto verify = [&](nvinfer1::OptProfileSelector end, const char* what,
                               const nvinfer1::Dims& wanted) {
-        const Dims there = dims_of(engine_->getProfileShape(port.name.c_str(), i, end));
-        if (there == dims_of(wanted)) return;
+        const Dims there = listed(engine_->getProfileShape(port.name.c_str(), i, end));
+        if (there == listed(wanted)) return;
         fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d differs from the manifest's",
              spec_.path.c_str(), what, port.name.c_str(), i);
       };
