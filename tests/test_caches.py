@@ -731,6 +731,7 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 # ---- The loss from rounding ----
 
 
+@pytest.mark.slow
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
     """The build compares passes that read rounded cache rows with passes that read exact rows.
 

@@ -22,6 +22,7 @@ from engine_bundles import gpu_bundle
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from safetensors.numpy import load_file
+from slow_cases import slow_except
 
 from dlm_calibration.formats import pack_nibbles, quantise_weight
 
@@ -134,7 +135,10 @@ IN_FP16 += [
 ]  # these operators exist in opset 21, but not in 23
 
 
-@pytest.mark.parametrize(("precision", "target"), IN_FP16)
+@pytest.mark.parametrize(
+    ("precision", "target"),
+    slow_except([("int8-static", "rtx4090"), ("fp8", "rtx4090"), ("int4", "agx-orin")], IN_FP16),
+)
 def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
     checkpoint: Path, precision: str, target: str
 ) -> None:

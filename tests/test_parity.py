@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import dream_config, llada_config, write_checkpoint
 from denoisers import load, under_native_loop
+from slow_cases import slow_except
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
@@ -362,7 +363,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["llada, grouped queries, two shards", "dream, tied head, full heads"], SHAPES),
+)
 def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None:
     config, options = SHAPES[name]
     report = build(

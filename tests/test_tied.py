@@ -26,6 +26,7 @@ from engine_bundles import SMALL, gpu_bundle, read_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
 from test_kernels import choices
 
 import dlm_runtime
@@ -234,19 +235,22 @@ RECIPES = {
 }
 
 
+STORED: list[tuple[str, str, list[str]]] = [
+    ("fp32", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+    ("fp16", "FLOAT16", ["Fp16TiedHead", "Gather"]),
+    ("fp8", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+    ("nvfp4-weight", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+    ("int8", "UINT8", ["Int8Embedding", "Int8Linear"]),
+    # int4 recipes store the table in INT8
+    ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),
+    ("head in int4", "UINT8", ["Int4Embedding", "Int4Linear"]),
+    ("head in fp8", "UINT8", ["Fp8TiedHead", "Gather"]),
+]
+
+
 @pytest.mark.parametrize(
     ("precision", "stored", "users"),
-    [
-        ("fp32", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
-        ("fp16", "FLOAT16", ["Fp16TiedHead", "Gather"]),
-        ("fp8", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
-        ("nvfp4-weight", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
-        ("int8", "UINT8", ["Int8Embedding", "Int8Linear"]),
-        # int4 recipes store the table in INT8
-        ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),
-        ("head in int4", "UINT8", ["Int4Embedding", "Int4Linear"]),
-        ("head in fp8", "UINT8", ["Fp8TiedHead", "Gather"]),
-    ],
+    slow_except(STORED[:1] + STORED[-3:], STORED),
 )
 def test_a_tied_bundle_holds_its_table_once_with_parity(
     tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
@@ -306,7 +310,9 @@ with dlm_runtime.open(sys.argv[1], threads=1) as bundle:
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "head in fp8"])
+@pytest.mark.parametrize(
+    "precision", slow_except(["fp32", "int8"], ["fp32", "fp16", "int8", "head in fp8"])
+)
 def test_opening_a_tied_bundle_makes_no_copy_of_its_table(
     tmp_path: Path, llada_bundle: Path, precision: str
 ) -> None:

@@ -26,6 +26,7 @@ from checkpoints import (
 )
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
 from trunk_logits import trunk_logits
 
 import dlm_runtime
@@ -99,7 +100,12 @@ def test_logits_equal_the_trunks_under_a_mask(name: str, tmp_path: Path) -> None
     assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 2e-4
 
 
-@pytest.mark.parametrize("name", ["SDAR", "Fast-dLLM v2", "A2D Llama", "Stable-DiffCoder"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["SDAR", "Fast-dLLM v2"], ["SDAR", "Fast-dLLM v2", "A2D Llama", "Stable-DiffCoder"]
+    ),
+)
 def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path: Path) -> None:
     config, _, overrides, block = LAYOUTS[name]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config, seed=5)
