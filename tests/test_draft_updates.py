@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -33,6 +34,7 @@ from dlm_export import families
 from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Overrides
+from dlm_export.graph import trace, updates
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
@@ -248,6 +250,67 @@ def test_other_presets_do_not_use_the_adapter(bundles: tuple[Bundle, Bundle], pr
         assert (one.tokens, one.nfe) == (other.tokens, other.nfe)
 
 
+def fit(denoiser: Denoiser, texts: torch.Tensor, start: int) -> Weights:
+    """Fit the adapter to the tokens of ``texts`` from ``start`` on. Returns its tensors."""
+    block, longest = denoiser.network.draft_block, denoiser.network.max_canvas_length
+    assert block is not None
+    fitted = {
+        name: parameter.requires_grad_()
+        for name, parameter in denoiser.named_parameters()
+        if ".draft_updates." in name
+    }
+    optimiser = torch.optim.Adam(fitted.values(), 1e-2)
+    positions = torch.arange(texts.shape[1]).expand_as(texts)
+    with torch.no_grad():
+        _, presents = denoiser.hidden(texts, positions)
+    for step in range(150):
+        first = start - 1 + step % (texts.shape[1] - start - block)
+        rows = slice(first, first + block)
+        drafted = texts[:, rows].clone()
+        drafted[:, 1:] = denoiser.network.mask_token_id
+        past = [(keys[:, :, :first], values[:, :, :first]) for keys, values in presents]
+        features, _ = denoiser.hidden(drafted, positions[:, rows] + 2 * longest, past)
+        logits = denoiser.project(features[:, 1:])
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), texts[:, rows][:, 1:].flatten()
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    names = dict(zip(("q", "k", "v", "out", "gate", "up", "down"), ADAPTED, strict=True))
+    found = {}
+    for name, parameter in fitted.items():
+        _, layer, part, _, role, kind = name.split(".")
+        module = f"{'self_attn' if part == 'attention' else part}.{names[role]}"
+        key = f"base_model.model.encoder.layers.{layer}.{module}.lora_{kind.upper()}.weight"
+        found[key] = parameter.detach().T.contiguous()
+    return found
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_fitted_to_texts_raises_their_acceptance_length(
+    bundles: tuple[Bundle, Bundle], tmp_path: Path
+) -> None:
+    plain, _ = bundles
+    prompts = [(tokens * 12)[:12] for tokens in random_prompts(24)]
+    options: dict[str, Any] = {"max_new_tokens": 24, "stop": "none"}
+    before = [plain.generate(tokens=tokens, **options) for tokens in prompts]
+    config, changes = nemotron_config(), {"target_modules": ADAPTED, "r": 16, "lora_alpha": 16}
+    path = write_checkpoint(tmp_path / "checkpoint", config)
+    write_adapter(path, config, **changes)
+    tensors = fit(load(path), torch.tensor([out.tokens for out in before]), 12)
+    write_adapter(path, config, tensors, **changes)
+    build(path, tmp_path / "bundle", BuildOptions(check_parity=False))
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as fitted:
+        after = [fitted.generate(tokens=tokens, **options) for tokens in prompts]
+    assert [out.tokens for out in after] == [out.tokens for out in before]
+    lengths = [
+        sum(float(out.acceptance_length or 0) for out in each) / len(each)
+        for each in (before, after)
+    ]
+    assert lengths[1] > 2 * lengths[0], lengths
+
+
 def test_requests_with_and_without_the_adapter_share_passes(
     bundles: tuple[Bundle, Bundle],
 ) -> None:
@@ -285,6 +348,38 @@ def test_a_plain_graph_selects_the_updated_rows(folders: tuple[Path, Path], tmp_
     report = build(folders[1], tmp_path / "bundle", BuildOptions(plain_graph=True))
     assert report.parity is not None
     assert report.parity.misses == []
+
+
+def test_graphs_for_gpus_compute_all_rows_and_select_the_updated_ones(
+    folders: tuple[Path, Path], denoiser: Denoiser, tmp_path: Path
+) -> None:
+    traced = trace.trace_pass(read(folders[1]), "fp32")
+    updates.select_rows(traced)
+    assert not traced.model.functions
+    assert {node.domain for node in traced.model.graph} == {""}
+    state = denoiser.state_dict()
+    network = denoiser.network
+    buffer = np.zeros(network.vocab_size, np.float32)
+    buffer[network.mask_token_id] = -np.inf
+    tables = {f"rotary.0.{name}": getattr(denoiser.rotary[0], name) for name in ("cos", "sin")}
+    for name, value in traced.model.graph.initializers.items():
+        if value.const_value is None:
+            found = buffer if name == "mask_token_bias" else (state | tables)[name].numpy()
+            value.const_value = ir.tensor(np.ascontiguousarray(found), name=name)
+    ids = np.random.default_rng(4).integers(0, 150, (3, 12))
+    positions = np.arange(12) + network.max_canvas_length * np.arange(3)[:, None]
+    feeds = {"input_ids": ids, "position_ids": positions, "score_rows": np.zeros((3, 1), np.int64)}
+    for i, (heads, size) in enumerate(network.cache_shapes()):
+        for kind in ("key", "value"):
+            feeds[f"past_{kind}.{i}"] = np.zeros((3, heads, 0, size), np.float32)
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(traced.model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    (logits,) = session.run(["logits"], feeds)
+    with torch.no_grad():
+        features, _ = denoiser.hidden(torch.from_numpy(ids), torch.from_numpy(positions))
+        wanted = denoiser.project(features[:, :1]).numpy()
+    assert np.abs(logits - wanted).max() <= 2e-4 * (wanted.max() - wanted.min())
 
 
 def test_sizes_include_the_adapter(folders: tuple[Path, Path]) -> None:
