@@ -18,6 +18,7 @@ from checkpoints import nemotron_config, write_checkpoint, write_headers
 from click.testing import CliRunner
 from denoisers import ArithmeticDenoiser, under_native_loop
 from safetensors.torch import load_file
+from slow_cases import slow_except
 from test_deciding import ENDS, MASK, VOCAB, compile_parts
 
 import dlm_runtime
@@ -156,9 +157,12 @@ def random_prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(150) for _ in range(draw.randint(1, 40))] for _ in range(count)]
 
 
-def test_self_speculation_equals_greedy_decoding(bundle: Bundle, denoiser: Denoiser) -> None:
-    """The test compares texts for 200 prompts, and checks the number of passes of each kind."""
-    for number, tokens in enumerate(random_prompts(200)):
+@pytest.mark.parametrize("count", slow_except([50], [50, 200]))
+def test_self_speculation_equals_greedy_decoding(
+    bundle: Bundle, denoiser: Denoiser, count: int
+) -> None:
+    """The test compares texts for ``count`` prompts, and checks the number of passes of each kind."""
+    for number, tokens in enumerate(random_prompts(count)):
         wanted = greedy(denoiser, tokens, 24)
         block_length = (0, 1, 3, 8, 30)[number % 5]
         out = bundle.generate(tokens=tokens, max_new_tokens=24, block_length=block_length)

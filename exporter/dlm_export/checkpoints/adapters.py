@@ -14,20 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config, read_json
-from dlm_export.network.layer_spec import LARGEST_SCALE
 
 DRAFT_ADAPTER = "linear_spec_lora"
 """Name of the folder in releases of Nemotron-Labs-Diffusion with the adapter for draft passes."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = (f"{DRAFT_ADAPTER}/{CONFIG_FILE}", f"{DRAFT_ADAPTER}/{WEIGHTS_FILE}")
+"""Paths of the adapter's files in a checkpoint."""
 PREFIX = "base_model.model."
 """The start of the names of an adapter's tensors. The name of the adapted module follows it."""
+WITHOUT = "To leave the adapter out, pass --no-adapter."
+"""The end of error messages about an adapter."""
+LARGEST_SCALE = 1e6
 
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "modules_to_save": ([],),
-    "exclude_modules": (),
-    "layers_to_transform": (),
+    "exclude_modules": ([],),
+    "layers_to_transform": ([],),
     "layers_pattern": (),
     "layer_replication": (),
     "rank_pattern": ({},),
@@ -95,8 +99,7 @@ def read_adapter(checkpoint: Checkpoint, name: str) -> Adapter | None:
     for file in (path, weights):
         if not file.is_file():
             raise CheckpointError(
-                f"{file}: the file is missing. An adapter needs {CONFIG_FILE} and {WEIGHTS_FILE}. Copy the missing file, or "
-                f"remove the folder {name} to build without the adapter."
+                f"{file}: the file is missing. An adapter needs {CONFIG_FILE} and {WEIGHTS_FILE}. Copy the missing file."
             )
     config = Config(path, read_json(path))
     config.require("peft_type", "LORA", is_said=True)

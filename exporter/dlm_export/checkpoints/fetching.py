@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_export.bundle.folder import sha256
-from dlm_export.checkpoints.adapters import CONFIG_FILE, DRAFT_ADAPTER, WEIGHTS_FILE
+from dlm_export.checkpoints.adapters import ADAPTER_FILES
 from dlm_export.checkpoints.hub import Hub, HubName, Located
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -42,9 +42,10 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files in the top folder that this module downloads."""
-ADAPTER_FILES = (f"{DRAFT_ADAPTER}/{CONFIG_FILE}", f"{DRAFT_ADAPTER}/{WEIGHTS_FILE}")
-"""Names of the files in other folders that this module downloads. It downloads no other files."""
+"""Names of the files in the top folder that this module downloads.
+
+It also downloads the files of ``ADAPTER_FILES``, and no others.
+"""
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0

@@ -222,7 +222,7 @@ class Config:
         if value is not None and not any(
             type(value) is type(choice) and value == choice for choice in allowed
         ):
-            choices = ", ".join(json.dumps(choice) for choice in allowed)
+            choices = ", ".join(json.dumps(choice) for choice in allowed) or "null"
             raise CheckpointError(
                 f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}"
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import reprlib
 from dataclasses import replace
+from pathlib import Path
 
-from dlm_export.checkpoints.adapters import CONFIG_FILE, PREFIX, read_adapter
+from dlm_export.checkpoints.adapters import CONFIG_FILE, PREFIX, WITHOUT, Adapter, read_adapter
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Layout, Origin
 from dlm_export.network.spec import LowRankSpec, MlpSpec, NetworkSpec
@@ -23,30 +24,41 @@ def with_updates(
     Without such an adapter, the function returns the network as it is. ``layout`` contains the
     names of the network's tensors. Raises CheckpointError.
     """
-    adapter = read_adapter(checkpoint, folder)
-    if adapter is None:
-        return network
-    roles = _roles(network, layout)
-    unknown = [module for module in adapter.modules if module not in roles]
-    if unknown:
-        raise CheckpointError(
-            f"{checkpoint.path / folder / CONFIG_FILE}: target_modules contains {', '.join(map(reprlib.repr, unknown))}, but "
-            f"only these modules can be adapted: {', '.join(roles)}"
-        )
-    updates = tuple(
-        LowRankSpec(role, adapter.rank, adapter.scale)
-        for module, role in roles.items()
-        if module in adapter.modules
-    )
+    try:
+        adapter = read_adapter(checkpoint, folder)
+        if adapter is None:
+            return network
+        updates = _updates(network, layout, adapter, checkpoint.path / folder / CONFIG_FILE)
+    except CheckpointError as err:
+        raise CheckpointError(f"{str(err).removesuffix('.')}. {WITHOUT}") from err
     layers = tuple(replace(layer, draft_updates=updates) for layer in network.layers)
     return replace(network, layers=layers)
 
 
-def _roles(network: NetworkSpec, layout: Layout) -> dict[str, str]:
-    """Map the names of modules that can be adapted, such as ``o_proj``, to roles of matrices."""
-    linear = [layer for layer in network.linear_layers() if layer.path.startswith("blocks.0.")]
+def _updates(
+    network: NetworkSpec, layout: Layout, adapter: Adapter, config: Path
+) -> tuple[LowRankSpec, ...]:
+    """Return the updates of each layer. Raises CheckpointError."""
     assert all(isinstance(layer.mlp, MlpSpec) for layer in network.layers)
-    return {_module(layout, layer.path).rpartition(".")[2]: layer.role for layer in linear}
+    adaptable = {
+        _module(layout, layer.path).rpartition(".")[2]: layer
+        for layer in network.linear_layers()
+        if layer.path.startswith("blocks.0.")
+    }
+    unknown = [module for module in adapter.modules if module not in adaptable]
+    if unknown:
+        raise CheckpointError(
+            f"{config}: target_modules contains {', '.join(map(reprlib.repr, unknown))}, but only these modules can be "
+            f"adapted: {', '.join(adaptable)}"
+        )
+    chosen = {module: layer for module, layer in adaptable.items() if module in adapter.modules}
+    for module, layer in chosen.items():
+        if adapter.rank > min(layer.inputs, layer.outputs):
+            raise CheckpointError(
+                f"{config}: r is {adapter.rank}, but {module} has {layer.inputs} inputs and {layer.outputs} outputs; r must "
+                "not be above either number"
+            )
+    return tuple(LowRankSpec(layer.role, adapter.rank) for layer in chosen.values())
 
 
 def _module(layout: Layout, path: str) -> str:
@@ -66,7 +78,8 @@ def origins_with_updates(
     origins = layout.origins(plain, checkpoint)
     if not network.has_draft_updates:
         return origins
-    read_adapter(checkpoint, folder)
+    adapter = read_adapter(checkpoint, folder)
+    assert adapter is not None
     by_suffix: dict[str, str] = {}
     for name in checkpoint.tensors:
         found = _SUFFIX.search(name) if name.startswith(f"{folder}/") else None
@@ -75,10 +88,10 @@ def origins_with_updates(
                 f"{checkpoint.path}: {by_suffix[found[1]]} and {name} belong to the same module. Keep only one of them."
             )
     for path, (layer, _) in network.draft_updates().items():
-        for parameter, kind in (("a", "A"), ("b", "B")):
+        for parameter, kind, scale in (("a", "A", 1.0), ("b", "B", adapter.scale)):
             released = f"{_module(layout, layer.path)}.lora_{kind}.weight"
             suffix = _SUFFIX.search(released)
             assert suffix is not None, released
             tensor = by_suffix.get(suffix[1], f"{folder}/{PREFIX}{released}")
-            origins[f"{path}.{parameter}"] = Origin.of(tensor, transpose=True)
+            origins[f"{path}.{parameter}"] = Origin.of(tensor, transpose=True, scale=scale)
     return origins

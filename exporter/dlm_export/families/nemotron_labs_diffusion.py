@@ -43,6 +43,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         block_length=block_length(checkpoint, "block_size", overrides),
         has_drafts=True,
     )
+    if overrides.no_adapter:
+        return network
     return with_updates(network, LAYOUT, checkpoint, DRAFT_ADAPTER)
 
 

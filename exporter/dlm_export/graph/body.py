@@ -56,11 +56,7 @@ class Body:
 
     def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
         """Add a node that returns an attribute of the function as a tensor."""
-        key = {
-            ir.AttributeType.INT: "value_int",
-            ir.AttributeType.INTS: "value_ints",
-            ir.AttributeType.FLOAT: "value_float",
-        }[kind]
+        key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
         node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
         self.nodes.append(node)
         return node.outputs[0]

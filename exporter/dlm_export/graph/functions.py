@@ -47,7 +47,7 @@ as the definition.
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
 ``DraftUpdate``             ``(x [B, T, K], y [B, T, N], is_updated [B, T, 1], a [K, rank], b [rank, N]) -> y``. Adds
-                            ``scale * x @ a @ b`` to the rows for which ``is_updated`` is true
+                            ``x @ a @ b`` to the rows for which ``is_updated`` is true
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
 ``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``. Does not quantise x
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
@@ -398,10 +398,8 @@ def _draft_update() -> ir.Function:
     x, y, is_updated, a, b = body.inputs
     rows = op("Transpose", op("NonZero", op("Squeeze", is_updated, ints(2))), perm=[1, 0])
     product = op("MatMul", op("MatMul", op("GatherND", x, rows), a), b)
-    scale = op("CastLike", body.attribute("scale", ir.AttributeType.FLOAT), product)
-    updated = op("Add", op("GatherND", y, rows), op("Mul", product, scale))
-    result = op("ScatterND", y, rows, updated)
-    return body.function({"result": result}, {"scale": ir.AttributeType.FLOAT})
+    updated = op("Add", op("GatherND", y, rows), product)
+    return body.function({"result": op("ScatterND", y, rows, updated)})
 
 
 def _candidates() -> ir.Function:

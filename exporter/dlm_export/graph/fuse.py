@@ -167,9 +167,13 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    """Return True if more than one node uses a value. Residual sums (Add) are not counted."""
+    """Return True if more than one node uses a value.
+
+    Residual sums (Add) and low-rank updates are not counted.
+    """
     users = () if value is None else value.uses()
-    return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
+    not_counted = ("Add", functions.DRAFT_UPDATE)
+    return len({id(node) for node, _ in users if node.op_type not in not_counted}) > 1
 
 
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:

@@ -34,6 +34,7 @@ from dlm_export.graph import (
     definitions,
     functions,
     repeat,
+    updates,
 )
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.routed import GELU, MIXTURE, MIXTURES
@@ -274,6 +275,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         # Remove the parameter's tensor, which has no values. ``write`` supplies the values later.
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
+    if is_plain:
+        updates.select_rows(model)
     for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
         assert name in (*MIXTURES, functions.DRAFT_UPDATE), name
         functions.declare(model, name)
@@ -291,17 +294,13 @@ def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any], activatio
     return _operator(name, kinds | dict.fromkeys(STACKS, "T"))(x, chosen, weights, *stacks)
 
 
-def _draft_update(x: Any, y: Any, is_updated: Any, a: Any, b: Any, scale: float) -> Any:
+def _draft_update(x: Any, y: Any, is_updated: Any, a: Any, b: Any) -> Any:
     """Translate the operator of ``network.linear`` to one node of the graph."""
     kinds = {"x": "T", "y": "T", "is_updated": "tensor(bool)", "a": "T", "b": "T"}
-    attribute = onnx.defs.OpSchema.Attribute("scale", onnx.defs.OpSchema.AttrType.FLOAT)
-    made = _operator(functions.DRAFT_UPDATE, kinds, [attribute])
-    return made(x, y, is_updated, a, b, scale=scale)
+    return _operator(functions.DRAFT_UPDATE, kinds)(x, y, is_updated, a, b)
 
 
-def _operator(
-    name: str, kinds: dict[str, str], attributes: Sequence[onnx.defs.OpSchema.Attribute] = ()
-) -> onnxscript.values.Op:
+def _operator(name: str, kinds: dict[str, str]) -> onnxscript.values.Op:
     """Return an operator of the domain ``dlm_export``.
 
     ``kinds`` maps the name of each input to its type. The type ``T`` is that of the activations.
@@ -310,11 +309,7 @@ def _operator(
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
     outputs = [onnx.defs.OpSchema.FormalParameter("result", "T")]
     schema = onnx.defs.OpSchema(
-        *(name, DOMAIN, 1),
-        inputs=inputs,
-        outputs=outputs,
-        type_constraints=[real],
-        attributes=list(attributes),
+        *(name, DOMAIN, 1), inputs=inputs, outputs=outputs, type_constraints=[real]
     )
     return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
 

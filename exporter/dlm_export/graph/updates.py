@@ -1,27 +1,23 @@
-"""Replaces the function for low-rank updates with standard operators, in graphs for GPUs."""
+"""Replaces the function for low-rank updates with standard operators, in graphs for engines."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.edits import constant, replace
+from dlm_export.graph.edits import replace
 from dlm_export.graph.functions import DRAFT_UPDATE
-from dlm_export.graph.trace import Graph
 
 
-def select_rows(traced: Graph) -> None:
-    """Replace each call of ``DraftUpdate`` in a traced graph.
+def select_rows(model: ir.Model) -> None:
+    """Replace each call of ``DraftUpdate`` in a model.
 
     On a CPU, the function multiplies only the updated rows. The number of these rows depends on the
     data, and engines for GPUs need sizes that depend on the shapes of inputs only. The new operators
     multiply all rows, and then select the updated ones.
     """
-    graph = traced.model.graph
+    graph = model.graph
     for node in list(graph):
         if node.op_type != DRAFT_UPDATE or node.domain != DOMAIN:
             continue
@@ -36,8 +32,6 @@ def select_rows(traced: Graph) -> None:
             made.outputs[0].type = before.outputs[0].type
             return made.outputs[0]
 
-        number: Any = np.asarray(node.attributes["scale"].as_float(), traced.element_type.numpy())
-        scale = constant(graph, f"{layer}.scale", number)
-        update = op("Mul", op("MatMul", op("MatMul", x, a), b), scale)
+        update = op("MatMul", op("MatMul", x, a), b)
         replace(graph, node, op("Where", is_updated, op("Add", y, update), y))
-    traced.model.functions.pop((DOMAIN, DRAFT_UPDATE, ""), None)
+    model.functions.pop((DOMAIN, DRAFT_UPDATE, ""), None)

@@ -157,7 +157,8 @@ def hiding(
     because the softmax of a tile with only minus infinity would be NaN in some kernels.
 
     ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` or ``2 * longest``
-    is added to the position ids (see ``Span.ids``). With visibility ``draft``, the tokens of a draft pass attend to each other.
+    is added to the position ids (see ``Span.ids``). With visibility ``draft``, the tokens of a draft
+    pass attend to each other.
     """
     block_length, window = attention.visible_block, attention.window
     if window is not None and attention.draft_block is not None:
@@ -258,7 +259,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         layers = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
-        self.draft_updates = updates_of(updates, layers, is_plain)
+        self.draft_updates = updates_of(updates, layers)
 
     def forward(
         self,

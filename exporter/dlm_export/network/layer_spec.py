@@ -34,9 +34,6 @@ called post-norm.
 NORM_KINDS = ("rms", "layer", "layer-bias")
 """Kinds of norms: RMSNorm, LayerNorm without a bias, and LayerNorm with a bias."""
 
-LARGEST_SCALE = 1e6
-"""The largest factor of a low-rank update."""
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -244,22 +241,18 @@ class LowRankSpec:
     """A low-rank update of a matrix: a LoRA (arXiv:2106.09685).
 
     ``role`` is the role of the matrix in the layer: ``q``, ``k``, ``v``, ``out``, ``gate``, ``up``
-    or ``down``. With the update, the weight ``[inputs, outputs]`` of the matrix is ``weight + scale
-    * a @ b``. The shape of ``a`` is ``[inputs, rank]``, and the shape of ``b`` is ``[rank,
-    outputs]``.
+    or ``down``. With the update, the weight ``[inputs, outputs]`` of the matrix is ``weight + a @
+    b``. The shape of ``a`` is ``[inputs, rank]``, and the shape of ``b`` is ``[rank, outputs]``. The
+    scale of a LoRA is part of ``b``.
     """
 
     role: str
     rank: int
-    scale: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a number is out of range."""
-        if self.rank < 1 or not 0 < self.scale <= LARGEST_SCALE:
-            raise ValueError(
-                f"an update has rank {self.rank} and scale {self.scale}; the rank must be at least 1, and the scale above 0 "
-                f"and at most {LARGEST_SCALE:g}"
-            )
+        """Raises ValueError if the rank is out of range."""
+        if self.rank < 1:
+            raise ValueError(f"an update has rank {self.rank}; the rank must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dlm_export.network.spec import LowRankSpec, MlpSpec
 
 torch.library.define(
     "dlm_export::draft_update",
-    "(Tensor x, Tensor y, Tensor is_updated, Tensor a, Tensor b, float scale) -> Tensor",
+    "(Tensor x, Tensor y, Tensor is_updated, Tensor a, Tensor b) -> Tensor",
 )
 
 WIDENED = 1 << 22
@@ -67,9 +67,7 @@ class Linear(nn.Module):
 
 
 @torch.library.register_fake("dlm_export::draft_update")  # type: ignore[untyped-decorator]
-def _shape_of_update(
-    x: Tensor, y: Tensor, is_updated: Tensor, a: Tensor, b: Tensor, scale: float
-) -> Tensor:
+def _shape_of_update(x: Tensor, y: Tensor, is_updated: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return an empty tensor with the shape of the output of ``LowRank``.
 
     torch.export needs this shape, because ``LowRank`` becomes a single graph node.
@@ -78,15 +76,12 @@ def _shape_of_update(
 
 
 class LowRank(nn.Module):
-    """Adds ``scale * x @ a @ b`` to the output of a linear layer, for some tokens only."""
+    """Adds ``x @ a @ b`` to the output of a linear layer, for some tokens only."""
 
-    def __init__(
-        self, inputs: int, outputs: int, spec: LowRankSpec, is_plain: bool = False
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
-        self.scale, self.is_plain = spec.scale, is_plain
-        self.a = nn.Parameter(torch.empty(inputs, spec.rank))
-        self.b = nn.Parameter(torch.empty(spec.rank, outputs))
+        self.a = nn.Parameter(torch.empty(inputs, rank))
+        self.b = nn.Parameter(torch.empty(rank, outputs))
 
     def forward(self, x: Tensor, y: Tensor, is_updated: Tensor) -> Tensor:
         """Update ``y`` ``[B, T, outputs]``, the output of the layer for ``x`` ``[B, T, inputs]``.
@@ -94,25 +89,20 @@ class LowRank(nn.Module):
         ``is_updated`` ``[B, T, 1]`` says which tokens are updated. The rows of all other tokens are
         not changed.
         """
-        if torch.compiler.is_exporting() and not self.is_plain:
-            node: Tensor = torch.ops.dlm_export.draft_update(
-                x, y, is_updated, self.a, self.b, self.scale
-            )
+        if torch.compiler.is_exporting():
+            node: Tensor = torch.ops.dlm_export.draft_update(x, y, is_updated, self.a, self.b)
             return node
-        update = product(product(x, self.a), self.b) * self.scale
-        return torch.where(is_updated, y + update, y)
+        return torch.where(is_updated, y + product(product(x, self.a), self.b), y)
 
 
-def updates_of(
-    specs: Sequence[LowRankSpec], layers: Mapping[str, Linear | None], is_plain: bool
-) -> nn.ModuleDict:
+def updates_of(specs: Sequence[LowRankSpec], layers: Mapping[str, Linear | None]) -> nn.ModuleDict:
     """Make the updates of those of the ``layers`` that ``specs`` name. The keys are roles."""
     made = nn.ModuleDict()
     for spec in specs:
         layer = layers.get(spec.role)
         if layer is not None:
             inputs, outputs = layer.weight.shape
-            made[spec.role] = LowRank(inputs, outputs, spec, is_plain)
+            made[spec.role] = LowRank(inputs, outputs, spec.rank)
     return made
 
 
@@ -174,15 +164,17 @@ class MLP(nn.Module):
         self.up = Linear(hidden_size, spec.size, spec.bias)
         self.down = Linear(spec.size, hidden_size, spec.bias)
         layers = {"gate": self.gate, "up": self.up, "down": self.down}
-        self.draft_updates = updates_of(updates, layers, is_plain)
+        self.draft_updates = updates_of(updates, layers)
 
     def forward(self, x: Tensor, is_updated: Tensor | None = None) -> Tensor:
         """``updated`` explains ``is_updated``, which only an MLP with low-rank updates needs."""
         updates = self.draft_updates
-        up = updated(x, "up", self.up, updates, is_updated)
         if self.gate is None:
+            up = updated(x, "up", self.up, updates, is_updated)
             features = activate(up, self.activation, self.is_plain)
         else:
+            # The graph's kernels expect the gate first.
             gate = updated(x, "gate", self.gate, updates, is_updated)
+            up = updated(x, "up", self.up, updates, is_updated)
             features = activate(gate, self.activation, self.is_plain) * up
         return updated(features, "down", self.down, updates, is_updated)
