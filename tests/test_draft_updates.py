@@ -351,7 +351,6 @@ def stored(bundle: Path) -> dict[str, np.ndarray]:
     [
         ("int8", "float32"),
         pytest.param("fp16", "float16", marks=pytest.mark.slow),
-        pytest.param("bf16", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_updates_are_stored_in_the_type_of_activations(
@@ -363,8 +362,8 @@ def test_updates_are_stored_in_the_type_of_activations(
     build(path, tmp_path / "bundle", BuildOptions(precision=precision, check_parity=False))
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     assert manifest["loop"]["draft_updates"] is True
-    # The kernels of adapted layers are fused as without an adapter.
-    assert manifest["kernels"]["plain"] == {}
+    # An adapted layer is fused as without an adapter.
+    assert not any(path.endswith(".out") for path in manifest["kernels"]["plain"])
     found = stored(tmp_path / "bundle")
     tensors = adapter_tensors(config, adapter_config(**changes))
     for layer in range(config["num_hidden_layers"]):
