@@ -566,16 +566,56 @@ class NetworkSpec:
         """``(kv_heads, head_size)`` of the keys of each layer. The values have the same shape."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
+    def cache_windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many positions before a pass the cache keeps, or ``None`` for all.
+
+        A network with draft passes drops the keys and values that no later pass sees. All layers
+        with a window keep as many positions as the largest window. At least one layer keeps all
+        positions. Other networks drop no keys and values.
+        """
+        windows = [layer.attention.window for layer in self.layers]
+        largest = max((window for window in windows if window is not None), default=None)
+        if self.draft_block is None or None not in windows:
+            return (None,) * len(windows)
+        return tuple(None if window is None else largest for window in windows)
+
+    @property
+    def cache_window(self) -> int | None:
+        """The window of all layers that have one in ``cache_windows``, or ``None``."""
+        return next((window for window in self.cache_windows() if window is not None), None)
+
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of one token's keys and values in all layers.
 
         ``scale_bytes`` is the size of the scale of a cached row (see ``CACHE_ROWS``). A row is the
         key or value of one head.
         """
+        return self.cache_bytes_of(1, 1, element_bytes, scale_bytes)
+
+    def cache_bytes_of(
+        self, tokens: int, window_tokens: int, element_bytes: int, scale_bytes: int = 0
+    ) -> int:
+        """Return the bytes of the keys and values of several tokens.
+
+        Layers with a window (see ``cache_windows``) store ``window_tokens`` tokens, and all other
+        layers store ``tokens`` tokens. ``cache_bytes`` explains the other arguments.
+        """
         return 2 * sum(
-            kv_heads * (head_size * element_bytes + scale_bytes)
-            for kv_heads, head_size in self.cache_shapes()
+            (tokens if window is None else window_tokens)
+            * kv_heads
+            * (head_size * element_bytes + scale_bytes)
+            for (kv_heads, head_size), window in zip(
+                self.cache_shapes(), self.cache_windows(), strict=True
+            )
         )
+
+    def canvas_bytes(self, tokens: int, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the bytes of the keys and values of a canvas with ``tokens`` cached tokens.
+
+        Layers with a window store at most the tokens of the window and of one block.
+        """
+        most = tokens if self.cache_window is None else self.cache_window + (self.draft_block or 0)
+        return self.cache_bytes_of(tokens, min(tokens, most), element_bytes, scale_bytes)
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
         """Return the distinct rotary tables that layers use."""

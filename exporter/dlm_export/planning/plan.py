@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, page_tokens, whole_pages
+from dlm_export.graph import CACHE_DTYPES
+from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.generation import Loop, check_policy, list_passes
 from dlm_export.planning.growth import Growth, growth_of
@@ -357,7 +359,15 @@ def _cache(shape: Shape, policy: Policy, request: Request) -> Cache:
     # With guidance, the second canvas of a request starts with mask tokens instead of the prompt.
     # All requests share the pages of these mask tokens too.
     tokens = loop.canvases * (request.batch * own + loop.reused)
-    per_token = cache_bytes_by_type(shape.network)
-    return Cache(
-        page, loop.reused, tokens, {name: tokens * size for name, size in per_token.items()}
-    )
+    network = shape.network
+    window_tokens = tokens
+    if network.cache_window is not None:
+        # In layers with a window, each canvas needs the pages of the window and of one block.
+        kept = network.cache_window + block_length_for(policy, network, request.new_tokens)
+        most = whole_pages(kept, page) + page
+        window_tokens = loop.canvases * request.batch * min(whole_pages(request.canvas, page), most)
+    sizes = {
+        name: network.cache_bytes_of(tokens, window_tokens, *CACHE_ROWS[CACHE_DTYPES[name]])
+        for name in cache_bytes_by_type(network)
+    }
+    return Cache(page, loop.reused, tokens, sizes)

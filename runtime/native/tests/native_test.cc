@@ -464,7 +464,7 @@ void test_rows_through_random_ranges(Tally& tally) {
 template <class Make>
 std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoiser,
                                                     dlm::Engine& engine, int32_t count, Make make) {
-  dlm::LockstepPasses passes(denoiser, engine, INT64_MAX, 1);
+  dlm::LockstepPasses passes(denoiser, engine, {INT64_MAX, INT64_MAX}, 1);
   passes.set_together(static_cast<size_t>(count));
   dlm::Runner runner(denoiser, passes, {count});
   std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -619,7 +619,7 @@ void test_proposers_side_by_side(Tally& tally) {
   dlm_policy all = dlm::default_policy();
   all.commit = "threshold";
   std::map<int32_t, int32_t> told;
-  dlm::LockstepPasses passes(denoiser, *engine, INT64_MAX, 1);
+  dlm::LockstepPasses passes(denoiser, *engine, {INT64_MAX, INT64_MAX}, 1);
   passes.set_together(2);
   dlm::Runner runner(denoiser, passes, {2});
   std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -653,7 +653,7 @@ void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   class One final : public dlm::HostEngine {
    public:
     using HostEngine::HostEngine;
-    void run(const dlm_pass&, const std::vector<dlm::Segment>&) override {}
+    void run(const dlm_pass&, const std::vector<dlm::Segment>&, const dlm::WindowRows&) override {}
     std::string description() const override { return "one"; }
     int32_t max_batch() const override { return 1; }
   };

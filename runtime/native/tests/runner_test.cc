@@ -38,7 +38,7 @@
 namespace {
 
 int passed = 0, failed = 0;
-int64_t all_hits = 0;
+int64_t all_hits = 0, window_hits = 0;
 
 void note(bool holds, int line, const std::string& what) {
   ++(holds ? passed : failed);
@@ -108,14 +108,16 @@ struct Limits {
   }
 };
 
-// A scheduler with the pass maker that suits the engine.
+// A scheduler with the pass maker that suits the engine. If `window_rows` is -1, layers with a
+// window have room for as many rows as the other layers.
 class Scheduler {
  public:
   Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
-            int64_t rows, int64_t most_idle = 0)
-      : passes_(dlm::make_shared_passes(of, engine, rows, most_idle, files_)) {
+            int64_t rows, int64_t most_idle = 0, int64_t window_rows = -1) {
+    const dlm::RowCounts room{rows, window_rows < 0 ? rows : window_rows};
+    passes_ = dlm::make_shared_passes(of, engine, room, most_idle, files_);
     if (passes_ == nullptr)
-      passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, rows,
+      passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, room,
                                                       static_cast<size_t>(options.most_running));
     runner_.emplace(of, *passes_, options);
   }
@@ -232,7 +234,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
 
 // Runs the request alone, as in a session, and returns the result.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
-  dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
+  dlm::LockstepPasses passes(of, engine, {INT64_MAX, INT64_MAX}, 1);
   dlm::Runner runner(of, passes, {});
   const auto job = runner.submit(wish.make(of, engine), wish.limits.make());
   runner.run(dlm::Runner::Until::idle, [] { return true; });
@@ -241,8 +243,8 @@ std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, co
 
 // Returns true if both jobs have the same canvas, ended for the same reason, and have the same
 // statistics. Times may differ. The number of passes that fill the cache may differ too, because a
-// limit of the scheduler may split these passes.
-bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
+// limit of the scheduler may split these passes. With a window, split passes also take fewer bytes.
+bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone, bool has_window = false) {
   const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
     return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
@@ -257,7 +259,7 @@ bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
          counts.store_passes == counted.store_passes &&
          counts.verify_passes == counted.verify_passes &&
          counts.verified_tokens == counted.verified_tokens &&
-         counts.cache_bytes == counted.cache_bytes;
+         (has_window || counts.cache_bytes == counted.cache_bytes);
 }
 
 const std::function<bool()> kNothing = [] { return true; };
@@ -267,14 +269,22 @@ void test_random_requests(uint32_t seed, bool shares) {
   const int32_t visible_block = any_of<int32_t>(random, {0, 1, 4, 8}),
                 shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
   const bool is_noised = visible_block == 1 && random() % 2 == 0;
-  const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
-  Summing engine(of.cache, visible_block, shares, is_noised),
-      other(of.cache, visible_block, false, is_noised);
+  const dlm::Denoiser whole = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+  // A denoiser with draft passes may have a window. Then `other` keeps the rows of all positions,
+  // and `of` keeps only those in the window.
+  const int32_t window = visible_block == 1 ? any_of<int32_t>(random, {0, 1, 3, 9, 20, 100}) : 0;
+  dlm::Denoiser of = whole;
+  of.cache = shape(window);
+  Summing engine(of.cache, visible_block, shares, is_noised, window),
+      windowed(of.cache, visible_block, false, is_noised, window),
+      other(whole.cache, visible_block, false, is_noised, window);
   const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
+  // A canvas needs at most 96 rows. With guidance, there are two canvases.
+  const int64_t window_rows = 16 * (12 + static_cast<int64_t>(random() % 10));
   Scheduler scheduler(
       of, engine,
-      {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)},
-      rows);
+      {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
+      0, window_rows);
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto submit = [&] {
@@ -286,8 +296,11 @@ void test_random_requests(uint32_t seed, bool shares) {
     if (jobs.size() < 16 && random() % 3 == 0) submit();  // some requests join while others run
     return true;
   });
-  for (size_t i = 0; i < jobs.size(); ++i)
-    CHECK(jobs[i]->wait(dlm::Clock::duration{}) && same(*jobs[i], run_alone(of, other, wishes[i])));
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    CHECK(jobs[i]->wait(dlm::Clock::duration{}) &&
+          same(*jobs[i], run_alone(whole, other, wishes[i]), window > 0));
+    CHECK(same(*jobs[i], run_alone(of, windowed, wishes[i]), window > 0));
+  }
   const dlm_scheduler_stats stats = scheduler.told();
   CHECK(stats.waiting == 0 && stats.running == 0 &&
         stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
@@ -326,17 +339,21 @@ void test_prefixes(uint32_t seed) {
                 shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2),
                 page = dlm::page_rows(visible_block);
   const bool is_noised = visible_block == 1;
-  const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
-  Summing engine(of.cache, visible_block, true, is_noised),
-      other(of.cache, visible_block, false, is_noised);
+  const dlm::Denoiser whole = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+  const int32_t window = is_noised ? any_of<int32_t>(random, {0, 1, 9, 16, 30, 100}) : 0;
+  dlm::Denoiser of = whole;
+  of.cache = shape(window);
+  Summing engine(of.cache, visible_block, true, is_noised, window),
+      other(whole.cache, visible_block, false, is_noised, window);
   const int64_t rows = page * (8 + static_cast<int64_t>(random() % 20));
+  const int64_t window_rows = page * (8 + static_cast<int64_t>(random() % 20));
   const int64_t most_idle = any_of<int64_t>(random, {0, page, 3 * page, rows});
   const bool has_files = random() % 2 == 0;
-  Summing other_sharing(of.cache, visible_block, true, is_noised);
+  Summing other_sharing(of.cache, visible_block, true, is_noised, window);
   Scheduler scheduler(
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
-      most_idle);
+      most_idle, window_rows);
   // There are only a few different prompts, so that many requests start with the same tokens. Some
   // prompts continue an earlier answer.
   std::vector<std::vector<int32_t>> prompts;
@@ -354,7 +371,7 @@ void test_prefixes(uint32_t seed) {
     Wish wish = make_wish(random, visible_block, shift, is_noised);
     wish.canvas = prompt;
     wish.canvas.resize(std::min(prompt.size() + 1 + random() % 30, size_t{96}), of.mask_token_id);
-    if (rows_of(wish.make(of, engine), page) > rows) return;
+    if (!rows_of(wish.make(of, engine), page).fits({rows, window_rows})) return;
     wishes.push_back(wish);
     prompts.push_back(prompt);
     jobs.push_back(scheduler.submit(wish.make(of, engine), wish.limits));
@@ -371,7 +388,7 @@ void test_prefixes(uint32_t seed) {
   });
   int64_t hits = 0, tokens = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    const auto alone = run_alone(of, other, wishes[i]);
+    const auto alone = run_alone(whole, other, wishes[i]);
     const int32_t cached = jobs[i]->result().stats->cached_tokens;
     hits += cached > 0, tokens += cached;
     CHECK(same_answer(*jobs[i], alone));
@@ -381,8 +398,10 @@ void test_prefixes(uint32_t seed) {
   CHECK(stats.prefix_hits == hits && stats.prefix_tokens == tokens);
   CHECK(most_idle > 0 || has_files || hits == 0);
   CHECK(stats.prefix_bytes <= static_cast<uint64_t>(most_idle) * kRowBytes);
-  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * kRowBytes);
-  all_hits += hits;
+  const uint64_t window_row = dlm::window_row_bytes(of.cache);
+  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * (kRowBytes - window_row) +
+                                 static_cast<uint64_t>(window_rows) * window_row);
+  (window > 0 ? window_hits : all_hits) += hits;
 }
 
 std::string message_of(const std::function<void()>& body) {
@@ -434,6 +453,71 @@ void test_damaged_prompt_caches() {
   CHECK(message_of([&] {
           dlm::save_prompt(of, engine, format, prompt, "/none/x", [] {});
         }).find("/none/x: cannot write") != std::string::npos);
+}
+
+// In layers with a window, the number of rows does not grow with the length of the canvas, and the
+// scheduler needs no room for more rows.
+void test_a_window_limits_the_cache() {
+  constexpr int32_t kWindow = 9, kBlock = 8, kPage = 16;
+  const dlm::Denoiser whole = noised_denoiser();
+  dlm::Denoiser of = whole;
+  of.cache = shape(kWindow);
+  Summing engine(of.cache, 1, true, true, kWindow), other(whole.cache, 1, false, true, kWindow);
+  // The last 9 + 8 rows can lie in three pages of 16 rows.
+  const int64_t window_rows = dlm::window_rows(kLongest, kWindow + kBlock, kPage);
+  CHECK(window_rows == 3 * kPage);
+  Scheduler scheduler(of, engine, {1, 100, 16}, kLongest, kLongest, window_rows);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block", policy.remask = "noise", policy.commit = "entropy_bound";
+  policy.block_length = kBlock, policy.steps_per_block = 2, policy.stop = "none";
+  const uint64_t window_row = dlm::window_row_bytes(of.cache), row = kRowBytes - window_row;
+  std::vector<uint64_t> bytes;
+  for (const size_t given : {1, 20, 40, 60, 80}) {
+    Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, 5), {}};
+    wish.canvas.resize(given + 2 * kBlock, kVocabulary);
+    const auto job = scheduler.submit(wish.make(of, engine), {});
+    scheduler.run(true, kNothing);
+    CHECK(same_answer(*job, run_alone(whole, other, wish)));
+    // The rows of the last block are never stored.
+    bytes.push_back(job->result().stats->cache_bytes - (given + kBlock) * row);
+    CHECK(bytes.back() <= static_cast<uint64_t>(window_rows) * window_row);
+  }
+  CHECK(bytes.front() == (1 + kBlock) * window_row);
+  CHECK(scheduler.told().cache_bytes <=
+        kLongest * row + static_cast<uint64_t>(window_rows) * window_row);
+  // A block of 40 tokens needs 5 pages, because a later pass may start 40 tokens earlier.
+  policy.block_length = 40;
+  Wish wish{dlm::check_policy(policy), std::vector<int32_t>(80, kVocabulary), {}};
+  const std::string said = message_of([&] { scheduler.submit(wish.make(of, engine), {}); });
+  CHECK(said.find("in layers with a window, this request needs cache for 80 tokens, but the "
+                  "scheduler has room for 48") == 0);
+}
+
+// If a page of the layers with a window is missing, a request uses a shorter part of its prompt.
+void test_a_window_limits_reuse() {
+  constexpr int32_t kWindow = 16, kPage = 16;
+  const dlm::Denoiser whole = noised_denoiser();
+  dlm::Denoiser of = whole;
+  of.cache = shape(kWindow);
+  Summing engine(of.cache, 1, true, true, kWindow), other(whole.cache, 1, false, true, kWindow);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block", policy.remask = "noise", policy.commit = "entropy_bound";
+  policy.block_length = 8, policy.steps_per_block = 2;
+  for (const int64_t window_pages : {3, 4, 12}) {
+    Scheduler scheduler(of, engine, {1, 100, 16}, 10 * kLongest, 10 * kLongest,
+                        window_pages * kPage);
+    std::vector<int32_t> reused;
+    for (const size_t given : {80, 80, 16}) {
+      Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, 5), {}};
+      wish.canvas.resize(given + 8, kVocabulary);
+      const auto job = scheduler.submit(wish.make(of, engine), {});
+      scheduler.run(true, kNothing);
+      CHECK(same_answer(*job, run_alone(whole, other, wish)));
+      reused.push_back(job->result().stats->cached_tokens);
+    }
+    CHECK(reused[0] == 0 && reused[1] == 80);
+    CHECK(reused[2] == (window_pages == 12 ? 16 : 0));
+  }
 }
 
 // The passes of a second request with the same prompt do not compute the prompt again.
@@ -1122,7 +1206,9 @@ int main(int argc, char** argv) {
     for (const char* const cache : {"prefix", "dual"})
       test_full_attention_reuses_prompts_if_asked(reuses, cache);
   test_damaged_prompt_caches();
-  CHECK(all_hits > 100);
+  CHECK(all_hits > 100 && window_hits > 20);
+  test_a_window_limits_the_cache();
+  test_a_window_limits_reuse();
   for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);
   for (const int32_t shift : {0, 1}) {
     test_requests_at_once_share_their_prompt(shift);

@@ -74,19 +74,44 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   return {};
 }
 
-// Returns the number of cache rows to allocate for all running requests together. The number is a
-// multiple of the page size.
-int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
-  const uint64_t row = dlm::row_bytes(denoiser.cache);
-  const int32_t page = dlm::page_rows(denoiser.visible_block);
+// Returns the number of cache rows to allocate for all running requests together. Both numbers are
+// multiples of the page size.
+dlm::RowCounts rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
+  const int32_t page = dlm::page_rows(denoiser.visible_block),
+                window = dlm::window_of(denoiser.cache);
+  const uint64_t window_row = dlm::window_row_bytes(denoiser.cache),
+                 row = dlm::row_bytes(denoiser.cache) - window_row;
   const auto longest = static_cast<uint64_t>(dlm::in_pages(denoiser.max_canvas_length, page));
+  // The number of rows that a request with the denoiser's block length needs in layers with a
+  // window. All other numbers of such rows are limits of the same kind.
+  const auto short_rows = static_cast<uint64_t>(dlm::window_rows(
+      denoiser.max_canvas_length, window > 0 ? window + denoiser.draft_block : 0, page));
   // The largest number of cache rows that max_running requests can use. The factor 2 is necessary
   // because a request with guidance has two canvases.
-  const uint64_t most =
-      std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
-  const uint64_t wanted =
-      options.cache_bytes > 0 ? options.cache_bytes / row : std::max(kCacheBytes / row, longest);
-  return static_cast<int64_t>(std::min(wanted, most)) / page * page;
+  const auto canvases = 2 * static_cast<uint64_t>(options.max_running);
+  const uint64_t most = std::min<uint64_t>(canvases * longest, INT32_MAX),
+                 most_window = std::min<uint64_t>(canvases * short_rows, INT32_MAX);
+  const auto in_whole_pages = [page](uint64_t rows) { return rows / page * page; };
+  if (options.cache_bytes == 0) {
+    // Without a window, all bytes are for the other layers. With a window, half of them are.
+    const uint64_t bytes = window > 0 ? kCacheBytes / 2 : kCacheBytes;
+    return {static_cast<int64_t>(in_whole_pages(std::min(std::max(bytes / row, longest), most))),
+            window > 0 ? static_cast<int64_t>(in_whole_pages(
+                             std::min(std::max(bytes / window_row, 2 * short_rows), most_window)))
+                       : 0};
+  }
+  uint64_t window_rows = 0;
+  if (window > 0) {
+    // The layers with a window get half of the bytes, but at least the rows of two canvases, if
+    // the other layers then have the same number of rows.
+    const uint64_t same = options.cache_bytes / (row + window_row);
+    window_rows = in_whole_pages(
+        std::min(std::max(options.cache_bytes / 2 / window_row, std::min(same, 2 * short_rows)),
+                 most_window));
+  }
+  const uint64_t rows = (options.cache_bytes - window_rows * window_row) / row;
+  return {static_cast<int64_t>(in_whole_pages(std::min(rows, most))),
+          static_cast<int64_t>(window_rows)};
 }
 
 }  // namespace
@@ -108,9 +133,10 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
     dlm::Engine& engine = *bundle->engine;
     const dlm::PassCost cost = check_cost(chosen, engine);
-    const int64_t rows = rows_for(chosen, denoiser);
-    const uint64_t most_idle = std::min<uint64_t>(
-        chosen.prefix_cache_bytes / dlm::row_bytes(denoiser.cache), static_cast<uint64_t>(rows));
+    const dlm::RowCounts rows = rows_for(chosen, denoiser);
+    const uint64_t most_idle =
+        std::min<uint64_t>(chosen.prefix_cache_bytes / dlm::row_bytes(denoiser.cache),
+                           static_cast<uint64_t>(rows.all));
     std::unique_ptr<dlm::PassMaker> passes = dlm::make_shared_passes(
         denoiser, engine, rows, static_cast<int64_t>(most_idle), bundle->prompt_caches);
     if (passes == nullptr)

@@ -19,8 +19,9 @@ void save_prompt(const Denoiser& denoiser, Engine& engine, const PromptCacheForm
                  const std::vector<int32_t>& canvas, const std::string& path,
                  const std::function<void()>& before_pass) {
   const auto length = static_cast<int32_t>(canvas.size());
-  const std::unique_ptr<Arena> arena = engine.open_arena(format.page_rows, length, 0);
-  const Arena::Handle place = arena->take({{canvas, length, 0}}).front();
+  const std::unique_ptr<Arena> arena = engine.open_arena(format.page_rows, {length, length}, 0);
+  // The file contains the rows of all positions, so layers with a window keep them too.
+  const Arena::Handle place = arena->take({{canvas, length, 0, length}}).front();
   const int32_t most = std::max(kPassTokens / format.page_rows, 1) * format.page_rows;
   Buffers buffers;
   for (int32_t first = 0; first < length; first += most) {

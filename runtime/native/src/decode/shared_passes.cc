@@ -40,7 +40,7 @@ class SharingMember final : public Member {
 
 class SharedPasses final : public PassMaker {
  public:
-  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows,
+  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, RowCounts rows,
                const PromptCaches& files)
       : PassMaker(rows, dlm::page_rows(denoiser.visible_block)),
         denoiser_(denoiser),
@@ -181,7 +181,8 @@ class SharedPasses final : public PassMaker {
     }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)
-      wanted.push_back({request.canvas(number), static_cast<int32_t>(rows), stored});
+      wanted.push_back(
+          {request.canvas(number), static_cast<int32_t>(rows), stored, request.kept_in_window()});
     return wanted;
   }
 
@@ -193,7 +194,7 @@ class SharedPasses final : public PassMaker {
 }  // namespace
 
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows, int64_t most_idle,
+                                              RowCounts rows, int64_t most_idle,
                                               const PromptCaches& files) {
   std::unique_ptr<Arena> arena =
       engine.open_arena(page_rows(denoiser.visible_block), rows, most_idle);

@@ -18,7 +18,7 @@ class Callback final : public HostEngine {
         mask_token_id_(denoiser.mask_token_id),
         top_k_(denoiser.top_k) {}
 
-  void run(const dlm_pass& pass, const std::vector<Segment>&) override {
+  void run(const dlm_pass& pass, const std::vector<Segment>&, const WindowRows&) override {
     const dlm_status status = function_(user_, &pass);
     if (status != DLM_OK)
       fail(status, "the pass callback returned %d (%s)", static_cast<int>(status),
