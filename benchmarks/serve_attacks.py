@@ -94,7 +94,7 @@ def status_of(client: socket.socket) -> str:
 
 
 def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
-    """Send a piece of a request per second on each connection, until the server closes all."""
+    """Every second, send ``piece`` on each connection, until the server has closed them all."""
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:
@@ -156,7 +156,7 @@ def slow_reader(target: Target) -> Counter[str]:
 
 
 def gigabyte_body(target: Target) -> Counter[str]:
-    """Send a body of 1 GiB, with its length or in chunks, until the server answers."""
+    """Send a body of 1 GiB, with a Content-Length or in chunks, until the server answers."""
     found: Counter[str] = Counter()
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     for at in range(20):
@@ -354,7 +354,7 @@ class Polite:
 
 
 def passes(served: Any) -> tuple[float, float]:
-    """Return the seconds in passes so far, and the number of passes."""
+    """Return the total seconds of the passes that the server has made, and their number."""
     text = served.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
     labels = f'{{model="{served.model}"}}'

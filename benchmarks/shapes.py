@@ -68,7 +68,7 @@ time of a pass.
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """Return the folder of a random checkpoint in bf16, which is written once.
+    """Return the folder of a random checkpoint in bf16. The checkpoint is written once.
 
     ``config`` comes from tests/checkpoints.py.
     """
@@ -130,7 +130,7 @@ def checkpoint(name: str, layers: int | None = None) -> Path:
 
 
 def bundle_of(size: str, precision: str) -> Path:
-    """Return the bundle of the denoiser ``size``, which is built once."""
+    """Return the bundle of the denoiser ``size``. The bundle is built once."""
     options = ("--no-verify",) if size == "demo" else QUICKLY
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 

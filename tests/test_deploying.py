@@ -35,7 +35,7 @@ def container() -> dict[str, Any]:
 
 
 def instructions(path: Path) -> dict[str, list[str]]:
-    """The arguments of each kind of instruction, with continued lines joined."""
+    """Return the arguments of each kind of instruction in a Dockerfile, as joined lines."""
     found: dict[str, list[str]] = {}
     for line in path.read_text().replace("\\\n", " ").splitlines():
         name, _, rest = line.partition(" ")

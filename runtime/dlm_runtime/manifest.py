@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # maximum length in characters; the manifest may contain very long texts
+_MESSAGE_LIMIT = 300  # most characters of an error message; a manifest may contain very long texts
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     """Find the tokenizer and the chat template that a manifest names.
 
-    Raises BundleError if the manifest's member ``files`` does not list one of these text files.
+    Raises BundleError if the manifest's member ``files`` does not list one of the two files.
     """
 
     def listed(name: object, place: str) -> Path:

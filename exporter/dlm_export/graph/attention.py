@@ -52,8 +52,9 @@ back.
 def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     """Define the attention function ``name``.
 
-    The name says which keys a query sees, and whether the function applies norms to queries and
-    keys. ``store`` converts rows to the form in the cache, and ``read`` converts them back.
+    ``name`` determines which keys a query sees, and whether the function applies norms to queries
+    and keys. ``store`` converts keys and values to the form in which the cache stores them, and
+    ``read`` converts them back.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -88,8 +89,8 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     nothing = body.number(0)
     stored_key, stored_value = store(body, key), store(body, value)
     if BLOCK in name or DRAFT in name:
-        # Use new rows rounded, as later passes do. So the result does not depend on which rows are
-        # cached.
+        # Round the new keys and values as the cache does. The result of a pass then does not depend
+        # on which keys and values are cached.
         key, value = read(body, stored_key), read(body, stored_value)
     keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
     values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
@@ -101,7 +102,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         if BLOCK in name:
             attributes["visible_block"] = ir.AttributeType.INT
             blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        else:  # all tokens of a draft pass are in the same block
+        else:  # all tokens of a draft pass get the same number
             blocks = op("Min", positions, longest)
         size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
         # Give all cached rows the number of the first block, so that every query sees these rows.
@@ -111,7 +112,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         seen = op("And", seen, is_before)
     if WINDOW in name and DRAFT in name:
         attributes["window"] = ir.AttributeType.INT
-        # In a draft pass, all queries see what the first position of the pass sees.
+        # In a draft pass, measure the distances of all queries from the first position of the pass.
         is_draft = op("GreaterOrEqual", positions, longest)
         first = op("Where", is_draft, op("Gather", rows, own.begin, axis=1), rows)
         keys_at = op("Concat", own.places(body, rows), rows, axis=1)
@@ -151,13 +152,14 @@ def rms_norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class _Own:
-    """The rows that belong to the same request as each token.
+    """For each token, the rows that belong to the same request.
 
     ``past`` ``[T, S]`` and ``new`` ``[T, T]`` are bool arrays for the S cached rows, and for the
     rows of the T tokens. ``begin`` ``[T]`` is the index of the first token of the same request.
-    The other fields describe N segments: the first cached row, the number of cached rows, and the
-    first token, all ``[N, 1]``, and which of the cached rows ``row`` ``[S]`` are in the segment,
-    ``[N, S]``.
+    ``row`` ``[S]`` contains the indices of the cached rows. The other fields describe N segments.
+    ``start`` is the first cached row of each segment, ``count`` is the number of cached rows, and
+    ``first`` is the first token, all ``[N, 1]``. ``is_in_segment`` ``[N, S]`` says which cached
+    rows are in each segment.
     """
 
     past: ir.Value
@@ -172,9 +174,9 @@ class _Own:
     def places(self, body: Body, positions: ir.Value) -> ir.Value:
         """Return the position of each cached row, ``[B, S]``.
 
-        ``positions`` ``[B, T]`` are the positions of the tokens. The cached rows of a request are
-        those of the last positions before its first token, in order. The segments of a request
-        follow each other.
+        ``positions`` ``[B, T]`` are the positions of the tokens. The cached rows of a request belong
+        to the last positions before its first token, in order. The segments of a request are
+        consecutive.
         """
         op, ints, fp32 = body.op, body.ints, ir.DataType.FLOAT
         number = op(
@@ -187,11 +189,11 @@ class _Own:
         is_own = op("Equal", self.first, op("Transpose", self.first))
 
         def count_in(segments: ir.Value) -> ir.Value:
-            """The number of rows in the chosen segments [N, N], for each segment [N, 1]."""
+            """Count the rows in the segments that ``[N, N]`` selects for each segment: ``[N, 1]``."""
             sums = op("MatMul", body.cast(segments, fp32), body.cast(self.count, fp32))
             return body.cast(sums, ir.DataType.INT64)
 
-        # The distance of each row from the request's first token, which is negative. Shape [N, S].
+        # The position of each row minus the position of the request's first token. Shape [N, S].
         earlier, all_rows = count_in(op("And", is_later, is_own)), count_in(is_own)
         distances = op("Sub", op("Add", op("Sub", self.row, self.start), earlier), all_rows)
         begin = op("Gather", positions, op("Squeeze", self.first, ints(1)), axis=1)
@@ -201,7 +203,7 @@ class _Own:
 
 
 def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> _Own:
-    """Find the rows that belong to the same request as each token."""
+    """For each token, find the rows that belong to the same request."""
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
     # A segment is a request's range of tokens and of cached rows. Prepend a segment that covers all

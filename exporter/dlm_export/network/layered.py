@@ -74,8 +74,8 @@ class ReadTensor(Protocol):
 class Batch:
     """A batch of B canvases of equal length L.
 
-    The fields are the indices of the canvases, their token ids, int64 ``[B, L]``, and the rows of
-    ``states`` that belong to the canvases.
+    ``numbers`` are the indices of the canvases. ``ids`` are their token ids, int64 ``[B, L]``.
+    ``rows`` are the rows of ``Carried.states`` that belong to the canvases.
     """
 
     numbers: tuple[int, ...]
@@ -118,8 +118,8 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # A weak reference to the layer that was loaded last. The reference returns None after that
-        # layer is freed.
+        # A weak reference to the layer that was loaded last. After this layer is freed, calling the
+        # reference returns None.
         self._last: Callable[[], object] = lambda: None
         self._rooms: list[Tensor] = []  # buffers for the last loaded layer's converted weights
         tables = network.rotary_tables()
@@ -138,7 +138,7 @@ class Layered:
         With self-conditioning, the soft embeddings are zeros.
 
         The function loads only the table rows of these ids. ``positions`` contains the positions of
-        the tokens. If it is ``None``, the tokens are whole canvases.
+        the tokens. If ``positions`` is ``None``, the tokens are whole canvases.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
         rows = self.read(EMBEDDING, self.dtype, wanted)[places].to(self.device)
@@ -195,7 +195,7 @@ class Layered:
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """Return the arguments of layer ``i`` besides the hidden states.
+        """Return all arguments of layer ``i`` except the hidden states.
 
         The arguments are the rotation, the additive attention mask and ``past``. The hidden states
         belong to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
@@ -212,11 +212,11 @@ class Layered:
         spans: Sequence[tuple[int, int]],
         past: Sequence[Past | None],
     ) -> tuple[Turn | None, None, Packed]:
-        """Return the arguments of layer ``i`` besides the hidden states, for several passes.
+        """Return all arguments of layer ``i`` except the hidden states, for several passes.
 
-        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
-        ``ids`` contains its tokens ``[T]``, ``spans`` its positions ``(first, end)``, and ``past``
-        its cached keys and values.
+        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. The other
+        arguments have one entry per pass: ``ids`` contains the tokens ``[T]``, ``spans`` the
+        positions ``(first, end)``, and ``past`` the cached keys and values.
         """
         positions = [
             move_masks(
@@ -263,7 +263,7 @@ class Layered:
         return Head(weight, self.device, bias, self.network.head.softcap)
 
     def _with_parameters(self, module: _Module, path: str) -> _Module:
-        """Load the parameters of a small module that has no data yet."""
+        """Load the parameters of a small module whose parameters have no data yet."""
         state = {
             name: self.read(f"{path}.{name}", self.dtype).to(self.device)
             for name, _ in module.named_parameters()

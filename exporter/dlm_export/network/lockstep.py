@@ -43,12 +43,12 @@ class _Course:
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
-        """Return layer ``i``'s cached keys and values that the next pass reads."""
+        """Return the cached keys and values of layer ``i`` to which the next pass attends."""
         assert self.span is not None
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """If the pass's plan says so, store keys and values ``[1, Hkv, T, D]`` of layer ``i``."""
+        """Store keys and values ``[1, Hkv, T, D]`` of layer ``i``, if ``span.is_stored``."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
@@ -75,7 +75,7 @@ def courses(
 ) -> Iterator[list[Canvas]]:
     """Yield a list of canvases for each request, in order.
 
-    The list contains the canvas before the first pass, and the canvas after every pass. After each
+    Each list contains the canvas before the first pass, and the canvas after every pass. After each
     step, ``on_decided`` is called with the number of positions that the step decided.
 
     Requests run together if their tokens fit into ``BATCH_TOKENS``, and their keys and values fit

@@ -93,11 +93,11 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide an input by ``scales``, and multiply the rows of the matrices that use it.
+        """Divide a layer input by ``scales``, and multiply the weights that use this input.
 
-        The result of each product stays the same. ``of`` is the site of these matrices (see
-        ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for
-        each of E experts.
+        The product of the input and the weights stays the same. ``of`` is the site of the layers
+        with this input (see ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with
+        separate scales for each of E experts.
         """
         readers = self._readers[of]
         fold = readers[0].fold
@@ -119,10 +119,7 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array.
-
-    An index of this array must consist of two parts, one for each axis.
-    """
+    """Return the transposed matrix as a ``Lazy`` array. An index must have one part per axis."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 

@@ -221,8 +221,8 @@ def build_engine(
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
     """Build the engine, and write it to a file. Returns False if the build fails.
 
-    The logger then contains the reason. Newer builders write the engine part by part, so memory
-    never contains both the whole engine and the weights.
+    After a failure, the logger contains the reason. Newer builders write the engine part by part,
+    so memory never contains both the whole engine and the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)

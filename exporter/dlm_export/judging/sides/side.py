@@ -109,7 +109,7 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 def check_judged(network: NetworkSpec) -> None:
     """Raise JudgeError if the accuracy of a network cannot be measured.
 
-    The measurement makes passes over whole canvases. A network with draft passes cannot predict
+    Accuracy is measured with passes over whole canvases. Networks with draft passes cannot predict
     masked tokens in such passes.
     """
     if network.draft_block is not None:

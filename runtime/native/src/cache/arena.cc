@@ -74,7 +74,8 @@ bool Arena::has_room(const std::vector<Wanted>& wanted) const {
   size_t needed = 0, window_needed = static_cast<size_t>(window_reserved_);
   for (const Wanted& one : wanted) {
     const Pages::Found found = find(one.tokens, one.stored);
-    // If this canvas uses an idle page, the page is no longer available for new rows.
+    // Idle pages count as unused. An idle page that this canvas shares cannot take new rows, so it
+    // must be counted as needed.
     needed += pages_for(one.rows) - found.pages.size() + found.idle;
     window_needed += pages_for(window_rows(one.rows, one.kept, page_rows_));
   }
@@ -195,7 +196,8 @@ void Arena::each_run(const std::vector<int32_t>& pages, int32_t first, int32_t l
   }
 }
 
-// Adds the segments of a part. `first` is the index of the part's first token in the pass.
+// Adds the segments of one canvas's part of a pass. `first` is the index of the part's first token
+// in the pass.
 void Arena::add_segments(const Part& part, int64_t first) {
   const size_t before = segments_.size(), window_before = window_rows_.segments.size();
   const auto add_to = [&](std::vector<Segment>& segments) {
