@@ -247,6 +247,79 @@ def test_a_bundle_generates_the_texts_of_the_reference(spoken: Path, bundle: Bun
             assert job.result().tokens == one.tokens
 
 
+ALL_ROW, WINDOW_ROW = 2 * 32 * 4, 2 * 2 * 2 * 16 * 4
+"""Bytes of a token's keys and values: in the last layer, and in the two layers with a window."""
+KEPT = 7 + CANVAS
+"""The number of tokens in the window and in one block."""
+
+
+def test_a_scheduler_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window(
+    spoken: Path, bundle: Bundle
+) -> None:
+    torch_denoiser, policy = load(spoken), bundle.policy().with_fields(FIELDS)
+    ids = np.random.default_rng(2).integers(2, 3072, 200).tolist()
+    sizes = []
+    size = 2 * 256 * ALL_ROW
+    assert size < 200 * (ALL_ROW + WINDOW_ROW)  # too little to keep all tokens in all layers
+    with bundle.scheduler(max_running=1, max_tokens=16, cache_bytes=size) as scheduler:
+        for length in (24, 104, 200):
+            job = scheduler.submit(tokens=ids[:length], max_new_tokens=2 * CANVAS, **FIELDS)
+            made = job.result()
+            wanted = reference.generate(torch_denoiser, ids[:length], policy, 2 * CANVAS)
+            assert made.tokens == wanted.tokens
+            sizes.append(made.cache_bytes - (length + CANVAS) * ALL_ROW)
+    # The kept tokens may start anywhere in a page of 16 tokens.
+    assert len(set(sizes)) == 1
+    assert KEPT * WINDOW_ROW <= sizes[0] < (KEPT + 16) * WINDOW_ROW
+
+
+def test_a_session_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window(
+    tmp_path: Path,
+) -> None:
+    config = diffusion_gemma_config(max_position_embeddings=2048)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", config)
+    build(checkpoint, tmp_path / "bundle", BuildOptions(check_parity=False))
+    torch_denoiser = load(checkpoint)
+    ids = np.random.default_rng(3).integers(2, 160, 1700).tolist()
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
+        policy = bundle.policy().with_fields(FIELDS)
+        for length in (1100, 1700):
+            made = bundle.generate(tokens=ids[:length], max_new_tokens=2 * CANVAS, **FIELDS)
+            wanted = reference.generate(torch_denoiser, ids[:length], policy, 2 * CANVAS)
+            assert made.tokens == wanted.tokens
+            # A pass over 512 tokens of the prompt reads the 7 tokens before them.
+            window_bytes = made.cache_bytes - (length + CANVAS) * ALL_ROW
+            assert window_bytes == (7 + 512) * WINDOW_ROW
+
+
+def test_prompts_are_reused_with_a_window(
+    bundle_path: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    """From a prompt cache, and from earlier requests. A prompt may be only a part of the stored one."""
+    ids = np.random.default_rng(4).integers(2, 3072, 100).tolist()
+    lengths = (100, 83, 64, 40)
+    alone = [
+        bundle.generate(tokens=ids[:length], max_new_tokens=CANVAS, **FIELDS) for length in lengths
+    ]
+    assert bundle.save_prompt_cache(tmp_path / "prompt.cache", tokens=ids) == 96
+    files = [tmp_path / "prompt.cache"]
+    with dlm_runtime.open(bundle_path, threads=1, prompt_caches=files) as opened:
+        made = [
+            opened.generate(tokens=ids[:length], max_new_tokens=CANVAS, **FIELDS)
+            for length in lengths
+        ]
+    assert [each.tokens for each in made] == [each.tokens for each in alone]
+    assert [each.cached_tokens for each in made] == [96, 80, 64, 32]
+    with bundle.scheduler(max_running=1, max_tokens=16) as scheduler:
+        jobs = [
+            scheduler.submit(tokens=ids[:length], max_new_tokens=CANVAS, **FIELDS)
+            for length in lengths
+        ]
+        made = [job.result() for job in jobs]
+    assert [each.tokens for each in made] == [each.tokens for each in alone]
+    assert [each.cached_tokens for each in made] == [0, 80, 64, 32]
+
+
 def test_commands_run_the_preset(bundle_path: Path) -> None:
     def invoke(*arguments: object) -> Any:
         done = CliRunner().invoke(main, [str(argument) for argument in arguments])

@@ -417,6 +417,16 @@ LOOP: list[Case] = [
         "loop.graph.ports.conditioning: needs conditioning_size above 0",
     ),
     Case(
+        "a window without draft passes",
+        put(*PORTS, "layers", 0, "window", 8),
+        "layers[0].window: needs draft_block",
+    ),
+    Case(
+        "segments of layers that do not exist",
+        put(*PORTS, "window_segments", "window_segments"),
+        "loop.graph.ports.window_segments: needs segments and a layer with a window",
+    ),
+    Case(
         "a block of nothing",
         put("loop", "visible_block", 0),
         "loop.visible_block: expected an integer",

@@ -523,8 +523,9 @@ class Denoiser(nn.Module):
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
         contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. S may be smaller in
         layers with a window. The keys are already rotated by their positions. Cached positions may
-        be in any order if every query attends to all cached positions (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
-        ``Embedding.complete`` explains ``conditioning``.
+        be in any order if every query attends to all cached positions (see ``hiding``).
+        ``Attention.forward`` explains ``cache_dtype``, and ``Embedding.complete`` explains
+        ``conditioning``.
         """
         x = self.embed(input_ids, position_ids, conditioning)
         position_ids = move_masks(self.network, input_ids, position_ids)

@@ -82,34 +82,30 @@ dlm::RowCounts rows_for(const dlm_scheduler_options& options, const dlm::Denoise
   const uint64_t window_row = dlm::window_row_bytes(denoiser.cache),
                  row = dlm::row_bytes(denoiser.cache) - window_row;
   const auto longest = static_cast<uint64_t>(dlm::in_pages(denoiser.max_canvas_length, page));
-  // The number of rows that a request with the denoiser's block length needs in layers with a
-  // window. All other numbers of such rows are limits of the same kind.
-  const auto short_rows = static_cast<uint64_t>(dlm::window_rows(
+  // The number of rows that a canvas needs in layers with a window, if the request has the
+  // denoiser's block length.
+  const auto window_canvas = static_cast<uint64_t>(dlm::window_rows(
       denoiser.max_canvas_length, window > 0 ? window + denoiser.draft_block : 0, page));
   // The largest number of cache rows that max_running requests can use. The factor 2 is necessary
   // because a request with guidance has two canvases.
   const auto canvases = 2 * static_cast<uint64_t>(options.max_running);
-  const uint64_t most = std::min<uint64_t>(canvases * longest, INT32_MAX),
-                 most_window = std::min<uint64_t>(canvases * short_rows, INT32_MAX);
+  const uint64_t most = std::min<uint64_t>(canvases * longest, INT32_MAX);
   const auto in_whole_pages = [page](uint64_t rows) { return rows / page * page; };
+  uint64_t rows = 0, window_rows = 0;
   if (options.cache_bytes == 0) {
-    // Without a window, all bytes are for the other layers. With a window, half of them are.
-    const uint64_t bytes = window > 0 ? kCacheBytes / 2 : kCacheBytes;
-    return {static_cast<int64_t>(in_whole_pages(std::min(std::max(bytes / row, longest), most))),
-            window > 0 ? static_cast<int64_t>(in_whole_pages(
-                             std::min(std::max(bytes / window_row, 2 * short_rows), most_window)))
-                       : 0};
+    rows = std::max((window > 0 ? kCacheBytes / 2 : kCacheBytes) / row, longest);
+    if (window > 0) window_rows = std::max(kCacheBytes / 2 / window_row, 2 * window_canvas);
+  } else if (window > 0) {
+    // The layers with a window get half of the bytes. If that is too little for two canvases, they
+    // get up to as many rows as the other layers.
+    window_rows = std::max(options.cache_bytes / 2 / window_row,
+                           std::min(options.cache_bytes / (row + window_row), 2 * window_canvas));
   }
-  uint64_t window_rows = 0;
-  if (window > 0) {
-    // The layers with a window get half of the bytes, but at least the rows of two canvases, if
-    // the other layers then have the same number of rows.
-    const uint64_t same = options.cache_bytes / (row + window_row);
-    window_rows = in_whole_pages(
-        std::min(std::max(options.cache_bytes / 2 / window_row, std::min(same, 2 * short_rows)),
-                 most_window));
-  }
-  const uint64_t rows = (options.cache_bytes - window_rows * window_row) / row;
+  // If requests reuse nothing, the layers with a window need no rows of requests that have ended.
+  const uint64_t most_window =
+      options.prefix_cache_bytes > 0 ? most : std::min(canvases * window_canvas, most);
+  window_rows = in_whole_pages(std::min(window_rows, most_window));
+  if (options.cache_bytes > 0) rows = (options.cache_bytes - window_rows * window_row) / row;
   return {static_cast<int64_t>(in_whole_pages(std::min(rows, most))),
           static_cast<int64_t>(window_rows)};
 }
