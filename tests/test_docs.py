@@ -245,8 +245,8 @@ def _examples(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    # The page "Add a model family" comes first, because it adds a module to the package, which is
-    # imported only once.
+    # The page "Add a model family" must run first: it adds a module to the package, and the package
+    # is imported only once.
     pages = (NEW_FAMILY, README, *TUTORIALS)
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in pages}
     _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])

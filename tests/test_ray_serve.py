@@ -180,7 +180,7 @@ def test_a_rolling_update_loses_no_request(url: str, demo_bundle: Path) -> None:
         wait_for(lambda: {one[4] for one in load.sent} == old)
         serve.run(build(settings(demo_bundle, max_running=8)), name="dlm", route_prefix="/")
         wait_for(lambda: bool(replicas()) and not replicas() & old)
-        # From now on, only the new replicas must answer new requests.
+        # From now on, the old replicas must not answer new requests.
         new, updated = replicas(), time.monotonic()
         wait_for(lambda: {one[4] for one in load.sent if one[0] > updated} == new)
     assert load.failed() == []

@@ -144,7 +144,7 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. If the ``with`` block succeeds, the file there replaces ``path``.
+    """Yield a temporary path. If the ``with`` block succeeds, the new file replaces ``path``.
 
     An existing ``path`` is replaced without any check. Use this function only for files that
     dlm-export created.

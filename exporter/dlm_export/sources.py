@@ -151,8 +151,9 @@ def _check_config(
     """Raise CheckpointError if the checkpoint's config.json describes a different network.
 
     The function compares the networks only if the manifest records a different hash of config.json.
-    It does not compare the mask tokens. It first reads the checkpoint with the checkpoint's own
-    mask token, because the bundle's mask token may be outside the checkpoint's vocabulary.
+    It does not compare the mask tokens. To read the checkpoint, the function uses the checkpoint's
+    own mask token, because the bundle's mask token may be outside the checkpoint's vocabulary. If
+    this fails, the function uses the bundle's mask token.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)

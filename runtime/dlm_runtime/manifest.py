@@ -107,8 +107,7 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 def schema() -> dict[str, Any]:
     """Load manifest.schema.json, and add the lists of allowed names that Python code defines.
 
-    The added lists name the fields of a policy, the layer formats, the JSON layouts and the call
-    formats.
+    The lists contain the names of policy fields, layer formats, JSON layouts and call formats.
     """
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")

@@ -62,9 +62,10 @@ def _for_pace(job: Job, least: int) -> str:
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """Return the peak memory of each stage in bytes, without the hidden states of canvases.
+    """Return how many bytes of memory each stage needs at most.
 
-    The keys are the names that error messages use for the stages.
+    The hidden states of canvases are not counted. The keys are the names of the stages in error
+    messages.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]

@@ -237,7 +237,11 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """Return the whole array, with E4M3 values as bytes, because kernels for experts expect bytes."""
+    """Return the whole array.
+
+    An array of E4M3 values is returned as an array of bytes, because kernels for experts expect
+    bytes.
+    """
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 

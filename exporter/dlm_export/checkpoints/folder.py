@@ -397,7 +397,10 @@ def _text(value: object) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the list of tensors in a checked safetensors file, and the offset of the tensor data."""
+    """Read the header of a safetensors file that has been checked.
+
+    Returns a dict that describes each tensor, and the offset of the tensor data in bytes.
+    """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

@@ -104,8 +104,8 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
     """Build tokenizer.json from vocab.json and merges.txt.
 
-    Returns the content of tokenizer.json, and a dict that maps the ids of the added tokens in
-    tokenizer_config.json to their texts.
+    The added tokens come from ``added_tokens_decoder`` in tokenizer_config.json. Returns the
+    content of tokenizer.json, and a dict that maps the id of each added token to its text.
     """
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError

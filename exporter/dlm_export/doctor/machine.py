@@ -51,7 +51,7 @@ class Native:
 
     - ``tensorrt``: the TensorRT variant that the library was compiled for, or ``None``.
     - ``kernels``: maps each kernel set of this architecture to the reason why this processor cannot
-      run it, or to ``None`` if the processor can run it. The fastest kernel set comes first.
+      run it, or to ``None`` if the processor can run it. The first key is the fastest kernel set.
     - ``failure``: the reason why the library does not load, or ``None`` if the library loads.
     """
 
@@ -233,8 +233,8 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
     """List the paths where the native library looks for a third-party library, in order.
 
     If the environment variable named ``variable`` is set, the list contains only the value of the
-    variable. Otherwise, the library of a Python package (``packaged``) comes first. The names of
-    system libraries follow.
+    variable. Otherwise, the list contains the library of a Python package (``packaged``), if there
+    is one, and then the names of system libraries.
     """
     if chosen := system.variables.get(variable):
         return [chosen]

@@ -43,7 +43,7 @@ class Parameters(Protocol):
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """Return a lazy array of a parameter, which reads and checks values when it is indexed."""
+    """Return a lazy array for a parameter. Indexing the array reads and checks the values."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
@@ -224,7 +224,7 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """Return the name of a parameter's tensor, in which ``{e}`` represents an expert's index."""
+        """Return the name of a parameter's tensor, with ``{e}`` in place of an expert's index."""
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         outside |= self.outside

@@ -134,7 +134,8 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
     The result is the value of the option ``--attention-block``. If the user did not pass this
     option, the result is the value of ``key`` in config.json.
 
-    Raises CheckpointError if both values are missing, or if the block length is less than 1.
+    Raises CheckpointError if the option and ``key`` are both missing, or if the block length is
+    less than 1.
     """
     config = checkpoint.config
     found = config.get(key)

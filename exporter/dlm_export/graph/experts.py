@@ -47,8 +47,8 @@ class StackPart:
 def function_of(name: str) -> str | None:
     """Return the name of the ONNX function that computes experts in the layer format ``name``.
 
-    Returns ``None`` if there is no such function. If the activation is gelu-tanh, the caller must
-    put ``GELU`` before the returned name.
+    Returns ``None`` if there is no such function. For the activation gelu-tanh, the caller must
+    prefix the returned name with ``GELU``.
     """
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
@@ -59,7 +59,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield the node of each mixture of experts in a traced graph, with its three stacks.
+    """For each mixture of experts in a traced graph, yield its node and its three stacks.
 
     The caller must replace each node. After the last node, this function removes the definition of
     the traced mixture from the model.

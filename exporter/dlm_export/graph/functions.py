@@ -228,7 +228,7 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
-    """Return a lazy array of INT8, INT4 or NVFP4 panels, which packs a panel on access."""
+    """Return a lazy array of INT8, INT4 or NVFP4 panels. Indexing the array packs the panels."""
     is_nvfp4 = format == "nvfp4"
     inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
     make, lines = {

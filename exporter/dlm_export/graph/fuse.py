@@ -319,7 +319,7 @@ def _segments(model: ir.Model, name: str) -> ir.Value:
 def _hiding(starts: _Pattern) -> _Pattern:
     """Return the pattern of an attention mask that hides the keys of later blocks.
 
-    ``starts`` is the pattern of the first position of each token's block.
+    ``starts`` is the pattern that computes, for each token, the first position of its block.
     """
     keys = ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), starts), 1)
     hidden = ("Greater", keys, ("Unsqueeze", starts, 2))

@@ -87,7 +87,7 @@ class _Copies:
         return [self._of_node(node, layer) for node in nodes]
 
     def find(self, value: ir.Value, layer: int | None) -> ir.Value:
-        """Return the copy of a value that the nodes of a layer use.
+        """Return the copy of ``value`` that the copied nodes of ``layer`` use.
 
         ``layer`` is ``None`` for nodes before or after the layers.
         """
@@ -185,9 +185,9 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """Return the name of a value, or the path of a node, in a layer of the full graph.
+    """Convert a name or module path in the traced graph to its form in the full graph.
 
-    If ``layer`` is ``None``, the value or node is outside the layers.
+    ``layer`` is the index of the layer in the full graph, or ``None`` outside the layers.
     """
     assert name is not None
     if layer is None:

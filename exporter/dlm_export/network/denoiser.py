@@ -248,7 +248,7 @@ class Attention(nn.Module):
         past: Past | Packed | None,
         cache_dtype: str | None = None,
     ) -> tuple[Tensor, Past]:
-        """Return the output and the new keys and values, which are not rounded.
+        """Return the output, and the new keys and values. The keys and values are not rounded.
 
         With block-causal or causal attention, queries attend to rounded copies of the new keys and
         values: the numbers that a cache of type ``cache_dtype`` would contain. If ``cache_dtype``

@@ -70,7 +70,7 @@ class Router(nn.Module):
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two scores of every expert, without and with the bias, both fp32 ``[.., E]``.
+        """Return the experts' scores without the bias, and with the bias, each fp32 ``[.., E]``.
 
         The router chooses experts by the scores with the bias.
         """

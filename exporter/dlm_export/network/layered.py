@@ -63,10 +63,10 @@ class ReadTensor(Protocol):
     def __call__(
         self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
     ) -> Tensor:
-        """Return a parameter of ``Denoiser`` on the CPU, or only the entries ``rows`` of axis 0.
+        """Return a parameter of ``Denoiser`` as a tensor on the CPU.
 
-        The caller must not modify the result. If ``dtype`` is ``None``, the parameter keeps its
-        stored type.
+        If ``rows`` is set, the tensor contains only these entries of axis 0. If ``dtype`` is
+        ``None``, the parameter keeps its stored type. The caller must not modify the result.
         """
 
 

@@ -140,7 +140,7 @@ class Run:
         return turn.span
 
     def _noise(self, step: int) -> np.ndarray:
-        """Return random tokens for the turn's positions. Pass ``step`` over the block uses them."""
+        """Return the random tokens of pass ``step`` over the block, for the turn's positions."""
         network, positions = self.network, self._turn.positions
         return random_tokens(
             self.policy.seed, step, positions, network.vocab_size, network.mask_token_id

@@ -152,7 +152,7 @@ class Yarn(Scaling):
         size = 2 * len(frequencies)
 
         def index(turns: float) -> float:
-            """Return the index of the pair that makes ``turns`` turns, which may be a fraction."""
+            """Return the (possibly fractional) index of the pair that makes ``turns`` turns."""
             ratio = self.original_length / (turns * 2 * math.pi)
             return size * math.log(ratio) / (2 * math.log(theta))
 

@@ -354,8 +354,9 @@ def random_tokens(
 
 
 def temperature_of(policy: Policy, step: int, steps: int) -> float:
-    """Return the temperature of pass ``step``, counted from 0, of ``steps`` planned passes.
+    """Return the temperature of a pass.
 
+    The pass has the number ``step``, counted from 0. ``steps`` is the number of planned passes.
     With ``temperature_drop``, the temperature is computed in fp32, like DiffusionGemma's code does.
     With ``select`` "argmax", the temperature is 1.
     """
@@ -390,7 +391,10 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``, which depend on the seed, the pass and the position."""
+    """Return random scores, float64 ``[M]``.
+
+    A score depends only on the seed, the pass and the position.
+    """
     return np.array(
         [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
     )

@@ -153,7 +153,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
       generation ends at its end token. A latency is the time that a whole request takes. ``nfe``
       contains the number of passes of each prompt. ``overhead_ms`` is the result of
-      ``measure_overhead``, and ``loads`` the result of ``measure_loads`` for the numbers of
+      ``measure_overhead``, and ``loads`` the result of ``measure_loads`` for each number of
       requests in ``batches``.
     - ``prefix``: the result of ``measure_prefix``.
     - ``peer``: the result of ``compare_with_peer``.

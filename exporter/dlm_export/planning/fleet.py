@@ -103,7 +103,11 @@ def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) ->
 def _services(
     each: Prediction, plan: Plan, demand: Demand, measured: Measured | None
 ) -> Iterator[tuple[float | None, str, Service]]:
-    """Yield the tokens per pass, the source of the times, and the ``Service`` of a prediction."""
+    """Yield a ``Service`` for each predicted number of tokens per pass.
+
+    Each element contains the number of tokens per pass, the source of the pass times, and the
+    ``Service``. If the requests were measured, there is only one element, whose number is ``None``.
+    """
     if each.fits is False:
         return
     given = demand.pass_ms.get(each.target)

@@ -85,7 +85,7 @@ def default_policy(network: NetworkSpec) -> Policy:
 
 
 def block_length_for(policy: Policy, network: NetworkSpec, new_tokens: int) -> int:
-    """Return the number of tokens in a block of a generation."""
+    """Return how many tokens a generation decides in one block."""
     return block_length_of(policy, network.visible_block, network.draft_block) or new_tokens
 
 
@@ -228,7 +228,7 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """List the values of the target that are needed to predict the time of ``work``, but unknown.
+    """List the unknown values of a target that are needed to predict the time of ``work``.
 
     These values are the memory bandwidth and the rates of multiply-adds.
     """

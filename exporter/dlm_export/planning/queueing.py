@@ -34,9 +34,9 @@ class Service:
     """How a replica computes requests.
 
     - ``nfe``: the possible numbers of passes of a request, which are all equally likely.
-    - ``pass_ms``: pairs of a number of requests, and the time in ms of a pass with this many
-      requests. The numbers are in ascending order. The times for numbers between two pairs are
-      interpolated. The last number, rounded, is the largest number of requests in a pass.
+    - ``pass_ms``: pairs ``(requests, ms)``: a pass with this many requests takes this many
+      milliseconds. The pairs are in ascending order. Times between two pairs are interpolated. The
+      rounded number of requests in the last pair is the largest number of requests in a pass.
     - ``overhead_ms``: time that is added to each request. Other requests may run during this time.
     """
 

@@ -257,7 +257,7 @@ def _here(
 
 
 def _elsewhere(done: Quantisation, states: Sequence[State], remote: Remote) -> Observe:
-    """Return a function that runs layers on parts of the states with the workers of ``--ray``."""
+    """Return a function that divides the states among the workers of ``--ray`` to run layers."""
     dtype = computing_dtype(done.parameters.network, remote.source.torch_device)
     described = [remote.solving, sorted(done.formats.items()), done.recipe.as_dict()]
     digest = hashlib.sha256(json.dumps(described).encode())

@@ -163,7 +163,7 @@ class Quantisation:
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """Return a layer's unquantised weight, fp32 ``[K, N]``, with folded scales.
+        """Return a layer's unquantised weight, fp32 ``[K, N]``. The folded scales are applied.
 
         The weight is rotated (multiplied by a Hadamard matrix) if the layer's input is rotated.
         """
@@ -174,9 +174,10 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``, with folded scales.
+        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``.
 
-        The weight is not rotated. Indexing the array reads the selected part.
+        The folded scales are applied. The weight is not rotated. Indexing the array reads the
+        selected part.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)

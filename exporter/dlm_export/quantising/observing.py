@@ -32,8 +32,8 @@ class Part:
     """Some of the calibration states.
 
     ``predicted`` contains, for each state, the positions for which the head is computed. ``first``
-    and ``first_predicted`` are the number of positions, and of predicted positions, in the parts
-    before this one.
+    is the number of positions in all earlier parts. ``first_predicted`` is the number of predicted
+    positions in all earlier parts.
     """
 
     states: Sequence[State]

@@ -55,7 +55,7 @@ class Ask:
     stops: list[str] = field(default_factory=list)
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the arguments of ``Scheduler.submit``, with one dict per answer."""
+        """Return one dict per answer, with the arguments of ``Scheduler.submit``."""
         first = self.options.get("seed", 0)
         return [
             given | self.options | {"seed": first + number}

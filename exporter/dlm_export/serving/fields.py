@@ -28,8 +28,9 @@ separate thread. All other requests wait during this time.
 MOST_COMMAS = 1 << 18
 """The maximum number of commas outside strings in a body, for models with long contexts.
 
-This limits the numbers in lists, which commas separate. pydantic checks a number faster than a
-string, so this limit is larger than ``MOST_VALUES``. See ``commas_for``.
+Commas separate the numbers in lists, so this limits how many numbers a body contains. pydantic
+checks a number faster than a string, so this limit is larger than ``MOST_VALUES``. See
+``commas_for``.
 """
 MOST_PROBLEMS = 1000
 """If a body contains more problems than this, the error message states only their number.

@@ -170,9 +170,10 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """Return the number format of a dequantised operand, and its group size along the inputs.
+    """Return the number format of a quantised operand, and its group size along the inputs.
 
-    Both values are ``None`` if the operand is not dequantised.
+    The group size is ``None`` unless the operand is a weight in which groups of inputs have their
+    own scales. If the operand is not quantised, the number format is ``None`` too.
     """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":

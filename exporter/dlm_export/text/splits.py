@@ -477,7 +477,10 @@ _ALIKE = (*range(4, 14), 15, 16)
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Return the characters to test, as pairs: a code point, and a text that starts with it."""
+    """Return the characters to test, in texts of consecutive characters.
+
+    Each element is the code point of a text's first character, and the text.
+    """
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

@@ -195,7 +195,11 @@ def _judge(
 
 
 def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
-    """Return the candidate's policy, its number of prompt tokens, and how many were reused."""
+    """Describe how the candidate generated texts.
+
+    The result contains the candidate's policy, the number of tokens in all prompts, and how many of
+    these tokens were reused from earlier prompts.
+    """
     prompt_tokens, cached_tokens = candidate.reused()
     return {
         "policy": policy.as_dict(),

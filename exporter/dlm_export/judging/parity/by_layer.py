@@ -408,10 +408,10 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return how much each output of a layer may differ because of rounding.
+    """Return how much each output of a layer may differ between the graph and torch.
 
-    Outputs may differ because an input near the boundary between two quantisation codes may get
-    either code.
+    An input near the boundary between two quantisation codes may get a different code in torch than
+    in the graph.
     """
     apart = _apart(done, layer, x)
     return (
@@ -424,7 +424,7 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return how much each output of a mixture of experts may differ because of rounding.
+    """Return how much each output of a mixture of experts may differ between the graph and torch.
 
     Unlike ``_slack``, this function considers two quantised inputs: the input of gate and up, and
     the input of down. The result has the shape ``[.., hidden]``.

@@ -92,7 +92,7 @@ def is_frontier(expected: Tensor) -> Tensor:
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence between two tables of log probabilities ``[R, V]``, for each row."""
+    """Return each row's KL divergence between two tables of log probabilities ``[R, V]``."""
     probs = expected.exp()
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
@@ -112,7 +112,7 @@ class Sums:
     lost: list[dict[str, tuple[float, float]]]
 
     def merged(self, later: Sums) -> Sums:
-        """Return the sums over the states of both objects."""
+        """Return the sums over the states of this object and the states of ``later``."""
         lost = [
             {layer: (a + theirs[layer][0], b + theirs[layer][1]) for layer, (a, b) in ours.items()}
             for ours, theirs in zip(self.lost, later.lost, strict=True)
@@ -232,7 +232,7 @@ def _at_the_head(
 ) -> Sums:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    ``first`` plus the canvas's index in ``carried`` is the seed of a canvas's random gradients.
+    The seed of a canvas's random gradients is ``first`` plus the canvas's index in ``carried``.
     """
     layered, c = carried.layered, carried.layered.network
     end, head = layered.end(), layered.head()

@@ -83,7 +83,7 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def reused(self) -> tuple[int, int]:
-        """Return the number of prompt tokens of all generated texts so far.
+        """Return the number of tokens in the prompts of all texts generated so far.
 
         Also returns how many of these tokens were reused from earlier prompts.
         """

@@ -87,7 +87,7 @@ class Seer(Scorer, Protocol):
         """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """Return the raw logits of one pass in the run of a different denoiser, fp32 ``[R, V]``.
+        """Return this denoiser's raw logits for a pass of another denoiser's run, fp32 ``[R, V]``.
 
         ``walk`` is the run's index in the argument ``walks`` of ``see``. ``step`` is the index of
         the pass in the run. This denoiser has computed the pass with its own cache, which the

@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The chosen threshold, and the measurements for choosing it.
+    """A chosen threshold, and the measurements by which it was chosen.
 
     - ``original``: the candidate's results with the preset's threshold.
     - ``reference``: the reference's results with the preset's threshold.

@@ -371,8 +371,8 @@ class GraphMaker {
 
 // Performs the subset construction. A subset is a set of states that one text can reach in the
 // non-deterministic automaton. Each subset becomes one state of the deterministic automaton. A
-// subset is stored as an ascending list of its states with transitions. The list may also contain
-// kEnd.
+// subset is stored as an ascending list of those of its states that have transitions. The list may
+// also contain kEnd.
 class Subsets {
  public:
   Subsets(const Graph& graph, Budget& budget)

@@ -98,9 +98,10 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The texts of a part at the end of a rule, as the right side of a linear equation. Some of these
-  // texts end with a reference to a rule of the same rule set. `whole` contains all other texts.
-  // For each rule of the rule set, `before` contains the texts before a reference to this rule.
+  // The right side of a linear equation, which describes the texts of a rule or of a part of a
+  // rule. Some of these texts end with a reference to a rule of the same rule set. `whole` contains
+  // all other texts. For each rule of the rule set, `before` contains the texts before a reference
+  // to this rule.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;

@@ -223,8 +223,8 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
-  // For remask "noise". best_: the most likely tokens of the last pass over the block. stable_: the
-  // number of passes directly before that pass with the same most likely tokens.
+  // For remask "noise". best_: the most likely tokens of the last pass over the block. stable_: how
+  // many consecutive passes before the last pass had these same most likely tokens.
   std::vector<int32_t> best_;
   int32_t stable_ = 0;
   std::vector<float> conditioning_;

@@ -23,12 +23,12 @@ class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
 
-  // Chooses the counted targets, and numbers them. Usually, these are all targets that are in a
-  // cycle. Targets that can contain each other form a group. The writer has one counter for each
-  // counted target, and each combination of counter values needs separate states. If a group would
-  // have too many combinations, the function counts only some of its targets. These targets are
-  // enough to break all cycles of the group. If there are still too many combinations, the counted
-  // targets of the group share one number.
+  // Chooses the targets whose nesting depth the writer counts, and gives each of them a number.
+  // Usually, these are all targets that are in a cycle. Targets that can contain each other form a
+  // group. The writer has one counter for each counted target, and each combination of counter
+  // values needs separate states. If a group would have too many combinations, the function counts
+  // only some of its targets. These targets are enough to break all cycles of the group. If there
+  // are still too many combinations, the counted targets of the group share one number.
   void count(uint32_t max_depth);
 
   // Returns the number of a target, or kNotCounted if the target is not counted.

@@ -111,7 +111,8 @@ class Session final : public Context {
     std::unique_ptr<nvinfer1::IExecutionContext> context;
     CudaGraphExec graph;  // nullptr if no graph was captured
   };
-  // The number of Repeated objects is limited, because each execution context uses host memory.
+  // Each Repeated object has an execution context, which uses host memory. So the number of objects
+  // is limited.
   static constexpr size_t kMostRepeated = 32;
 
   // The parts of the staging memory (pinned host memory for copies): the first three inputs of the

@@ -16,8 +16,8 @@ namespace matrix {
 // codes [16, step] of rows. Registers 6 and 7 contain weights [step / 4, 16, 4].
 class Registers {
  public:
-  // `step` is the number of inputs of the layer that one product of two registers covers. It must
-  // be a multiple of 4, and at most 64.
+  // One product of two registers covers `step` inputs of the layer. `step` must be a multiple of 4,
+  // and at most 64.
   explicit Registers(int64_t step) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
