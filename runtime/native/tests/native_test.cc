@@ -295,14 +295,14 @@ void test_callback_engine(Tally& tally) {
   const dlm::CacheShape cache{{1, 2, 4}};
   const auto engine = dlm::make_callback(note, &seen, with_cache(cache));
   const dlm_pass pass{};
-  engine->run(pass, {});
+  engine->run(pass, {}, {});
   CHECK(seen.pass == &pass);
   CHECK(engine->description() == "callback");
   seen.answer = DLM_CANCELLED;
-  CHECK_ERROR(engine->run(pass, {}), DLM_CANCELLED,
+  CHECK_ERROR(engine->run(pass, {}, {}), DLM_CANCELLED,
               "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
   seen.answer = -12;
-  CHECK_ERROR(engine->run(pass, {}), -12, "...the pass callback returned -12 (");
+  CHECK_ERROR(engine->run(pass, {}, {}), -12, "...the pass callback returned -12 (");
   CHECK_ERROR(dlm::make_callback(nullptr, nullptr, with_cache(cache)), DLM_INVALID_ARGUMENT,
               "the pass callback is NULL");
 }
