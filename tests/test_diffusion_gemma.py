@@ -150,7 +150,7 @@ def test_layers_with_a_window_limit_the_planned_memory(tmp_path: Path) -> None:
     window_row, row = 2 * 2 * 2 * 16 * 4, 2 * 32 * 4
     assert network.cache_bytes(4) == window_row + row
     assert network.canvas_bytes(10, 4) == 10 * (window_row + row)
-    assert network.canvas_bytes(200, 4) == (7 + 8) * window_row + 200 * row
+    assert network.canvas_bytes(1000, 4) == (7 + 512) * window_row + 1000 * row
     kinds = roofline.kinds_of(network, {}, 4)
     near, far = (
         roofline.count_work(network, kinds, 8, cached, 8, element_bytes=4) for cached in (7, 107)
@@ -160,7 +160,7 @@ def test_layers_with_a_window_limit_the_planned_memory(tmp_path: Path) -> None:
     # The last layer has 4 query heads of 32 features. Attention computes two products.
     assert far.macs["attention.full"] - near.macs["attention.full"] == 2 * 8 * 4 * 32 * 100
     said = _invoke("inspect", tmp_path)
-    assert "2 of 3 layers have a window, and keep at most 7 tokens and one block" in said
+    assert "2 of 3 layers have a window, and store at most 519 tokens" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ from serving_process import serving
 import dlm_runtime
 from dlm_export import families
 from dlm_export.build import BuildOptions, build
+from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import gumbels, random_tokens
+from dlm_export.planning.generation import PlannedPass, list_passes
+from dlm_export.planning.plan import make_plan
+from dlm_export.planning.predict import Request, loop_for
+from dlm_export.planning.shapes import read_shape
+from dlm_export.targets import TARGETS
 from dlm_runtime import Bundle, Policy
+from dlm_runtime.errors import RequestError
 from dlm_runtime.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
@@ -290,6 +297,72 @@ def test_a_session_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window(
             # A pass over 512 tokens of the prompt reads the 7 tokens before them.
             window_bytes = made.cache_bytes - (length + CANVAS) * ALL_ROW
             assert window_bytes == (7 + 512) * WINDOW_ROW
+            assert made.nfe == len(planned_passes(bundle, policy, length, None))
+            assert made.nfe == wanted.nfe + made.passes["prefill"] - 1
+            # The passes over the prompt do not count towards max_steps, except one.
+            steps = wanted.nfe - 1
+            cut = bundle.generate(
+                tokens=ids[:length], max_new_tokens=2 * CANVAS, max_steps=steps, **FIELDS
+            )
+            assert cut.nfe == made.nfe - 1
+        for max_tokens in (200, 600):
+            with bundle.scheduler(max_tokens=max_tokens) as scheduler:
+                job = scheduler.submit(tokens=ids, max_new_tokens=2 * CANVAS, **FIELDS)
+                assert job.result().tokens == made.tokens
+                planned = planned_passes(bundle, policy, len(ids), max_tokens)
+                assert job.result().nfe == len(planned)
+
+
+def planned_passes(
+    bundle: Bundle, policy: Policy, length: int, max_tokens: int | None
+) -> Sequence[PlannedPass]:
+    request = Request(prompt_tokens=length, new_tokens=2 * CANVAS, max_tokens=max_tokens)
+    loop = loop_for(policy, network_of(bundle.manifest), request)
+    return list_passes(length, 2 * CANVAS, 1, loop)
+
+
+@pytest.mark.parametrize(("length", "block_length"), [(3, 8), (60, 8), (200, 8), (60, 5), (60, 64)])
+def test_a_scheduler_takes_a_request_with_the_planned_memory_and_not_with_less(
+    bundle_path: Path, bundle: Bundle, length: int, block_length: int
+) -> None:
+    shape = read_shape(bundle_path, lambda path: pytest.fail("this is a bundle"))
+    changes = FIELDS | {"block_length": block_length}
+    request = Request(prompt_tokens=length, new_tokens=20, changes=changes)
+    (cache,) = make_plan([shape], [TARGETS["cpu"]], request, ["fp32"]).caches.values()
+    asked = {"tokens": [5] * length, "max_new_tokens": 20, **changes}
+    wanted = bundle.generate(**asked)
+    size = cache.bytes_by_type["fp32"]
+    for prefix_cache_bytes in (0, None):
+        asks = {} if prefix_cache_bytes is None else {"prefix_cache_bytes": prefix_cache_bytes}
+        with bundle.scheduler(max_running=1, cache_bytes=size, **asks) as scheduler:
+            assert scheduler.submit(**asked).result().tokens == wanted.tokens
+        with (
+            bundle.scheduler(max_running=1, cache_bytes=size - 1, **asks) as scheduler,
+            pytest.raises(RequestError, match="cache_bytes"),
+        ):
+            scheduler.submit(**asked)
+        # This is enough for all tokens of the longest canvas in all layers.
+        most = 256 * (ALL_ROW + WINDOW_ROW)
+        with bundle.scheduler(max_running=1, cache_bytes=most, **asks) as scheduler:
+            assert scheduler.submit(**asked).result().tokens == wanted.tokens
+
+
+def test_a_bundle_that_does_not_say_which_layers_have_a_window(
+    spoken: Path, bundle_path: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    """Older bundles of DiffusionGemma have the same number of cached rows in all layers."""
+    shutil.copytree(bundle_path, tmp_path / "old")
+    manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    ports = manifest["loop"]["graph"]["ports"]
+    for layer in ports["layers"]:
+        layer.pop("window", None)
+    for port in ("segments", "window_segments"):
+        ports.pop(port)
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(manifest))
+    ids = np.random.default_rng(5).integers(2, 3072, 40).tolist()
+    asked = {"tokens": ids, "max_new_tokens": 4 * CANVAS, **FIELDS}
+    with dlm_runtime.open(tmp_path / "old", threads=1) as opened:
+        assert opened.generate(**asked).tokens == bundle.generate(**asked).tokens
 
 
 def test_prompts_are_reused_with_a_window(

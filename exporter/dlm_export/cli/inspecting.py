@@ -153,9 +153,10 @@ def _window_words(c: NetworkSpec) -> str | None:
     if c.cache_window is None:
         return None
     windowed = sum(window is not None for window in c.cache_windows())
+    further = format_bytes(c.cache_bytes_of(1, 0, 4))
     return (
-        f"{windowed} of {len(c.layers)} layers have a window, and keep at most {c.cache_window:,} tokens and one block "
-        f"of a canvas. In fp32, each further token takes {format_bytes(c.cache_bytes_of(1, 0, 4))}"
+        f"{windowed} of {len(c.layers)} layers have a window, and store at most {c.window_tokens:,} tokens of a "
+        f"canvas: {c.cache_window:,} in the window, and those of one pass. In fp32, each further token takes {further}"
     )
 
 

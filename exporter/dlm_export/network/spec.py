@@ -77,6 +77,10 @@ CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": 
 """Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
 bytes of the scale of a row. A row is the key or value of one position in one head.
 """
+PASS_TOKENS = 512
+"""The largest number of tokens in a pass that stores a prompt, if a network has ``cache_windows``.
+runtime/native/src/decode/plan.h contains the same number.
+"""
 BRANCH_NORMS = ("shared_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
 """Norms of a mixture of experts with ``branch_norms``: before and after the shared MLP, and before
 and after the experts.
@@ -584,6 +588,22 @@ class NetworkSpec:
         """The window of all layers that have one in ``cache_windows``, or ``None``."""
         return next((window for window in self.cache_windows() if window is not None), None)
 
+    @property
+    def prompt_pass_tokens(self) -> int | None:
+        """The largest number of tokens in a pass that stores a prompt, or ``None`` for no limit."""
+        return None if self.cache_window is None else PASS_TOKENS
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The largest number of tokens that layers in ``cache_windows`` with a window store.
+
+        The value is ``None`` if no layer has a window. A pass adds a part of the prompt or one block
+        to the tokens in the window.
+        """
+        if self.cache_window is None:
+            return None
+        return self.cache_window + max(PASS_TOKENS, self.draft_block or 0)
+
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of one token's keys and values in all layers.
 
@@ -612,10 +632,10 @@ class NetworkSpec:
     def canvas_bytes(self, tokens: int, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of the keys and values of a canvas with ``tokens`` cached tokens.
 
-        Layers with a window store at most the tokens of the window and of one block.
+        Layers with a window store the tokens of the window and of one pass.
         """
-        most = tokens if self.cache_window is None else self.cache_window + (self.draft_block or 0)
-        return self.cache_bytes_of(tokens, min(tokens, most), element_bytes, scale_bytes)
+        most = tokens if self.window_tokens is None else min(tokens, self.window_tokens)
+        return self.cache_bytes_of(tokens, most, element_bytes, scale_bytes)
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
         """Return the distinct rotary tables that layers use."""

@@ -86,28 +86,42 @@ dlm::RowCounts rows_for(const dlm_scheduler_options& options, const dlm::Denoise
   // denoiser's block length.
   const auto window_canvas = static_cast<uint64_t>(dlm::window_rows(
       denoiser.max_canvas_length, window > 0 ? window + denoiser.draft_block : 0, page));
-  // The largest number of cache rows that max_running requests can use. The factor 2 is necessary
-  // because a request with guidance has two canvases.
-  const auto canvases = 2 * static_cast<uint64_t>(options.max_running);
-  const uint64_t most = std::min<uint64_t>(canvases * longest, INT32_MAX);
-  const auto in_whole_pages = [page](uint64_t rows) { return rows / page * page; };
+  // The number of canvases of a request. With guidance, a request has two canvases.
+  const uint64_t canvases = denoiser.has_mask_token() ? 2 : 1;
+  const uint64_t requests = static_cast<uint64_t>(options.max_running);
+  // The largest number of cache rows that max_running requests can use.
+  const uint64_t most = std::min<uint64_t>(2 * requests * longest, INT32_MAX);
+  uint64_t bytes =
+      options.cache_bytes > 0
+          ? options.cache_bytes
+          : std::max(kCacheBytes, longest * row + canvases * window_canvas * window_row);
   uint64_t rows = 0, window_rows = 0;
-  if (options.cache_bytes == 0) {
-    rows = std::max((window > 0 ? kCacheBytes / 2 : kCacheBytes) / row, longest);
-    if (window > 0) window_rows = std::max(kCacheBytes / 2 / window_row, 2 * window_canvas);
-  } else if (window > 0) {
-    // The layers with a window get half of the bytes. If that is too little for two canvases, they
-    // get up to as many rows as the other layers.
-    window_rows = std::max(options.cache_bytes / 2 / window_row,
-                           std::min(options.cache_bytes / (row + window_row), 2 * window_canvas));
+  // Raises `count` to at most `wanted` rows of `size` bytes, and to at most `part` of the bytes.
+  const auto raise = [&](uint64_t& count, uint64_t wanted, uint64_t size, uint64_t part) {
+    wanted = std::min(wanted, most);
+    if (wanted <= count) return;
+    const uint64_t more = std::min(wanted - count, part / size) / page * page;
+    count += more;
+    bytes -= more * size;
+  };
+  if (window > 0) {
+    // If all layers had as many rows, each would have `equal` rows. Layers with a window never get
+    // more.
+    const uint64_t equal = bytes / (row + window_row);
+    const auto raise_window = [&](uint64_t wanted, uint64_t part) {
+      raise(window_rows, std::min(wanted, equal), window_row, part);
+    };
+    // One request with the denoiser's block length must fit first, and then one request with any
+    // block length. The rest is for more requests. If requests reuse nothing, the layers with a
+    // window need no rows of requests that have ended.
+    raise_window(canvases * window_canvas, bytes);
+    raise(rows, canvases * longest, row, bytes);
+    raise_window(canvases * longest, bytes);
+    raise_window(options.prefix_cache_bytes > 0 ? most : canvases * requests * window_canvas,
+                 bytes / 2);
   }
-  // If requests reuse nothing, the layers with a window need no rows of requests that have ended.
-  const uint64_t most_window =
-      options.prefix_cache_bytes > 0 ? most : std::min(canvases * window_canvas, most);
-  window_rows = in_whole_pages(std::min(window_rows, most_window));
-  if (options.cache_bytes > 0) rows = (options.cache_bytes - window_rows * window_row) / row;
-  return {static_cast<int64_t>(in_whole_pages(std::min(rows, most))),
-          static_cast<int64_t>(window_rows)};
+  raise(rows, most, row, bytes);
+  return {static_cast<int64_t>(rows), static_cast<int64_t>(window_rows)};
 }
 
 }  // namespace

@@ -288,6 +288,9 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
                      const Denoiser& denoiser) {
   graph.refuse_unknown({"file", "device_file", "simulated", "top_k", "cache_dtype", "ports"});
   const bool has_device = graph.find("device_file") != nullptr;
+  // Older bundles of denoisers without a mask token do not say which layers have a window. Their
+  // graphs expect the cached row of position i in row i.
+  const bool is_in_order = !denoiser.has_mask_token() && window_of(denoiser.cache) == 0;
   return {folder + "/" + listed(files, graph.at("file")),
           has_device ? folder + "/" + listed(files, graph.at("device_file")) : "",
           denoiser.vocab_size,
@@ -296,7 +299,8 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
           read_cache_type(graph),
           graph.boolean("simulated"),
           read_ports(graph, denoiser.conditioning_size > 0, window_of(denoiser.cache) > 0),
-          denoiser.conditioning_size};
+          denoiser.conditioning_size,
+          is_in_order};
 }
 
 Profile read_profile(const json::Value& profile) {

@@ -140,12 +140,23 @@ void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stor
     found = pages_.find(tokens.data(), page_rows_, end).pages;
   }
   if (end <= place->shared) return;
+  // The pages that the canvas needs in layers with a window. -1 means that `file` has the page.
+  const size_t begin = end - std::min(end, pages_for(window_));
+  std::vector<int32_t> window_pages;
+  for (size_t number = begin; number < end; ++number) {
+    window_pages.push_back(number < found.size() ? window_page_of(found[number]) : -1);
+    if (window_pages.back() < 0 && number >= static_cast<size_t>(file.rows / page_rows_))
+      fail(DLM_INTERNAL, "page %zu of %zu is missing in layers with a window", number, end);
+  }
+  // First mark these pages as used. Otherwise, the calls of give_back() below could free them.
+  for (const int32_t page : window_pages)
+    if (page >= 0) windows_.use(page);
   for (size_t& number = place->shared; number < found.size(); ++number) {
     pages_.use(found[number]);
     pages_.give_back(place->pages[number]);
     place->pages[number] = found[number];
   }
-  if (window_ > 0) drop_window_pages(*place);
+  drop_window_pages(*place);
   const auto copy = [&](size_t number, int32_t page, int32_t window_page) {
     const std::byte* from = file.cache->page(number);
     each_part(page, window_page, [&](std::byte* to, size_t bytes) {
@@ -159,16 +170,13 @@ void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stor
   }
   place->length = std::max(place->length, static_cast<int32_t>(end) * page_rows_);
   if (window_ == 0) return;
-  place->window_begin = place->window_end = end - std::min(end, pages_for(window_));
-  while (place->window_end < end) {
+  place->window_begin = place->window_end = begin;
+  for (int32_t page : window_pages) {
     const size_t number = place->window_end;
-    int32_t page = shares_ ? window_page_of(place->pages[number]) : -1;
     const bool is_there = page >= 0;
-    if (is_there)
-      windows_.use(page);
-    else
-      page = windows_.take();
-    place->window_pages[place->window_end++] = page;
+    if (!is_there) page = windows_.take();
+    place->window_pages[number] = page;
+    ++place->window_end;
     if (is_there) continue;
     copy(number, -1, page);
     share_window_page(*place, number);
@@ -223,7 +231,7 @@ void Arena::add_segments(const Part& part, int64_t first) {
     }
   }
   if (segments_.size() == before) add(0, 0, 0);
-  if (window_rows_.segments.size() == window_before) add_window(0, 0, 0);
+  if (window_ > 0 && window_rows_.segments.size() == window_before) add_window(0, 0, 0);
 }
 
 void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
@@ -242,7 +250,7 @@ void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
     first += part.tokens;
   }
   pass.cached = has_past ? static_cast<int32_t>(rows_.all) : 0;
-  window_rows_.cached = has_past ? static_cast<int32_t>(rows_.window) : 0;
+  window_rows_.cached = has_past && window_ > 0 ? static_cast<int32_t>(rows_.window) : 0;
   if (keeps) {
     const size_t tokens = pass.tokens;
     const size_t bytes = tokens * (row_sum_ + window_row_sum_);

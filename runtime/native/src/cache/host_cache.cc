@@ -148,7 +148,9 @@ class LayerGroup {
     const int32_t rows = cached + tokens;
     if (cached == 0) return lay_out(batch, rows, std::max(rows, longest_));
     if (rows > capacity_) {
-      const int32_t most = grown(capacity_, rows, window_ > 0 ? rows : longest_);
+      // With a window, a later pass of as many tokens never needs more rows.
+      const int32_t largest = window_ > 0 ? std::min(longest_, window_ + tokens) : longest_;
+      const int32_t most = grown(capacity_, rows, largest);
       const size_t bytes = bytes_of(batch, most);
       std::unique_ptr<std::byte[]> storage(new std::byte[bytes]);
       size_t start = 0;
@@ -235,7 +237,11 @@ class None final : public HostEngine {
 }  // namespace
 
 std::unique_ptr<Context> HostEngine::open_context(int32_t longest) {
-  return std::make_unique<HostContext>(*this, cache_, longest);
+  CacheShape cache = cache_;
+  // A layer whose window is the longest canvas keeps the rows of all positions in order.
+  if (is_in_order_)
+    for (CacheLayer& layer : cache) layer.window = longest;
+  return std::make_unique<HostContext>(*this, cache, longest);
 }
 
 std::unique_ptr<Arena> Engine::open_arena(int32_t, RowCounts, int64_t) { return nullptr; }

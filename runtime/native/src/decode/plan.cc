@@ -76,18 +76,10 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// If the denoiser has layers with a window, a pass that stores a prompt computes at most this many
-// tokens. So these layers never have more new rows, however long the prompt is.
-constexpr int32_t kWindowPassTokens = 512;
-
-// Returns how many of the `tokens` tokens one pass can compute that also reads `cached` cached
-// tokens. The number is a multiple of the block length. If the engine cannot even compute one
-// block, returns the largest number of tokens that does not depend on the engine.
-int32_t tokens_at_once(const Denoiser& denoiser, const Engine& engine, int32_t tokens,
-                       int32_t cached) {
-  // Only denoisers with a visible_block of 1 have layers with a window.
-  if (window_of(denoiser.cache) > 0) tokens = std::min(tokens, kWindowPassTokens);
-  const int32_t block_length = denoiser.visible_block;
+// Returns how many of the `tokens` tokens the engine can compute in one pass that also reads
+// `cached` cached tokens. The number is a multiple of the block length. If not even one block fits,
+// returns `tokens`.
+int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
   return tokens;
@@ -126,7 +118,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     const Range once{};
     while (has_cache && stored < start) {
       const int32_t wanted = is_opened ? end : start;
-      const int32_t at_once = stored + tokens_at_once(denoiser, engine, wanted - stored, stored);
+      const int32_t at_once =
+          stored + tokens_at_once(engine, wanted - stored, stored, denoiser.visible_block);
       if (is_opened && at_once == end) {
         // This pass also stores the rows of the block itself. Later passes over the block overwrite
         // these rows.
@@ -195,7 +188,7 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Poli
         start);
   const Range first{start, start + 1};
   for (int32_t stored = 0; stored < start;) {
-    const int32_t end = stored + tokens_at_once(denoiser, engine, start - stored, stored);
+    const int32_t end = stored + tokens_at_once(engine, start - stored, stored, 1);
     plan.push_back({{stored, end},
                     stored,
                     CacheUse::append,

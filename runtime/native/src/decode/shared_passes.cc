@@ -173,10 +173,15 @@ class SharedPasses final : public PassMaker {
   std::vector<Arena::Wanted> wanted_by(const Request& request) const {
     const size_t rows = request.has_cache() ? request.canvas().size() : 0;
     int32_t stored = request.reusable();
-    for (size_t number = 0; number < request.canvases(); ++number) {
-      const std::vector<int32_t>& tokens = request.canvas(number);
-      stored =
-          std::max(arena_->stored(tokens, stored), files_.find(tokens, stored, page_rows()).rows);
+    // In layers with a window, a shorter part of a prompt may lack rows that a longer part does not
+    // need. So if a canvas lowers `stored`, ask the other canvases again.
+    for (int32_t before = -1; before != stored;) {
+      before = stored;
+      for (size_t number = 0; number < request.canvases(); ++number) {
+        const std::vector<int32_t>& tokens = request.canvas(number);
+        stored =
+            std::max(arena_->stored(tokens, stored), files_.find(tokens, stored, page_rows()).rows);
+      }
     }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)

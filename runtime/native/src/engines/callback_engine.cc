@@ -8,20 +8,11 @@
 namespace dlm {
 namespace {
 
-// Returns the cache shape of the program's denoiser. The library does not know which layers of a
-// denoiser with draft passes have a window. So it keeps all rows, in the order of their positions,
-// as in layers whose window is the longest canvas.
-CacheShape in_order(const Denoiser& denoiser) {
-  CacheShape cache = denoiser.cache;
-  if (denoiser.draft_block > 0)
-    for (CacheLayer& layer : cache) layer.window = denoiser.max_canvas_length;
-  return cache;
-}
-
 class Callback final : public HostEngine {
  public:
   Callback(dlm_pass_fn function, void* user, const Denoiser& denoiser)
-      : HostEngine(in_order(denoiser)),
+      // The library does not know which layers of a denoiser with draft passes have a window.
+      : HostEngine(denoiser.cache, denoiser.draft_block > 0),
         function_(function),
         user_(user),
         vocab_size_(denoiser.vocab_size),

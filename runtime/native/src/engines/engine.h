@@ -212,7 +212,10 @@ class Engine {
 // memory, unless a derived class opens another type of context.
 class HostEngine : public Engine {
  public:
-  explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
+  // If `is_in_order` is true, contexts store the rows of all layers in the order of their
+  // positions.
+  explicit HostEngine(CacheShape cache, bool is_in_order = false)
+      : cache_(std::move(cache)), is_in_order_(is_in_order) {}
 
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::unique_ptr<Arena> open_arena(int32_t page_rows, RowCounts rows, int64_t most_idle) override;
@@ -227,6 +230,9 @@ class HostEngine : public Engine {
 
  protected:
   const CacheShape cache_;
+
+ private:
+  const bool is_in_order_;
 };
 
 // The names of a graph's inputs and outputs.
@@ -253,6 +259,7 @@ struct GraphSpec {
   bool simulated;                 // true: the graph computes on quantised numbers in floating point
   PortNames ports;                // has one entry for each layer of `cache`
   int32_t conditioning_size = 0;  // see Denoiser
+  bool is_in_order = false;       // true: cached rows must be in the order of their positions
 };
 
 // The smallest and the largest size that a profile of an engine accepts, and the size for which

@@ -131,7 +131,7 @@ class OnnxRuntime final : public HostEngine {
  public:
   OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads,
               const ProviderChoice& provider)
-      : HostEngine(graph.cache),
+      : HostEngine(graph.cache, graph.is_in_order),
         graph_(graph),
         path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
         provider_(find_provider(provider.name)),
