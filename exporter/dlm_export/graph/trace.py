@@ -31,6 +31,7 @@ from dlm_export.graph import (
     PLAIN_OPSET,
     SEGMENTS,
     TOP_K,
+    WINDOW_SEGMENTS,
     definitions,
     functions,
     repeat,
@@ -179,10 +180,16 @@ def describe(
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
-        {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
-        for i, (kv_heads, head_size) in enumerate(network.cache_shapes())
+        {"kv_heads": kv_heads, "head_size": head_size}
+        | ({} if window is None else {"window": window})
+        | {kind: f"{kind}.{i}" for kind in kinds}
+        for i, ((kv_heads, head_size), window) in enumerate(
+            zip(network.cache_shapes(), network.cache_windows(), strict=True)
+        )
     ]
     own = [*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else [])]
+    if has_segments and network.cache_window is not None:
+        own.append(WINDOW_SEGMENTS)
     if network.conditioning is not None:
         own += [*_CONDITIONING_INPUTS, *_CONDITIONING_OUTPUTS]
     return {
@@ -217,11 +224,16 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     for part in module.modules():
         if isinstance(part, Router):
             part.float()
-    B, T, S, R = 2, 7, 5, 3
+    B, T, S, R, W = 2, 7, 5, 3, 4
     with torch.device("meta"):
         ids = torch.zeros(B, T, dtype=torch.int64)
         rows = torch.zeros(B, R, dtype=torch.int64)
-        shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
+        shapes = [
+            (B, kv_heads, S if window is None else W, head_size)
+            for (kv_heads, head_size), window in zip(
+                c.cache_shapes(), c.cache_windows(), strict=True
+            )
+        ]
         past = [
             (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes
         ]
@@ -390,7 +402,10 @@ def _simplify_reshapes(model: ir.Model) -> None:
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Give the dynamic axes the names B, T, S and R. torch uses different names in each input."""
+    """Give the dynamic axes the names B, T, S, W and R.
+
+    torch uses different names in each input.
+    """
     for node in model.graph:
         for value in node.outputs:
             value.shape = None
@@ -406,8 +421,10 @@ def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
         "temperature": ["B", "R"],
         "next_conditioning": ["B", "R", c.hidden_size],
     }
-    for prefix, rows in (("past", "S"), ("present", "T")):
-        for name, (kv_heads, head_size) in _cache_ports(c, prefix).items():
-            shapes[name] = ["B", kv_heads, rows, head_size]
+    for name, (kv_heads, head_size) in _cache_ports(c, "past").items():
+        window = c.cache_windows()[int(name.rpartition(".")[2])]
+        shapes[name] = ["B", kv_heads, "S" if window is None else "W", head_size]
+    for name, (kv_heads, head_size) in _cache_ports(c, "present").items():
+        shapes[name] = ["B", kv_heads, "T", head_size]
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.shape = ir.Shape(shapes[str(value.name)])

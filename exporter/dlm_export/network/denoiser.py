@@ -12,7 +12,7 @@ Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -153,8 +153,9 @@ def hiding(
     The mask is ``[B, 1, T, S + T]`` of type ``dtype``. Its value is 0 for visible keys, and the
     lowest finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A
     network with full attention in a window has no cached keys. If a network has draft passes and a
-    window, cached key i must belong to position i. The mask does not contain minus infinity,
-    because the softmax of a tile with only minus infinity would be NaN in some kernels.
+    window, the cached keys must belong to the last S positions before the pass, in order. Positions
+    outside the window may be missing. The mask does not contain minus infinity, because the softmax
+    of a tile with only minus infinity would be NaN in some kernels.
 
     ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` or ``2 * longest``
     is added to the position ids (see ``Span.ids``). With visibility ``draft``, the tokens of a draft
@@ -164,9 +165,10 @@ def hiding(
     if window is not None and attention.draft_block is not None:
         is_draft, places = position_ids >= longest, position_ids % longest
         # In a draft pass, measure the distances of all queries from the first position of the pass.
-        first = torch.where(is_draft, places.amin(1, keepdim=True), places)
+        begin = places.amin(1, keepdim=True)
+        first = torch.where(is_draft, begin, places)
         last = torch.where(is_draft, longest, places)
-        rows = torch.arange(cached, device=places.device).expand(places.shape[0], cached)
+        rows = begin - cached + torch.arange(cached, device=places.device)
         keys = torch.cat((rows, places), 1).unsqueeze(1)
         is_far = first.unsqueeze(2) - keys > window
         is_hidden = torch.logical_or(is_far, keys > last.unsqueeze(2))
@@ -548,21 +550,22 @@ class Denoiser(nn.Module):
         """Return the features after the final norm, and the new keys and values of each layer.
 
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
-        contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
-        rotated by their positions. Cached positions may be in any order if every query attends to
-        all cached positions (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
-        ``Embedding.complete`` explains ``conditioning``.
+        contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. S may be smaller in
+        layers with a window. The keys are already rotated by their positions. Cached positions may
+        be in any order if every query attends to all cached positions (see ``hiding``).
+        ``Attention.forward`` explains ``cache_dtype``, and ``Embedding.complete`` explains
+        ``conditioning``.
         """
         x = self.embed(input_ids, position_ids, conditioning)
         position_ids = move_masks(self.network, input_ids, position_ids)
         turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
-        cached = 0 if past is None else past[0][0].shape[2]
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
-        rules = {rule_of(layer.attention): layer.attention for layer in self.network.layers}
-        hidden = {
-            rule: hiding(attention, position_ids, cached, dtype, self.network.max_canvas_length)
-            for rule, attention in rules.items()
-        }
+        hidden: dict[Hashable, Tensor | None] = {}
+        for i, layer in enumerate(self.network.layers):
+            rule, longest = rule_of(layer.attention), self.network.max_canvas_length
+            if rule not in hidden:
+                cached = 0 if past is None else past[i][0].shape[2]
+                hidden[rule] = hiding(layer.attention, position_ids, cached, dtype, longest)
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             x, present = block(

@@ -49,6 +49,11 @@
 
 namespace dlm {
 
+// The largest number of tokens in a pass that stores a part of a prompt, if the prompt is saved in
+// a file or the denoiser has layers with a window. exporter/dlm_export/network/spec.py contains the
+// same number.
+constexpr int32_t kPassTokens = 512;
+
 struct Range {
   int32_t first, last;
   int32_t tokens() const { return last - first; }

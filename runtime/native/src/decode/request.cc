@@ -65,6 +65,8 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
   }
   plan_ = plan_passes(undecided_, policy_, denoiser_, steps, engine);
+  // So layers with a window never have more new rows, however long the prompt is.
+  if (window_of(denoiser_.cache) > 0) split_prefill(kPassTokens, 0, {});
   check_limits(engine);
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
@@ -199,7 +201,7 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
     plan.push_back(stage);
   }
   plan_ = std::move(plan);
-  masked_ = count_undecided(stage().decided);
+  if (!plan_.empty()) masked_ = count_undecided(stage().decided);
 }
 
 int32_t Request::exact_after(int32_t exact) const {
