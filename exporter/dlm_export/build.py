@@ -284,6 +284,11 @@ def _report(
         warnings.append(
             "the accuracy was not measured, because networks with draft passes cannot be judged yet"
         )
+    is_full = job.is_judged and request.options.quantise.effort.name == "full"
+    if is_full and not job.source.network.has_mask_token:
+        warnings.append(
+            "no threshold and no effort levels were fitted, because the denoiser has no mask token"
+        )
     levels = None if proof is None else proof.levels
     if job.source.has_effort and levels is None:
         warnings.append(

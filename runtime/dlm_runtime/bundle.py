@@ -85,6 +85,11 @@ class Bundle(Decides, UsesPromptCaches):
         self.engine = handle.engine
 
     @property
+    def folder(self) -> Path | None:
+        """The bundle's folder. None if the bundle was not opened from a folder."""
+        return self._folder
+
+    @property
     def is_on_cpu(self) -> bool:
         """True if the engine is ONNX Runtime and runs the graph on the CPU."""
         return self.engine.startswith("onnxruntime") and self.provider == "cpu"

@@ -25,6 +25,7 @@ from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.graph import trace
 from dlm_export.judging.precision_search import search
 from dlm_export.memory import give_back
+from dlm_export.network.layered import Layered
 from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
@@ -181,6 +182,10 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
                 )
             )
         give_back()
+        if source.network.conditioning is not None:
+            states = samples.with_conditioning(
+                states, _layered(job, workplace), workplace.activation_bytes, workplace.folder
+            )
         if workplace.states is not None:
             write_states(states, workplace.states)
     digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
@@ -202,15 +207,19 @@ def _runs(
 ) -> Trajectories:
     """Return the function that generates texts, in this process or with the workers of ``--ray``."""
     source, remote = job.source, workplace.remote
-    policy, dtype = (
-        source.presets[job.preset].greedy(),
-        calibrate.computing_dtype(source.network, workplace.device),
-    )
+    policy = samples.comparable(source.presets[job.preset])
     if remote is None:
-        layered = families.layered(source.parameters, source.network, dtype, workplace.device)
+        layered = _layered(job, workplace)
         return samples.trajectories(layered, policy, workplace.activation_bytes, advance)
+    dtype = calibrate.computing_dtype(source.network, workplace.device)
     name = f"states-{samples_sha256(data.calibration)}"
     return in_pieces.trajectories(remote.workers, remote.source, dtype, policy, name, advance)
+
+
+def _layered(job: Job, workplace: Workplace) -> Layered:
+    source, device = job.source, workplace.device
+    dtype = calibrate.computing_dtype(source.network, device)
+    return families.layered(source.parameters, source.network, dtype, device)
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:
@@ -241,7 +250,7 @@ def _search(
             calibration.states,
             calibration.data.calibration[: options.effort.most],
             formats,
-            job.source.presets[job.preset].greedy(),
+            samples.comparable(job.source.presets[job.preset]),
             options.budgets.max_ce_increase,
             options.calibration.seed,
             advance,

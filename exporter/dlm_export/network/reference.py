@@ -108,6 +108,8 @@ class Run:
         # The tokens that the last pass proposed for undecided positions, and -1 for other
         # positions.
         self.guess = np.full(len(self.tokens), -1)
+        # For ``remask`` "noise": the positions that contain random tokens.
+        self.is_noised = np.zeros(len(self.tokens), bool)
         # For ``remask`` "noise": number of passes over the block, directly before the last one, with
         # the same most likely tokens.
         self._stable = 0
@@ -137,6 +139,7 @@ class Run:
         self._turn = turn
         if self.policy.remask == "noise" and turn.step == 0:
             self.tokens[turn.positions] = self._noise(0)
+            self.is_noised[turn.positions] = True
         return turn.span
 
     def _noise(self, step: int) -> np.ndarray:
@@ -219,12 +222,13 @@ class Run:
         self.guess[turn.positions] = best
         if (is_stable and policy.stable_entropy) or turn.step + 1 >= turn.steps:
             self.tokens[turn.positions] = best
-            self.undecided[turn.positions] = False
+            self.undecided[turn.positions] = self.is_noised[turn.positions] = False
             self.proposer.note(turn.positions, best)
             return
         chosen = choose_in(turn, proposals.tokens, proposals.scores, policy)
         following = self._noise(turn.step + 1)
         self.tokens[turn.positions] = np.where(chosen, proposals.tokens, following)
+        self.is_noised[turn.positions] = ~chosen
 
     def end(self) -> None:
         """Stop early, and fill the undecided positions with the result of ``Proposer.complete``."""

@@ -102,7 +102,7 @@ class Met:
     @property
     def views(self) -> list[View]:
         """For each pass that can commit tokens, the canvas and the positions that it may commit."""
-        return [(state.canvas, state.turn.positions) for state in self.deciding]
+        return [View(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:

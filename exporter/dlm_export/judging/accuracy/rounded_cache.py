@@ -26,7 +26,7 @@ from dlm_export import families
 from dlm_export.judging.accuracy.frontier import meet_within, predict_commitment
 from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
 from dlm_export.judging.sides.bundle import BundlePredictor
-from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source, view_key
+from dlm_export.judging.sides.layerwise import SweptPredictor, ViewKey, shown_source, view_key
 from dlm_export.judging.sides.prompts import new_tokens
 from dlm_export.judging.sides.side import View, rows_of
 from dlm_export.network.layered import Layered
@@ -46,7 +46,7 @@ class CachedPredictor(SweptPredictor):
         super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
         self._policy = policy
         self._passes: dict[
-            tuple[bytes, bytes], tuple[int, int]
+            ViewKey, tuple[int, int]
         ] = {}  # (canvas, rows) -> index of the walk (a list of passes), and its number of passes
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
@@ -54,7 +54,9 @@ class CachedPredictor(SweptPredictor):
         assert not walks
         wanted = {
             view_key(canvas, rows): (canvas, rows)
-            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
+            for canvas, rows in (
+                (view.canvas, rows_of(view.positions, self.shift)) for view in views
+            )
         }
         made = [self._walk(canvas, rows) for canvas, rows in wanted.values()]
         self._passes = {
@@ -63,7 +65,9 @@ class CachedPredictor(SweptPredictor):
         }
         super().see([], made)
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def logits(
+        self, canvas: np.ndarray, rows: np.ndarray, draft_start: int | None = None
+    ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
@@ -128,7 +132,7 @@ def judge_cache(
         states = [state for run in runs for state in run.deciding]
         views = [
             *(seen.view for seen in masked),
-            *((state.canvas, state.turn.positions) for state in states),
+            *(View(state.canvas, state.turn.positions) for state in states),
         ]
         candidate = CachedPredictor(layered, cache_dtype, loop)
         reference.see(views)

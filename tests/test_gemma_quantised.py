@@ -1,0 +1,388 @@
+"""DiffusionGemma, quantised: calibration states with random tokens, and bundles that are judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import diffusion_gemma_config, write_checkpoint
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dlm_runtime
+from dlm_calibration.recipes import Recipe
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import (
+    MASK_RATIOS,
+    Draft,
+    State,
+    make_states,
+    noise_block,
+    read_states,
+    write_states,
+)
+from dlm_export import build as building
+from dlm_export import families
+from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
+from dlm_export.building.quantising import Quantised
+from dlm_export.cli import main
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.layerwise import SweptPredictor
+from dlm_export.judging.sides.side import View
+from dlm_export.judging.sides.torch import TorchPredictor
+from dlm_export.network import lockstep, reference
+from dlm_export.network.layered import Carried
+from dlm_export.network.states import features_of
+from dlm_export.network.turns import start_canvas
+from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.sources import Source, open_source
+
+VOCAB, BLOCK = 160, 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = diffusion_gemma_config(intermediate_size=64, moe_intermediate_size=64)
+    return write_checkpoint(tmp_path_factory.mktemp("gemma") / "checkpoint", config, seed=3)
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint: Path) -> Source:
+    return open_source(checkpoint)
+
+
+def make_samples(count: int, *, prompt: int = 11, answer: int = 13, seed: int = 0) -> list[Sample]:
+    tokens = np.random.default_rng(seed).integers(2, VOCAB, (count, prompt + answer))
+    return [Sample(each, prompt, "an answer", "a prompt") for each in tokens]
+
+
+# ---- Calibration states ----
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    prompt=st.integers(0, 20),
+    answer=st.integers(1, 30),
+    ratio=st.sampled_from(MASK_RATIOS),
+)
+def test_only_tokens_of_one_block_become_random(
+    seed: int, prompt: int, answer: int, ratio: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, prompt + answer)
+    canvas, start, is_noised = noise_block(tokens, ratio, VOCAB, BLOCK, rng, prompt)
+    origin = prompt or len(tokens) // 2
+    assert (start - origin) % BLOCK == 0
+    assert start >= origin
+    assert len(canvas) == min(start + BLOCK, len(tokens))
+    assert not is_noised[:start].any()
+    assert np.array_equal(canvas[~is_noised], tokens[: len(canvas)][~is_noised])
+    assert abs(is_noised.sum() - max(1, ratio * (len(canvas) - start))) <= 0.5
+    assert canvas.max() < VOCAB
+
+
+def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
+    c = source.network
+    given: dict[str, Any] = {
+        "mask_token_id": c.mask_token_id,
+        "pad_token_id": c.end_token_id,
+        "block_length": BLOCK,
+        "max_canvas_length": c.max_canvas_length,
+        "seed": 4,
+        "noise_vocab_size": c.vocab_size,
+    }
+    return list(make_states(make_samples(count), **given | options))
+
+
+def test_states_contain_random_tokens_at_every_noise_ratio(source: Source) -> None:
+    states = states_of(source, 20)
+    noised = [state for state in states if state.draft is not None]
+    assert {state.source for state in noised} == {"masked"}
+    assert {state.source for state in states if state.draft is None} == {"clean"}
+    # With blocks of 8 tokens, the ratios of neighbouring buckets may be rounded to the same number.
+    assert len({state.bucket for state in noised}) >= 8
+    random = np.concatenate([state.canvas[state.is_masked(VOCAB)] for state in noised])
+    assert len(np.unique(random)) > VOCAB / 2
+    assert all(state.draft and len(state.canvas) - state.draft.start == BLOCK for state in noised)
+
+
+@pytest.fixture(scope="module")
+def conditioned(source: Source) -> list[State]:
+    """States with and without soft embeddings, some of them from a generation."""
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=6)
+    layered = families.layered(source.parameters, source.network)
+    runs = samples.trajectories(layered, policy, None, lambda: None)
+    return samples.with_conditioning(states_of(source, trajectories=runs), layered, None, None)
+
+
+def test_half_of_the_states_are_like_first_passes(conditioned: list[State]) -> None:
+    read: dict[str, list[bool]] = {"masked": [], "trajectory": []}
+    for state in conditioned:
+        if state.draft is not None:
+            read[state.source].append(state.draft.conditioning is not None)
+    assert abs(sum(read["masked"]) - len(read["masked"]) / 2) <= 0.5
+    assert 0 < sum(read["trajectory"]) < len(read["trajectory"])
+
+
+def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None:
+    write_states(conditioned, tmp_path / "states.npz")
+    found = read_states(tmp_path / "states.npz")
+    assert [each.sha256 for each in found] == [each.sha256 for each in conditioned]
+    assert len({each.sha256 for each in found}) == len(found)
+
+
+def test_states_of_a_generation_are_the_passes_that_the_loop_makes(source: Source) -> None:
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=3, entropy_bound=3.0)
+    denoiser, seen = families.load(source.parameters, source.network), list[Any]()
+    hidden, longest = denoiser.hidden, source.network.max_canvas_length
+
+    def record(ids: torch.Tensor, positions: torch.Tensor, *given: Any) -> Any:
+        if positions[0, 0] >= longest:
+            seen.append((int(positions[0, 0]) - longest, ids[0].numpy().copy(), given[2]))
+        return hidden(ids, positions, *given)
+
+    denoiser.hidden = record  # type: ignore[method-assign]
+    prompts = [sample.tokens[:11].tolist() for sample in make_samples(2)]
+    starts = [start_canvas(prompt, 2 * BLOCK, source.network.mask_token_id) for prompt in prompts]
+    layered = families.layered(source.parameters, source.network)
+    for start, states in zip(starts, lockstep.draft_passes(layered, starts, policy), strict=True):
+        seen.clear()
+        reference.fill(denoiser, start, policy)
+        assert len(states) == len(seen) == 6
+        for state, (first, ids, read) in zip(states, seen, strict=True):
+            assert state.draft is not None
+            assert state.draft.start == first
+            assert state.canvas[first:].tolist() == ids.tolist()
+            assert (state.draft.conditioning is None) == (read is None)
+            if read is not None:
+                ours = torch.from_numpy(state.draft.conditioning).float()
+                torch.testing.assert_close(ours, read[0], rtol=2e-3, atol=2e-3)
+        assert states[0].mask_ratio == 1
+        assert all(0 <= state.mask_ratio <= 1 for state in states)
+
+
+def test_layers_compute_a_draft_pass_after_a_causal_pass(
+    source: Source, conditioned: list[State]
+) -> None:
+    """The window of the sliding layers is shorter than the prompts."""
+    states = [state for state in conditioned if state.draft is not None][:12]
+    states.append(replace(states[0], canvas=states[0].canvas[:5], draft=Draft(0)))
+    layered = families.layered(source.parameters, source.network)
+    denoiser = families.load(source.parameters, source.network)
+    drafts = [state.draft for state in states]
+    carried = Carried(layered, [state.canvas for state in states], drafts=drafts)
+    for i in range(len(source.network.layers)):
+        carried.through(i, layered.block(i))
+    rows = [np.arange(draft.start, draft.start + 5) for draft in drafts if draft is not None]
+    for state, own, found in zip(states, rows, carried.features(rows), strict=True):
+        with torch.no_grad():
+            wanted = features_of(denoiser, state.canvas, torch.from_numpy(own), state.draft)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---- Losses of layers ----
+
+
+@pytest.mark.parametrize("solver", ["nearest", "gptq"])
+def test_the_estimate_of_layers_is_near_the_exact_loss(
+    source: Source, conditioned: list[State], solver: str
+) -> None:
+    """The estimate passes gradients through the softcap, the draft passes and the router's norm."""
+    recipe = Recipe("test", (("*", "int4-g32-dynamic"),), solver=solver)
+    formats = recipe.formats(list(source.network.quantisable()))
+    done = calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, conditioned, lambda: None
+    )
+    (found,), (exact,) = (
+        sensitivity.losses(
+            done.parameters, source.network, [done], conditioned, lambda: None, exact=is_exact
+        )
+        for is_exact in (False, True)
+    )
+    assert found.keys() == exact.keys() == source.network.units().keys()
+    assert 0.5 < sum(kl for kl, _ in found.values()) / sum(kl for kl, _ in exact.values()) < 2
+
+
+@pytest.mark.parametrize("changes", [{"solver": "awq"}, {"smoothing": 0.5}], ids=str)
+def test_scales_leave_the_function_as_it_was(
+    source: Source, conditioned: list[State], changes: dict[str, Any]
+) -> None:
+    recipe = Recipe("test", (("*", "int4-g32-dynamic"),), **changes)
+    formats = recipe.formats(list(source.network.quantisable()))
+    done = calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, conditioned, lambda: None
+    )
+    assert {"blocks.0.mlp.experts_norm.weight", "blocks.0.mlp.shared_norm.weight"} <= set(
+        done.parameters.columns
+    )
+    state = next(
+        state for state in conditioned if state.draft and state.draft.conditioning is not None
+    )
+    rows = torch.from_numpy(np.flatnonzero(state.is_masked(VOCAB)))
+    exact, folded = (
+        features_of(families.load(each, source.network), state.canvas, rows, state.draft)
+        for each in (source.parameters, done.parameters)
+    )
+    torch.testing.assert_close(folded, exact, rtol=1e-3, atol=1e-3)
+
+
+# ---- Bundles ----
+
+
+@dataclass(frozen=True)
+class Built:
+    report: BuildReport
+    numbers: Quantisation
+
+
+OPTIONS = QuantiseOptions(
+    effort=Effort("default", judged=2, free_runs=1),
+    calibration=CalibrationOptions(samples=4, states_per_sample=4),
+    min_tokens_per_expert=8,
+)
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    made: dict[str, Built] = {}
+
+    def build(precision: str) -> Built:
+        if precision not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                kept: list[Quantised] = []
+                quantise = building.quantise
+
+                def keep(*given: Any) -> Quantised:
+                    kept.append(quantise(*given))
+                    return kept[0]
+
+                patch.setattr(building, "quantise", keep)
+                path = tmp_path_factory.mktemp(precision) / "bundle"
+                options = BuildOptions(("cpu",), precision, quantise=OPTIONS)
+                made[precision] = Built(building.build(checkpoint, path, options), kept[0].numbers)
+        return made[precision]
+
+    return build
+
+
+PRECISIONS = ("int8", "int4", "fp8", "nvfp4")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_bundle_is_built_and_judged(built: Callable[[str], Built], precision: str) -> None:
+    report = built(precision).report
+    assert report.parity is not None
+    assert report.parity.misses == []
+    layers = json.loads((report.output / "manifest.json").read_text())["precision"]["layers"]
+    held = {"int8": "int8-dynamic", "int4": "int4-g32-dynamic"}.get(precision, precision)
+    assert {layers[f"blocks.1.mlp.experts.{role}"] for role in ("gate", "up", "down")} == {held}
+    assert not {"head", "embed.conditioning.gate", "blocks.1.mlp.router"} & set(layers)
+    judged = report.judgement
+    assert judged is not None
+    assert [bucket["mask_ratio"] for bucket in judged.buckets] == list(MASK_RATIOS)
+    assert judged.overall["reference_bits_per_byte"] is None
+    assert judged.frontier is None
+    assert judged.free_running is not None
+    assert judged.free_running["prompts"] == 1
+    assert judged.overall["top1"] > (0.9 if precision == "int8" else 0.6)
+    assert all(row["kl"] > 0 for row in judged.layers)
+    page = (report.output / "report.html").read_text()
+    assert "The frontier was not compared." in page
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_the_native_loop_generates_the_texts_of_the_quantised_network(
+    built: Callable[[str], Built], source: Source, precision: str
+) -> None:
+    done = built(precision)
+    denoiser = families.load(done.numbers.parameters, source.network)
+    calibrate.simulate(dict(denoiser.named_modules()), done.numbers)
+    with dlm_runtime.open(done.report.output, threads=1) as bundle:
+        policy = bundle.policy().with_fields({"steps_per_block": 5, "entropy_bound": 6.0})
+        for sample in make_samples(4, seed=6):
+            prompt = sample.tokens[:11].tolist()
+            wanted = reference.generate(denoiser, prompt, policy, 2 * BLOCK)
+            out = bundle.generate(tokens=prompt, max_new_tokens=2 * BLOCK, **policy.as_dict())
+            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+
+
+def test_all_sides_of_a_comparison_predict_the_same(
+    built: Callable[[str], Built], source: Source
+) -> None:
+    """The quantised network in torch as a whole, and the bundle. Layer by layer, the source."""
+    numbers = built("int8").numbers
+    whole, plain = (
+        families.load(each, source.network) for each in (numbers.parameters, source.parameters)
+    )
+    calibrate.simulate(dict(whole.named_modules()), numbers)
+    swept = SweptPredictor(families.layered(source.parameters, source.network), "swept")
+    views = []
+    for number, sample in enumerate(make_samples(4, seed=7)):
+        rng = np.random.default_rng(number)
+        canvas, start, is_noised = noise_block(
+            sample.tokens, 0.6, VOCAB, BLOCK, rng, 11 if number else 1
+        )
+        views.append(View(canvas, np.flatnonzero(is_noised), start))
+    swept.see(views)
+    with dlm_runtime.open(built("int8").report.output, threads=1) as bundle:
+        pairs = (
+            (TorchPredictor(plain, "plain"), swept, 1e-4),
+            (TorchPredictor(whole, "whole"), BundlePredictor(bundle, "bundle"), 2e-2),
+        )
+        for one, other, tolerance in pairs:
+            for view in views:
+                wanted, found = (side.logits(*view) for side in (one, other))
+                assert np.abs(found - wanted).max() <= tolerance * np.ptp(wanted)
+
+
+# ---- What is refused ----
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_plan_lists_what_build_accepts(checkpoint: Path, tmp_path: Path) -> None:
+    told = invoke("plan", checkpoint, "--targets", "cpu,rtx5090", "--json")
+    assert told.exit_code == 0, told.output
+    plan = json.loads(told.stdout)
+    assert {row["target"] for row in plan["predictions"]} == {"cpu"}
+    assert {"fp32", "int8", "int4"} <= {
+        name for row in plan["predictions"] for name in (row["precision"], *row["same_as"])
+    }
+    reasons = set(plan["left_out"]["rtx5090"].values())
+    (reason,) = reasons
+    for precision in ("fp16", "fp8", "nvfp4"):
+        assert precision in plan["left_out"]["rtx5090"]
+        refused = invoke(
+            *("build", checkpoint, "--target", "rtx5090", "--precision", precision),
+            *("-o", tmp_path / "bundle"),
+        )
+        assert refused.exit_code == 2
+        assert reason in refused.stderr
+
+
+def test_effort_levels_are_refused(built: Callable[[str], Built]) -> None:
+    refused = invoke("effort", built("int8").report.output)
+    assert refused.exit_code == 2
+    assert "has no mask token, and effort levels cannot be fitted" in refused.stderr
+
+
+def test_budgets_of_texts_need_texts(built: Callable[[str], Built], checkpoint: Path) -> None:
+    bundle = built("int8").report.output
+    given = ("verify", bundle, "--checkpoint", checkpoint, "--max-nfe-ratio", 1.5)
+    refused = invoke(*given, "--judged", 1)
+    assert refused.exit_code == 2
+    assert "--judge full or --free-runs" in refused.stderr
