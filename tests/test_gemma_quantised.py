@@ -15,6 +15,7 @@ from checkpoints import diffusion_gemma_config, write_checkpoint
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import dlm_runtime
 from dlm_calibration.recipes import Recipe
@@ -34,6 +35,7 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
 from dlm_export.building.quantising import Quantised
 from dlm_export.cli import main
 from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
@@ -53,8 +55,18 @@ VOCAB, BLOCK = 160, 8
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose layers add small numbers to the hidden states.
+
+    Otherwise, a tiny change of a random network makes routers choose other experts.
+    """
     config = diffusion_gemma_config(intermediate_size=64, moe_intermediate_size=64)
-    return write_checkpoint(tmp_path_factory.mktemp("gemma") / "checkpoint", config, seed=3)
+    path = write_checkpoint(tmp_path_factory.mktemp("gemma") / "checkpoint", config, seed=3)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+            tensor *= 0.1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +211,10 @@ def test_layers_compute_a_draft_pass_after_a_causal_pass(
 def test_the_estimate_of_layers_is_near_the_exact_loss(
     source: Source, conditioned: list[State], solver: str
 ) -> None:
-    """The estimate passes gradients through the softcap, the draft passes and the router's norm."""
-    recipe = Recipe("test", (("*", "int4-g32-dynamic"),), solver=solver)
+    """The estimate passes gradients through the softcap. Layers before a router are left out: with
+    random weights, small changes make the router choose other experts.
+    """
+    recipe = Recipe("test", (("blocks.2.mlp.*", "int8-dynamic"),), solver=solver)
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
         source.parameters, source.network, recipe, formats, conditioned, lambda: None
@@ -211,8 +225,10 @@ def test_the_estimate_of_layers_is_near_the_exact_loss(
         )
         for is_exact in (False, True)
     )
-    assert found.keys() == exact.keys() == source.network.units().keys()
-    assert 0.5 < sum(kl for kl, _ in found.values()) / sum(kl for kl, _ in exact.values()) < 2
+    units = ["experts", "shared.gate", "shared.up", "shared.down"]
+    assert sorted(found) == sorted(exact) == sorted(f"blocks.2.mlp.{unit}" for unit in units)
+    for unit, (kl, _) in found.items():
+        assert 0.5 < kl / exact[unit][0] < 2, unit
 
 
 @pytest.mark.parametrize("changes", [{"solver": "awq"}, {"smoothing": 0.5}], ids=str)
@@ -248,7 +264,7 @@ class Built:
 
 
 OPTIONS = QuantiseOptions(
-    effort=Effort("default", judged=2, free_runs=1),
+    effort=Effort("default", judged=1),
     calibration=CalibrationOptions(samples=4, states_per_sample=4),
     min_tokens_per_expert=8,
 )
@@ -277,7 +293,11 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return build
 
 
-PRECISIONS = ("int8", "int4", "fp8", "nvfp4")
+PRECISIONS = (
+    "int8",
+    "int4",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "nvfp4")),
+)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -293,13 +313,13 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], Built], precision: 
     assert judged is not None
     assert [bucket["mask_ratio"] for bucket in judged.buckets] == list(MASK_RATIOS)
     assert judged.overall["reference_bits_per_byte"] is None
-    assert judged.frontier is None
-    assert judged.free_running is not None
-    assert judged.free_running["prompts"] == 1
-    assert judged.overall["top1"] > (0.9 if precision == "int8" else 0.6)
+    assert (judged.frontier, judged.free_running) == (None, None)
+    assert judged.overall["top1"] > 0.8
+    assert judged.overall["kl_mean"] < 0.5
     assert all(row["kl"] > 0 for row in judged.layers)
     page = (report.output / "report.html").read_text()
     assert "The frontier was not compared." in page
+    assert "the mask ratio is the share of random tokens in a block" in page
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -347,7 +367,23 @@ def test_all_sides_of_a_comparison_predict_the_same(
                 assert np.abs(found - wanted).max() <= tolerance * np.ptp(wanted)
 
 
-# ---- What is refused ----
+def test_both_sides_generate_texts_if_asked(built: Callable[[str], Built], source: Source) -> None:
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=3)
+    with dlm_runtime.open(built("int8").report.output, threads=1) as bundle:
+        judged = judge_source(
+            *(source, bundle, make_samples(3), "int8", policy),
+            JudgingOptions(effort=Effort("default", judged=3, free_runs=2)),
+            lambda: None,
+        )
+    assert judged.free_running is not None
+    assert judged.free_running["prompts"] == 2
+    # One pass over the prompt, three over each of two blocks, and one that stores the first block.
+    assert judged.free_running["candidate_nfe"] == [8, 8]
+    assert judged.free_running["reference_nfe"] == [8, 8]
+    assert judged.frontier is None
+
+
+# ---- What is rejected ----
 
 
 def invoke(*arguments: object) -> Any:
