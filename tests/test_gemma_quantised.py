@@ -53,20 +53,23 @@ from dlm_export.sources import Source, open_source
 VOCAB, BLOCK = 160, 8
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose layers add small numbers to the hidden states.
+def write_calm(folder: Path, **changes: Any) -> Path:
+    """Write a checkpoint whose layers add small numbers to the hidden states.
 
     Otherwise, a tiny change of a random network makes routers choose other experts.
     """
-    config = diffusion_gemma_config(intermediate_size=64, moe_intermediate_size=64)
-    path = write_checkpoint(tmp_path_factory.mktemp("gemma") / "checkpoint", config, seed=3)
+    path = write_checkpoint(folder / "checkpoint", diffusion_gemma_config(**changes), seed=3)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
             tensor *= 0.1
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_calm(tmp_path_factory.mktemp("gemma"))
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +136,11 @@ def test_states_contain_random_tokens_at_every_noise_ratio(source: Source) -> No
 @pytest.fixture(scope="module")
 def conditioned(source: Source) -> list[State]:
     """States with and without soft embeddings, some of them from a generation."""
-    policy = replace(source.presets["diffusion-gemma"], steps_per_block=6)
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=4)
     layered = families.layered(source.parameters, source.network)
     runs = samples.trajectories(layered, policy, None, lambda: None)
-    return samples.with_conditioning(states_of(source, trajectories=runs), layered, None, None)
+    made = states_of(source, 4, per_sample=5, trajectories=runs)
+    return samples.with_conditioning(made, layered, None, None)
 
 
 def test_half_of_the_states_are_like_first_passes(conditioned: list[State]) -> None:
@@ -207,14 +211,13 @@ def test_layers_compute_a_draft_pass_after_a_causal_pass(
 # ---- Losses of layers ----
 
 
-@pytest.mark.parametrize("solver", ["nearest", "gptq"])
 def test_the_estimate_of_layers_is_near_the_exact_loss(
-    source: Source, conditioned: list[State], solver: str
+    source: Source, conditioned: list[State]
 ) -> None:
     """The estimate passes gradients through the softcap. Layers before a router are left out: with
     random weights, small changes make the router choose other experts.
     """
-    recipe = Recipe("test", (("blocks.2.mlp.*", "int8-dynamic"),), solver=solver)
+    recipe = Recipe("test", (("blocks.2.mlp.*", "int4-g32-dynamic"),), solver="gptq")
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
         source.parameters, source.network, recipe, formats, conditioned, lambda: None
@@ -235,7 +238,7 @@ def test_the_estimate_of_layers_is_near_the_exact_loss(
 def test_scales_leave_the_function_as_it_was(
     source: Source, conditioned: list[State], changes: dict[str, Any]
 ) -> None:
-    recipe = Recipe("test", (("*", "int4-g32-dynamic"),), **changes)
+    recipe = Recipe("test", (("blocks.0.*", "int4-g32-dynamic"),), **changes)
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
         source.parameters, source.network, recipe, formats, conditioned, lambda: None
@@ -263,11 +266,13 @@ class Built:
     numbers: Quantisation
 
 
-OPTIONS = QuantiseOptions(
-    effort=Effort("default", judged=1),
-    calibration=CalibrationOptions(samples=4, states_per_sample=4),
-    min_tokens_per_expert=8,
-)
+def options(precision: str) -> BuildOptions:
+    """int8 needs no calibration, and is not judged, to save time."""
+    effort = Effort("none" if precision == "int8" else "default", judged=1)
+    few = CalibrationOptions(samples=4, states_per_sample=4)
+    return BuildOptions(
+        ("cpu",), precision, quantise=QuantiseOptions(few, effort=effort, min_tokens_per_expert=8)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -285,9 +290,14 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
                     return kept[0]
 
                 patch.setattr(building, "quantise", keep)
-                path = tmp_path_factory.mktemp(precision) / "bundle"
-                options = BuildOptions(("cpu",), precision, quantise=OPTIONS)
-                made[precision] = Built(building.build(checkpoint, path, options), kept[0].numbers)
+                folder = tmp_path_factory.mktemp(precision)
+                if precision == "nvfp4":  # has groups of 16 inputs
+                    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
+                    origin = write_calm(folder, **sizes)
+                else:
+                    origin = checkpoint
+                report = building.build(origin, folder / "bundle", options(precision))
+                made[precision] = Built(report, kept[0].numbers)
         return made[precision]
 
     return build
@@ -310,6 +320,9 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], Built], precision: 
     assert {layers[f"blocks.1.mlp.experts.{role}"] for role in ("gate", "up", "down")} == {held}
     assert not {"head", "embed.conditioning.gate", "blocks.1.mlp.router"} & set(layers)
     judged = report.judgement
+    if precision == "int8":
+        assert judged is None
+        return
     assert judged is not None
     assert [bucket["mask_ratio"] for bucket in judged.buckets] == list(MASK_RATIOS)
     assert judged.overall["reference_bits_per_byte"] is None
@@ -331,7 +344,7 @@ def test_the_native_loop_generates_the_texts_of_the_quantised_network(
     calibrate.simulate(dict(denoiser.named_modules()), done.numbers)
     with dlm_runtime.open(done.report.output, threads=1) as bundle:
         policy = bundle.policy().with_fields({"steps_per_block": 5, "entropy_bound": 6.0})
-        for sample in make_samples(4, seed=6):
+        for sample in make_samples(3, seed=6):
             prompt = sample.tokens[:11].tolist()
             wanted = reference.generate(denoiser, prompt, policy, 2 * BLOCK)
             out = bundle.generate(tokens=prompt, max_new_tokens=2 * BLOCK, **policy.as_dict())
