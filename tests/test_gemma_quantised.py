@@ -136,7 +136,7 @@ def test_states_contain_random_tokens_at_every_noise_ratio(source: Source) -> No
 @pytest.fixture(scope="module")
 def conditioned(source: Source) -> list[State]:
     """States with and without soft embeddings, some of them from a generation."""
-    policy = replace(source.presets["diffusion-gemma"], steps_per_block=4)
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=4, stable_entropy=0.0)
     layered = families.layered(source.parameters, source.network)
     runs = samples.trajectories(layered, policy, None, lambda: None)
     made = states_of(source, 4, per_sample=5, trajectories=runs)
@@ -160,7 +160,9 @@ def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None
 
 
 def test_states_of_a_generation_are_the_passes_that_the_loop_makes(source: Source) -> None:
-    policy = replace(source.presets["diffusion-gemma"], steps_per_block=3, entropy_bound=3.0)
+    policy = replace(
+        source.presets["diffusion-gemma"], steps_per_block=3, entropy_bound=3.0, stable_entropy=0.0
+    )
     denoiser, seen = families.load(source.parameters, source.network), list[Any]()
     hidden, longest = denoiser.hidden, source.network.max_canvas_length
 
@@ -381,7 +383,7 @@ def test_all_sides_of_a_comparison_predict_the_same(
 
 
 def test_both_sides_generate_texts_if_asked(built: Callable[[str], Built], source: Source) -> None:
-    policy = replace(source.presets["diffusion-gemma"], steps_per_block=3)
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=3, stable_entropy=0.0)
     with dlm_runtime.open(built("int8").report.output, threads=1) as bundle:
         judged = judge_source(
             *(source, bundle, make_samples(3), "int8", policy),
