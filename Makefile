@@ -21,6 +21,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
+# Python compiles each module when it is first imported, so pip need not compile all modules.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 NATIVE := $(shell find runtime/native -type f -not -path '*/tests/*' -not -path '*/fuzz/*')
 # C and C++ sources that clang-format checks.
 C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*.c' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' \))
@@ -50,14 +52,15 @@ build/several/manifest.json: $(STAMP) $(wildcard examples/demo-several/*) $(PACK
 build/sudoku/manifest.json: $(STAMP) $(wildcard examples/demo-sudoku/*) $(PACKAGES)
 	$(call BUILD_DEMO,examples/demo-sudoku)
 
-test: lint $(CLIENTS)
+test: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint $(CLIENTS)
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 # Clients of other projects, which tests run against the server. Without them, those tests are skipped.
 $(CLIENTS): $(STAMP) tests/requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/requirements.txt
+	$(PIP_INSTALL) -c constraints.txt -r tests/requirements.txt
 	@# tritonserver, in a folder of its own, because it needs NumPy 1. Without it, tests of Triton are skipped.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --upgrade --target build/pytriton \
+	$(PIP_INSTALL) --no-deps --only-binary=:all: --upgrade --target build/pytriton \
 	  nvidia-pytriton==0.7.0 numpy==1.26.4 || true
 	@touch $@
 
@@ -83,7 +86,7 @@ aarch64: $(STAMP)
 	$(BIN)/python -m pytest tests/test_aarch64.py -s
 
 wheels: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r release/requirements.txt
+	$(PIP_INSTALL) -r release/requirements.txt
 	$(BIN)/python release/wheels.py
 
 fuzz: $(STAMP)
@@ -102,7 +105,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@# llama.cpp is compiled for this machine's instructions. Where it cannot be, generation.py names what it leaves out.
-	CMAKE_ARGS=-DGGML_NATIVE=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt || true
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP_INSTALL) -r benchmarks/requirements.txt || true
 ifneq ($(BENCH),)
 	$(BIN)/python benchmarks/generation.py $(BENCH)
 else
@@ -123,9 +126,9 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@command -v c++ >/dev/null || { echo "A C++17 compiler is missing: apt-get install g++"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing packages and compiling the runtime. This takes some minutes."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@# TensorRT's headers, to compile the engine in tests; its dependencies (triton and more) are of no use here.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps kernel-lens==2.0.1
+	$(PIP_INSTALL) --no-deps kernel-lens==2.0.1
 	@touch $@
 
 clean:

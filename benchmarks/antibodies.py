@@ -1,12 +1,12 @@
-"""Measure the accuracy that three antibody language models have in each precision.
+"""Measure the accuracy of three antibody language models in each precision.
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2
     python benchmarks/antibodies.py [--precisions fp32,int8,...] [--json FILE]
 
 The script tests the models on the germline V genes of human antibodies, from the package
 ``anarci``. It uses the first allele of each gene. Half of the genes calibrate the models. The
-script measures accuracy on the other half. The models were trained on antibodies that descend from
-these genes, so they have seen similar sequences.
+script measures accuracy on the other half. The training data of the models contains antibodies made
+from these genes. The models have therefore seen similar sequences.
 
 The script masks different shares of the residues (amino acids). For each share, it prints how many
 masked residues a model predicts correctly, and the cross-entropy, with bootstrap intervals.
@@ -70,7 +70,7 @@ def logits_of(folder: Path, canvases: list[tuple[list[int], Any]]) -> list[Any]:
 def judge(
     reference: list[Any], found: list[Any], truth: list[Any], mask_token_id: int
 ) -> dict[str, Any]:
-    """Compare the logits of one precision with the reference's logits and the true residues."""
+    """Compare a precision's logits with the reference's logits and with the true residues."""
     parts = [
         metrics.compare_rows(*each, mask_token_id)
         for each in zip(reference, found, truth, strict=True)
@@ -95,7 +95,7 @@ def judge(
 def judge_model(
     name: str, checkpoint: Path, sequences: list[str], precisions: list[str]
 ) -> list[dict[str, Any]]:
-    """Build a model in each precision, and compare the models. The first is the reference."""
+    """Build a bundle for each precision, and compare each bundle with the first one."""
     data = OUTPUT / f"{name}.jsonl"
     data.write_text("".join(json.dumps({"text": each}) + "\n" for each in sequences[1::2]))
     rows: list[dict[str, Any]] = []
@@ -138,8 +138,8 @@ def show(row: dict[str, Any]) -> None:
 def run(title: str | None, models: str, sequences_of: Callable[[str], list[str]]) -> None:
     """Run a benchmark of this kind with its command line.
 
-    ``title`` is the help text, ``models`` the default of ``--models``, and ``sequences_of`` returns
-    the sequences on which a model is judged.
+    ``title`` is the help text, ``models`` the default of ``--models``, and ``sequences_of`` takes
+    the name of a model and returns the sequences to test the model on.
     """
     parser = argparse.ArgumentParser(
         description=title, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,16 +1,16 @@
-"""Time how long antibody language models take to fill masked residues, beside other engines.
+"""Compare how fast this project and other engines fill masked residues of antibodies.
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5
     python benchmarks/antibody_speed.py [--models antiberty,sapiens-heavy] [--rounds 40] [--json FILE]
 
 A sequence of 120 residues with 18 masked residues is filled in one pass. The contestants are this
-project with fp32 and int8, torch with transformers' class, and ONNX Runtime with the graph that
-torch.onnx exports from that class, in fp32 and with onnxruntime's dynamic int8 quantisation. Each
-contestant has a process of its own and the same number of threads, and the contestants take turns.
-The script checks that all fp32 contestants choose the same residues.
+project with fp32 and int8, torch with the model class of transformers, and ONNX Runtime with the
+graph that torch.onnx exports from that class, in fp32 and with onnxruntime's dynamic int8
+quantisation. Each contestant runs in a separate process, with the same number of threads. The
+contestants take turns. The script checks that all fp32 contestants choose the same residues.
 
-Prints medians with quartiles in milliseconds. The first run also builds the files, which takes
-longer.
+The script prints medians with quartiles in milliseconds. The first run takes longer, because it
+also builds the bundles and the ONNX files.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from timing import interleave, show
 import dlm_runtime
 
 OUTPUT = ROOT / "build" / "benchmarks" / "antibodies"
-# A heavy chain from the README of Sapiens, with its first residues filled in.
+# The heavy chain of an antibody, from the README of Sapiens, with its first residues filled in.
 HEAVY = (
     "QVQLVQSGVEVKKPGASVKVSCKASGYTFTNYYMYWVRQAPGQGLEWMGGINPSNGGTNFNEKFKNRVTLTTDSSTTTAYMELKSL"
     "QFDDTAVYYCARRDYRFDMGFDYWGQGTTVTVSS"
 )
 MASKED = 18  # residues, 15%
-REST_S = 0.1  # pause before each turn, in which the threads of the last contestant become idle
+REST_S = 0.1  # pause before each turn, until the previous contestant's threads are idle
 SPAWN = multiprocessing.get_context("spawn")
 ENGINES = (
     "dlm-export fp32",
@@ -135,7 +135,7 @@ def contestant(engine: str, paths: dict[str, Path], threads: int) -> Callable[[]
 
 
 def serve(pipe: Any, engine: str, paths: dict[str, Path], threads: int) -> None:
-    """Answer each message with the filled tokens and the seconds. Runs in a separate process."""
+    """Answer each message with the filled tokens and the seconds. This runs in a new process."""
     run = contestant(engine, paths, threads)
     while pipe.recv():
         run()  # to warm up after the pause
@@ -145,8 +145,8 @@ def serve(pipe: Any, engine: str, paths: dict[str, Path], threads: int) -> None:
 
 
 class Worker:
-    """A contestant in a process of its own, because threads of one library that wait actively
-    would slow down another library in the same process.
+    """A contestant that runs in a separate process. If two libraries shared a process, the
+    busy-waiting threads of one library would slow down the other library.
     """
 
     def __init__(self, engine: str, paths: dict[str, Path], threads: int) -> None:

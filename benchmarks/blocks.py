@@ -3,10 +3,11 @@
     python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9]
         [--json FILE]
 
-The script uses a denoiser with random weights, the layout of SDAR, and blocks of 32 tokens. First,
-it times a pass over one block with different numbers of cached tokens. More cached tokens make only
-attention slower. Then the script times generations with `cache=block` and `cache=none` in turns. A
-block takes four passes. Both generations must give the same canvas, because this cache is exact.
+The script uses a denoiser with random weights and the layout of SDAR. Blocks have 32 tokens. First,
+the script times a pass over one block with different numbers of cached tokens. More cached tokens
+slow down only attention. Then the script times generations, alternately with `cache=block` and
+`cache=none`. A block takes four passes. Both generations must give the same canvas, because this
+cache is exact.
 """
 
 from __future__ import annotations

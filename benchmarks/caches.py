@@ -6,10 +6,10 @@
 The script measures memory and speed with random denoisers that have two layers and int8 weights.
 Each head has 128 features. The denoiser for memory has 4 heads, and the denoiser for speed has 16
 heads. For each length of the canvas, the script measures the memory of a new process after two
-passes over one block. By formula, a cached token takes 2 * layers * kv_heads * bytes of a row. To
-compare the speed of the caches, the script times a pass with each cache in turn, in one process. To
-measure the loss, the script builds the demo with each cache. In these builds, only the cache is
-rounded.
+passes over one block. The script also computes the memory with a formula: a cached token has 2 *
+layers * kv_heads rows. A row is the key or the value of one head. To compare the speed of the
+caches, the script times a pass with each cache in turn, in one process. To measure the loss, the
+script builds the demo with each cache. In these builds, only the cache is rounded.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
     """Time a pass with each cache, in turns.
 
-    Each time is the best of ten passes, because the first of these passes runs just after the cache
-    was filled.
+    Each time is the shortest of ten passes. Filling the cache can slow the first of the ten.
     """
     import dlm_runtime
 
@@ -99,7 +98,7 @@ def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, d
 
 
 def lost() -> dict[str, Any]:
-    """Return the loss of accuracy if the demo's cache is rounded: ``cache`` of accuracy.json."""
+    """Return the accuracy that the demo loses if its cache is rounded, read from accuracy.json."""
     found = {}
     for cache in CACHES[1:]:
         arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")
@@ -144,7 +143,8 @@ def main() -> None:
             )
     for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
-            # The new process does not import the exporter, to leave out its memory.
+            # The new process does not import the exporter, because the exporter's memory must not
+            # be measured.
             one = [
                 "--one",
                 str(bundle_of("memory", cache)),

@@ -115,7 +115,8 @@ def compiled(
 ) -> tuple[Constraint, dict[str, Any]]:
     """Return a constraint, and the time and memory to compile it.
 
-    Each call also makes the index of the vocabulary. In real use, a bundle makes it only once.
+    Each call also makes the index of the vocabulary. In real use, a bundle makes the index only
+    once.
     """
     content, ends = Content("schema", json.dumps(found)), (vocab_size - 2,)
     began = time.thread_time()
@@ -136,8 +137,8 @@ def of_selection(
 ) -> float:
     """Return the seconds that the loop takes per pass.
 
-    By default, a block takes one pass, which scores all of its positions. ``changes`` are changes
-    to the policy.
+    By default, a block takes one pass, which scores all of its positions. ``changes`` are policy
+    fields that replace the fields set here.
     """
     fields: dict[str, Any] = {
         "block_length": block,

@@ -1,9 +1,9 @@
-"""The engines whose speed generation.py compares, which are called contestants.
+"""Contestants: the engines whose speed generation.py compares.
 
 The contestants are this project's runtime, the reference loop in torch, and llama.cpp. They have
 the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and
 ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate process, because the
-benchmark measures the memory of this process. For the same reason, the process imports only the
+benchmark measures the memory of the process. For the same reason, each process imports only the
 engine of its contestant.
 """
 
@@ -48,11 +48,11 @@ class Contestant(ABC):
     ) -> dict[str, Any]:
         """Fill ``new`` tokens after each prompt.
 
-        If ``passes`` is not None and all passes of the loop take the same time, the loop ends after
-        about ``passes`` passes. Returns ``canvases``, the ``nfe`` of the whole loop, the number of
-        ``timed_passes``, and the ``seconds`` of the timed passes. Some engines and loops also
-        report ``selection_s``, the seconds to select tokens in the timed passes, and
-        ``cache_bytes``.
+        ``passes`` is the approximate number of passes to run. If it is None, or if the passes of
+        the loop take different times, the whole loop runs. Returns ``canvases``, the ``nfe`` of the
+        whole loop, the number of ``timed_passes``, and the ``seconds`` of the timed passes. Some
+        engines and loops also report ``selection_s``, the seconds to select tokens in the timed
+        passes, and ``cache_bytes``.
         """
 
     @abstractmethod

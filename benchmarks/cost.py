@@ -11,8 +11,7 @@ layers and calibration states. By default, GPTQ rounds the weights. --solver sel
 versions take turns. If the other version would take hours, pass --beside-samples to give it fewer
 samples. Then compare the seconds per calibration state instead of the total seconds.
 
-The script prints the largest resident set of a build, and the largest part of it that is not mapped
-files.
+The script prints the peak resident memory of a build, with and without mapped files.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/decisions.py BUNDLE [--commands 3000] [--timed 100] [--seed 7]
 
 A decision answers questions and gives a probability for each option. The script makes decisions
-about random commands that are not in the training data. Training never uses their templates, their
-values, or both, as in ``examples/demo/heldout-several.jsonl``. Each command asks for one to six
-function calls. There are two tasks:
+about random commands that are not in the training data. As in
+``examples/demo/heldout-several.jsonl``, the training data does not contain the template of a
+command, its values, or both. Each command asks for one to six function calls. There are two tasks:
 
 - "function": The question is which of the demo's 25 functions must be called first.
 - "arguments": The function of the first call is given. The questions ask for its arguments, such as

@@ -1,4 +1,4 @@
-"""Compare the speed of small denoisers with that of autoregressive models in llama.cpp.
+"""Compare the speed of small denoisers with the speed of autoregressive models in llama.cpp.
 
     python benchmarks/edge.py [--sizes 0.6B,1.7B,4B] [--threads 1,2] [--rounds 5] [--json FILE]
 
@@ -10,8 +10,8 @@ The script times:
 - "prompt of T": this runtime computes T tokens with an empty cache and scores only the last one, as
   llama.cpp does for a prompt.
 - "llama.cpp token": llama.cpp decodes one token after 256 earlier tokens.
-- "plain read": as many threads as the models use read the file with the weights once. The file is
-  mapped into memory.
+- "plain read": the file with the weights is mapped into memory and read once, with as many threads
+  as the models use.
 
 Needs benchmarks/requirements.txt. If llama.cpp is missing, only this runtime is measured.
 """

@@ -11,8 +11,8 @@ engine in a separate process. Peak memory is the largest resident set of that pr
 mapped files. The script also prints the peak memory divided by the bytes of the bundle's weights.
 
 The demo's bundles are calibrated on the demo's data. The build measures their accuracy in ONNX
-Runtime, on 64 commands that calibration did not use. Random denoisers only serve to measure the
-builder. They are calibrated on a few random ids, and their accuracy is not measured.
+Runtime, on 64 commands that calibration did not use. The random denoisers are used only to measure
+the builder. They are calibrated on a few random ids, and their accuracy is not measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dlm_export import targets
 
 FEW = ("--calib-samples", "8", "--calib-states", "4", "--no-verify")
 JUDGED = 64
-# Bundles in these precisions are built for these targets; all other bundles are built for rtx4090.
+# Maps a precision to the target of its bundles. In all other precisions, the target is rtx4090.
 LEAST_TARGET = {
     "nvfp4": "rtx5090",
     "mixed": "rtx5090",
@@ -63,8 +63,8 @@ def judged(folder: Path) -> dict[str, Any]:
 def measure(size: str, precision: str, target: str) -> dict[str, Any]:
     """Build one engine and measure it.
 
-    Returns the seconds of the process and of the builder, and the peak resident bytes that the
-    kernel reports.
+    Returns the run time of the process and of the builder in seconds, and the peak resident memory
+    in bytes, as reported by the kernel.
     """
     folder = bundle(size, precision)
     options = ["--target", target, "--force", "--json"]

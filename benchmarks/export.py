@@ -26,8 +26,8 @@ CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
 def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
     """Run one build and measure it.
 
-    Returns the seconds of each stage that the build reports, and the peak resident bytes that the
-    kernel reports.
+    Returns the seconds of each stage, as reported by the build, and the peak resident memory in
+    bytes, as reported by the kernel.
     """
     source = checkpoint(size)
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:

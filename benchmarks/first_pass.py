@@ -5,9 +5,9 @@
     python benchmarks/first_pass.py llama [--lengths ...] [--types Q8_0,F16] [--limit 600]
         [--threads N] [--rounds 1] [--json FILE]
 
-The denoiser has the shape of benchmarks/blocks.py (12 layers, d 768, 12 query heads and 4 key heads
-of size 64, blocks of 32), random int8 weights, and canvases of up to 131,104 tokens. Each run is a
-new process.
+The denoiser has the shape of benchmarks/blocks.py (12 layers, hidden size 768, 12 query heads and 4
+key heads of size 64, blocks of 32 tokens), random int8 weights, and canvases of up to 131,104
+tokens. Each run is a new process.
 
 `prompts` runs one request. Its prompt has the given length, and it generates one block of 32
 tokens. With `--part N`, a scheduler computes the prompt in passes of at most N tokens, as
@@ -21,14 +21,15 @@ tokens. With `--part N`, a scheduler computes the prompt in passes of at most N 
 - The second table shows the passes over the block, which read the cache of the prompt. `reading` is
   the time to read as many bytes as the cache has. `arithmetic` is the time of the multiply-adds.
 
-To compute these times, the script measures the speed of the processor with the same number of
-threads. It measures int8 matrix products in ONNX Runtime (`dlm_export.planning.roofline`). The
-program `rates.c` measures fp32 multiply-adds, and the speed of reading an array as large as the
-cache.
+To compute the limit, `reading` and `arithmetic`, the script measures the speed of the processor
+with the same number of threads. It measures int8 matrix products in ONNX Runtime
+(`dlm_export.planning.roofline`). The program `rates.c` measures fp32 multiply-adds, and the speed
+of reading an array as large as the cache.
 
-`llama` measures the time that llama.cpp takes for prompts of the same lengths. The network is a
-Qwen3 with causal attention, with the same shape and the same weights. llama.cpp runs with flash
-attention, a cache in fp16, and its default batch of 512 tokens. Needs benchmarks/requirements.txt.
+`llama` measures the time that llama.cpp takes for prompts of the lengths in `--lengths`. The
+network is a Qwen3 with causal attention. It has the shape and the weights of the denoiser.
+llama.cpp runs with flash attention, a cache in fp16, and its default batch of 512 tokens. Needs
+benchmarks/requirements.txt.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def checkpoint() -> Path:
 
 
 def bundle_of(cache: str) -> Path:
-    """Return the int8 bundle with a cache of this type. The bundle is built once."""
+    """Return the int8 bundle whose cache has the type ``cache``. The bundle is built once."""
     options = ("--precision", "int8", "--cache-dtype", cache, *QUICKLY)
     return built(checkpoint(), f"first-pass-int8-{cache}", *options)
 
@@ -119,7 +120,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
                 ends.append(time.perf_counter())
                 result = event.result
         assert result is not None
-        ends = ends[-PASSES - 1 :]  # ends of the prompt and of each pass over the block
+        ends = ends[-PASSES - 1 :]  # the times when the prompt and each pass over the block ended
         return {
             "prompt_s": result.timings["prefill"],
             "passes": result.nfe - PASSES,
@@ -204,9 +205,9 @@ def formula_bytes(
     - ``cache``: keys and values of all tokens of the canvas, in all layers.
     - ``new_rows``: the keys and values of the tokens of a pass. A scheduler first writes them to
       this memory and then to the cache. A session writes them to the cache directly.
-    - ``arrays``: the fp32 arrays of a pass at its largest moment, for each token of the pass. In
-      the last matrix of a layer's MLP, these are the residual stream and the output (d_model each),
-      and the product of gate and up (mlp_size).
+    - ``arrays``: the fp32 arrays of a pass. They take most memory during the last matrix product of
+      a layer's MLP. For each token, they are then the residual stream and the output (d_model
+      each), and the product of gate and up (mlp_size).
     - ``kept``: the fp32 arrays of attention: queries, keys, values and the result. They are no
       longer needed in the MLP, but ONNX Runtime's allocator keeps their memory. The product of gate
       and up does not fit into any of these pieces, so the allocator takes new memory for it.
@@ -244,7 +245,7 @@ def spread_ms(seconds: Sequence[float]) -> str:
 
 
 def measure_prompts(wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every cache and length, and return a row for each."""
+    """Measure every cache with every length, and return one row per measurement."""
     from dlm_export.bundle.manifest import network_of, read_manifest
     from dlm_export.graph import CACHE_DTYPES
     from dlm_export.network.spec import CACHE_ROWS
@@ -350,7 +351,7 @@ def prompts_tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure_llama(wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every type and length in llama.cpp, and return a row for each.
+    """Measure every type with every length in llama.cpp, and return one row per measurement.
 
     If a run takes longer than the limit, ``runs`` is empty, and longer prompts are not tried.
     """

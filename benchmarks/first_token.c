@@ -1,9 +1,10 @@
 /* Times a bundle's first token in a cold process. first_token.py runs it:
  *   first_token BUNDLE CHECK_HASHES PROMPT NEW_TOKENS THREADS STARTED_NS
  * STARTED_NS is CLOCK_MONOTONIC just before this process was created. Prints one JSON object. It
- * has the milliseconds from STARTED_NS to four times: main began, the bundle was open, the first
- * pass was done, and the first token was committed. It also has the number of passes up to that
- * token, and the resident memory in KiB, separately for anonymous memory and for files. */
+ * contains four times in milliseconds since STARTED_NS: when main began, when the bundle was open,
+ * when the first pass ended, and when the first token was committed. It also contains the number of
+ * passes until the first token was committed, and the resident memory in KiB, separately for
+ * anonymous memory and for mapped files. */
 #define _POSIX_C_SOURCE 200809L
 #include <inttypes.h>
 #include <stdio.h>
@@ -19,7 +20,8 @@ static double ms_since(int64_t started) {
   return (double)((int64_t)now.tv_sec * 1000000000 + now.tv_nsec - started) / 1e6;
 }
 
-/* A line of /proc/self/status, in kibibytes; -1 if it is missing. */
+/* Returns the number in a line of /proc/self/status, in KiB. Returns -1 if there is no such
+ * line. */
 static long status_kib(const char* name) {
   FILE* const file = fopen("/proc/self/status", "r");
   char line[256];

@@ -3,12 +3,12 @@
     python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
 
 Each run is a new process. The files of the bundle are in the kernel's page cache. The script
-compares three ways to open the bundle, in turns. "recorded" opens a bundle whose hashes were
-checked and recorded earlier. "hashed" hashes all files, as the first process that opens a bundle
-does. "sizes" checks only the sizes of the files.
+compares three ways to open the bundle. Each round tries all three ways. "recorded" opens a bundle
+whose hashes were checked and recorded earlier. "hashed" hashes all files, as the first process that
+opens a bundle does. "sizes" checks only the sizes of the files.
 
-The script prints when the process reaches these moments, in milliseconds since just before it was
-created:
+The script prints when the process reaches the following moments, in milliseconds. The time starts
+just before the process is created:
 
     main         the first statement of the program runs
     import       Python has imported dlm_runtime

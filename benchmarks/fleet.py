@@ -8,8 +8,7 @@ Each line of the file has a `prompt`. The steps are:
    prompts. The bundle runs on one thread, so that the server and its clients have a core of their
    own on a machine with two cores.
 2. For each load, submit prompts to a scheduler at random times. A load of 0.5 means half of the
-   requests per second that are possible according to the prediction. The prediction uses the same
-   times.
+   highest number of requests per second that `plan` predicts from the times of step 1.
 3. Measure the time that a server adds to a request, with requests that are sent one at a time. Then
    send requests to the server at random times.
 

@@ -53,7 +53,7 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of this project: formats and solvers for the layers and for the head.
+    """A combination of this project's formats and solvers, for the layers and for the head.
 
     The formats are keys of ``FORMATS``.
     """
@@ -87,7 +87,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """A choice of llama.cpp: a file type, which sets the format of each matrix."""
+    """A file type of llama.cpp, which sets the format of each matrix."""
 
     file_type: str
 
@@ -135,7 +135,7 @@ CHOICES: dict[str, Choice | LlamaCpp] = {
 
 
 def qwen3(size: str) -> NetworkSpec:
-    """Return a network that has the shape ``size``, a key of ``TIED``."""
+    """Return a network with the shape that ``TIED`` lists for ``size``."""
     shape = TIED[size]
     attention = AttentionSpec(shape["num_attention_heads"], 8, 128, Rope(1e6), visibility="causal")
     layer = LayerSpec(attention, MlpSpec(shape["intermediate_size"]), 1e-6)

@@ -4,11 +4,11 @@
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
                                     [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Each of these contestants runs in a separate process, and the processes take turns, round after
-round. While a process has its turn, the other processes are stopped. Otherwise, their threads would
-use processor time even while they wait. Before the rounds, the script finds the fastest settings of
-each contestant: the number of threads (all cores or half of the cores) and the OMP_WAIT_POLICY. If
-a process ends, the script prints the reason and continues with the other contestants.
+Each contestant runs in a separate process. In each round, every process has one turn. While a
+process has its turn, the other processes are stopped. Otherwise, their threads would use processor
+time even while they wait. Before the rounds, the script finds the fastest settings of each
+contestant: the number of threads (all cores or half of the cores) and the OMP_WAIT_POLICY. If a
+process ends, the script prints the reason and continues with the other contestants.
 
 The random denoisers run LLaDA's static loop, which commits one token per pass. Blocks have 32
 tokens. All contestants therefore make the same number of passes. This runtime and torch use the
@@ -150,8 +150,8 @@ class Worker:
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
     """Find the fastest settings of a contestant.
 
-    Returns these settings, and a dict with the milliseconds of a pass for all settings. If the
-    process ended with some settings, their value is None.
+    Returns the fastest settings, and a dict that maps all settings to the milliseconds of a pass.
+    The value is None for settings with which the process ended.
     """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
@@ -198,8 +198,8 @@ class Fleet:
 def prepare(name: str, size: str) -> None:
     """Write the files that a contestant opens.
 
-    The main process writes these files, so that the contestant's peak memory does not include the
-    memory for writing.
+    The main process writes the contestant's files, so that the contestant's peak memory does not
+    include the memory for writing.
     """
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
@@ -211,7 +211,7 @@ def prepare(name: str, size: str) -> None:
 
 
 def available(names: list[str]) -> tuple[list[str], str | None]:
-    """The contestants that can run on this machine, and the reasons why the others cannot."""
+    """Return the contestants that can run on this machine, and why the others cannot run."""
     missing = [
         module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None
     ]
@@ -342,7 +342,7 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Let the contestants answer the demo's held-out commands, in turns.
+    """Let the contestants take turns to answer the demo's held-out commands.
 
     Returns for each contestant the ms per command, the tokens per second (including end tokens),
     the mean number of passes, and the number of right answers.
@@ -490,7 +490,7 @@ def main() -> None:
     scenarios = [
         Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
     ]
-    # The memory is reported after the first scenario, so this scenario comes first.
+    # This scenario comes first, because the memory is reported after the first scenario.
     scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))
     result: dict[str, Any] = {
         "date": date.today().isoformat(),

@@ -70,7 +70,9 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
 
 
 def types_of(network: NetworkSpec, file_type: str) -> dict[str, str]:
-    """Return the format that llama.cpp chooses for each matrix in a GGUF file of this type."""
+    """Return the format that llama.cpp chooses for each matrix in a GGUF file of type
+    ``file_type``.
+    """
     attention = network.layers[0].attention
     heads = attention.heads // attention.kv_heads  # llama.cpp's choice depends only on this ratio
     shapes = {

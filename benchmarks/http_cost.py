@@ -3,8 +3,8 @@
     python benchmarks/http_cost.py BUNDLE --data FILE.jsonl [--service PROGRAM] [--connections 1,4,16,64]
         [--seconds 10] [--rounds 3] [--json FILE]
 
-Each line of the file has a `prompt`. wrk must be installed. The script measures requests per second
-and latencies of these contestants, in turns:
+Each line of the file has a `prompt`. wrk must be installed. The script measures the requests per
+second and the latencies of the following contestants, which take turns:
 
 - "scheduler": coroutines of this process submit to a scheduler and wait, without HTTP.
 - "dlm-export serve": wrk asks ``dlm-export serve`` in another process.

@@ -5,10 +5,10 @@ The script prints the passes (NFE), the milliseconds per request, and the tokens
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
-Each line of the file has a `prompt`. All variants run the same requests, in turns. The times are
-medians and quartiles over the rounds. The script also prints how many canvases differ from those of
-the first variant. With `--effort`, the variants are the bundle's effort levels. Some levels also
-have a second variant with a different value of the policy field ``store``.
+Each line of the file has a `prompt`. All variants run the same requests, and take turns. The times
+are medians and quartiles over the rounds. The script also prints how many canvases differ from
+those of the first variant. With `--effort`, the variants are the bundle's effort levels. Some
+levels also have a second variant with a different value of the policy field ``store``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Compare the speed and memory of a mixture of experts with those of two other denoisers.
+"""Compare the speed and memory of three denoisers, one of which is a mixture of experts.
 
-One of these denoisers has no experts, and has as many parameters as the mixture uses for a token.
-The other one is the same mixture, but computes all experts for every token.
+The second denoiser has no experts, and has as many parameters as the mixture uses for a token. The
+third denoiser is the same mixture, but it computes all experts for every token.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
 The mixture has about a billion random parameters in the layout of LLaDA-MoE, and uses 8 of 64
-experts per token. The script times passes of the three denoisers in turns, in one process. It
-compares the times with the shortest possible times by the roofline model. The model uses the
-machine's rates, which the script measures like ``dlm-export bench``.
+experts per token. The script times passes of the three denoisers in one process, and alternates
+between the denoisers. It compares the times with the shortest times that are possible according to
+the roofline model. The roofline model uses rates of the machine, which the script measures as
+``dlm-export bench`` does.
 
 For each denoiser, the script measures the memory of a new process at two times: first after a
 single pass of one token, and then after passes of 1, 4, 32 and 256 tokens. After the first pass,
@@ -92,7 +93,8 @@ def memory(path: Path) -> dict[str, int]:
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
-    """Return the shortest possible seconds of each pass, and the bytes of weights that it reads.
+    """Return the shortest possible seconds of each pass, and the bytes of weights that the pass
+    reads.
 
     The seconds come from the roofline model.
     """

@@ -6,8 +6,9 @@
 
 A prompt consists of random words. It also contains four needles at random places. A needle is a
 marker, followed by four random words. Each needle has a different marker. The prompt ends with one
-of the markers. The denoiser answers with the four words of that needle. All mask tokens look the
-same, so the denoiser must use a mask token's position to find out which of the four words to copy.
+of the four markers. The denoiser answers with the four words that follow this marker in its needle.
+All mask tokens look the same, so the denoiser must use a mask token's position to find out which of
+the four words to copy.
 
 The denoiser is block-causal. `train` starts with canvases of 32 tokens. Whenever the mean loss is
 low, it doubles the length of the canvases, up to 8,192 tokens. The network has two layers and
@@ -51,7 +52,7 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_runtime import Bundle
 
 BLOCK_LENGTH, LONGEST = 8, 8192
-SAMPLED = 160  # in training, number of tokens far from needles to which layer 2 attends
+SAMPLED = 160  # number of tokens far from needles to which layer 2 attends in training
 AROUND = range(-4, 12)  # a token at one of these offsets from a marker is near the needle
 NEEDLES, VALUES = 4, 4
 WORDS = 244
@@ -62,8 +63,9 @@ EOS, MASK, VOCABULARY = 252, 253, 254
 def shape() -> NetworkSpec:
     """Return the shape of the denoiser.
 
-    It has two layers, because the answer needs two steps. First, each word finds the marker before
-    it. Then, each mask token finds the word at the same distance after the same marker.
+    The network has two layers, because the answer needs two steps. First, each word finds the
+    marker before it. Then, each mask token finds the word at the same distance after the same
+    marker.
     """
     attention = AttentionSpec(
         4, 2, 32, Rope(theta=1e6), qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -133,7 +135,8 @@ class Batch:
 def initialise(denoiser: Denoiser) -> None:
     """Set random weights.
 
-    The head starts near zero, and queries and keys start longer than usual.
+    The weights of the head start near zero. The norms of queries and keys start with the scale 1.5
+    instead of 1.
     """
     draw_layers(denoiser)
     denoiser.embed.weight.normal_()
@@ -149,8 +152,9 @@ def attend(
 ) -> Tensor:
     """Compute a layer for tokens ``x`` ``[B, T, d]`` at ``positions`` ``[B, T]``.
 
-    The keys are computed from the tokens ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias``
-    ``[B, K]`` is added to the scores of the keys. A token does not see keys of later blocks.
+    ``keys`` ``[B, K, d]`` are the hidden states of the tokens at the positions ``at``. The keys and
+    values are computed from them. ``bias`` ``[B, K]`` is added to the scores of the keys. A token
+    does not see keys of later blocks.
     """
     a = block.attention
     (B, T, _), K = x.shape, keys.shape[1]
@@ -258,7 +262,7 @@ class Curriculum:
 
 
 def train(wanted: argparse.Namespace) -> None:
-    """Train on one thread, and save the average of the weights."""
+    """Train on one thread. Every minute, save the running average of the weights."""
     torch.set_num_threads(1)
     torch.manual_seed(wanted.seed)
     wanted.out.mkdir(parents=True, exist_ok=True)
@@ -318,9 +322,9 @@ def haystacks(length: int, count: int) -> list[Haystack]:
 def found(bundle: Bundle, way: str, stacks: Sequence[Haystack]) -> tuple[int, int, int]:
     """Ask a bundle for needles.
 
-    ``way`` is one of the ways in the docstring of this module. ``reused`` asks for all needles of a
-    haystack, and the other ways ask for one needle. Returns the numbers of right answers, of
-    questions, and of reused tokens.
+    ``way`` is "whole", "parts" or "reused", as in the docstring of this module. ``reused`` asks for
+    all needles of a haystack, and the other ways ask for one needle. Returns the numbers of right
+    answers, of questions, and of reused tokens.
     """
     asked = NEEDLES if way == "reused" else 1
     questions = [

@@ -3,9 +3,10 @@
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
 The script measures the native runtime and plain ONNX Runtime in precisions from fp32 to INT4, and
-torch in fp32 and bf16, in turns and in one process. A graph contains ONNX functions. The native
-runtime replaces some of these functions with its own kernels. Plain ONNX Runtime runs the operators
-of which the functions consist. generation.py compares whole generations, also with llama.cpp.
+torch in fp32 and bf16. All of them run in one process, and take turns. A graph contains ONNX
+functions. The native runtime replaces some of these functions with its own kernels. Plain ONNX
+Runtime runs the operators of which the functions consist. generation.py compares whole generations,
+also with llama.cpp.
 """
 
 from __future__ import annotations

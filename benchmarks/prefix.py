@@ -4,11 +4,12 @@
         [--precision int8] [--cache-dtype fp32] [--threads 2] [--json FILE]
 
 A prefix cache stores the keys and values of prompts. A later request reuses them if its prompt
-starts with the same tokens. This is the case if requests have the same system prompt, and in a
-conversation. The script uses the random block-causal denoiser of benchmarks/blocks.py (12 layers,
-d 768, grouped queries, blocks of 32). Each request generates 32 tokens. Each round measures a
-scheduler with a prefix cache, and then a scheduler without one. The script prints medians over the
-rounds, with the smallest and the largest value:
+starts with the same tokens. For example, all requests with the same system prompt start with the
+same tokens, and so do the turns of a conversation. The script uses the random block-causal denoiser
+of benchmarks/blocks.py (12 layers, hidden size 768, grouped queries, blocks of 32 tokens). Each
+request generates 32 tokens. Each round measures a scheduler with a prefix cache, and then a
+scheduler without one. The script prints medians over the rounds, with the smallest and the largest
+value:
 
 - `first tokens`: milliseconds from submitting a request until its first tokens are decided. The
   requests run one after another.

@@ -1,4 +1,4 @@
-"""Measure how fast a prompt cache opens, and how much sooner requests with it get first tokens.
+"""Measure how fast a prompt cache opens, and how much sooner requests get their first tokens.
 
     python benchmarks/prompt_cache.py [--tokens 2000] [--caches fp16,fp32] [--rounds 21] [--threads 2]
         [--json FILE]

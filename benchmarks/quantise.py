@@ -9,7 +9,7 @@ answers each of these commands. For each recipe, the script prints:
 - the size of the bundle,
 - the cross-entropy of masked tokens, for each mask ratio,
 - the share of masked tokens for which the bundle and full precision predict the same token,
-- the number of positions where the two would commit different tokens (flips),
+- the number of positions where the bundle and full precision would commit different tokens (flips),
 - the mean number of passes, and the share of right answers.
 """
 

@@ -1,6 +1,7 @@
-/* Measures a rate of this machine. first_pass.py compiles and runs it:
+/* Measures how fast this machine computes or reads memory. first_pass.py compiles and runs this
+ * program:
  *   rates fma THREADS           prints fp32 multiply-adds per second
- *   rates read THREADS BYTES    prints bytes per second that are read from an array of BYTES bytes
+ *   rates read THREADS BYTES    reads an array of BYTES bytes, and prints bytes per second
  * Each thread computes in registers, or reads its own part of the array. The result is the best of
  * five rounds. */
 #define _POSIX_C_SOURCE 200809L
@@ -18,7 +19,8 @@
 #else
 #define WIDTH 16
 #endif
-/* Enough independent sums to hide the latency of multiply-adds, in at most 16 registers. */
+/* Each thread computes SUMS independent sums, which hides the latency of multiply-adds. The sums
+ * fit in 16 registers. */
 enum { ROUNDS = 5, SUMS = 12, TURNS = 1 << 25, LANES = WIDTH / 4 };
 
 typedef float floats __attribute__((vector_size(WIDTH)));
@@ -26,7 +28,7 @@ typedef uint64_t words __attribute__((vector_size(WIDTH)));
 
 typedef struct part {
   pthread_barrier_t* barrier;
-  const char* first; /* the array to read, or NULL to compute multiply-adds */
+  const char* first; /* array to read; NULL: compute multiply-adds */
   size_t bytes;
   double best_s, result;
 } part;

@@ -6,9 +6,10 @@ The script also runs ``inspect`` and ``plan`` for a checkpoint of 100 B paramete
         FILE] [-- BUILD OPTIONS]
     python benchmarks/real_size.py --layers 4 --precisions int8 -- --no-verify
 
-The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; d 4096, 32 heads, MLP 12288,
-vocabulary 126464, bf16, shards with an index) and random weights. Arguments after ``--``, such as
-``--judged``, ``--calib-samples`` and ``--no-verify``, are passed to every ``dlm-export build``.
+The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; hidden size 4096, 32 heads, MLP
+size 12288, vocabulary 126464, bf16, shards with an index) and random weights. Arguments after
+``--``, such as ``--judged``, ``--calib-samples`` and ``--no-verify``, are passed to every
+``dlm-export build``.
 
 Each step runs in a new process. For each step, the script reports the seconds in total and of each
 stage, the highest anonymous memory, and the highest mapped memory. It also reports how many bytes
@@ -65,7 +66,7 @@ LARGE = {
 }
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
-POOL = 1 << 24  # number of random values from which all tensors are cut
+POOL = 1 << 24  # all tensors are slices of this many random values
 PROBE_BYTES = 2 << 30  # size of the file for measuring the disk's speed
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -152,7 +153,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop the files from its cache.
+    """Ask the system to drop the files in ``folder`` from its cache.
 
     The next reader then reads them from the disk.
     """

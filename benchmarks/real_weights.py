@@ -8,14 +8,15 @@ The script also measures llama.cpp's formats.
 
 The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no mask token, so
 calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
-text is the Jargon File, which is in the public domain. The first half calibrates the bundles, and
-the loss is measured on the second half. With ``@random`` after a precision, random ids calibrate
-the bundle instead of the text.
+text is the Jargon File, which is in the public domain. The first half of the text calibrates the
+bundles. The loss is measured on the second half. With ``@random`` after a precision, random ids
+calibrate the bundle instead of the text.
 
 The package contains the weights in llama.cpp's four-bit format Q4_1. The script converts them to
 fp32, and quantises the result to each format. llama.cpp's Q4_1 therefore has an advantage: it can
 represent these weights exactly. llama.cpp converts the file to F32 by itself. Its loss in F32 must
-agree with the loss that this project measures in fp32. Weights and text stay under build/.
+agree with the loss that this project measures in fp32. The weights and the text are stored under
+build/.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def spread(found: list[str], count: int) -> list[str]:
 class Judge:
     """Compares networks on windows of text ``[N, WINDOW]``.
 
-    The object stores the logits that the reference network computes for these windows.
+    The object stores the logits that the reference network computes for the windows.
     """
 
     def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:
@@ -140,9 +141,9 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Measure the loss of llama.cpp with a GGUF file of this type.
+    """Measure the loss of llama.cpp with a GGUF file of type ``file_type``.
 
-    llama.cpp converts the distributed file to F32, and then quantises the F32 file to this type.
+    llama.cpp converts the distributed file to F32, and then quantises the F32 file.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
@@ -213,7 +214,7 @@ def main() -> None:
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
     # A build uses only a part of its samples for calibration, and measures accuracy with the rest.
-    # Pass so many samples that the part for calibration contains ``--samples`` samples.
+    # Pass enough samples, so that the part for calibration contains ``--samples`` samples.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

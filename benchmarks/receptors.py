@@ -5,9 +5,9 @@
 
 The receptors come from the package ``tcrdist3``, which contains human beta chains that bind
 peptides of SARS-CoV-2. The package ``tidytcells`` contains the loops CDR1 and CDR2 of each V gene.
-A receptor is used if its loops have the lengths in ``BETA_LOOPS``. Of the chosen receptors, every
-second one is used for judging, and the others are used for calibration. Any residue of the three
-loops may be masked, except the last one.
+A receptor is used if its loops have the lengths in ``BETA_LOOPS``. Accuracy is measured on every
+second chosen receptor. The other receptors are used for calibration. Any residue of the three loops
+may be masked, except the last residue of a receptor.
 
 The output is the same as in antibodies.py.
 """

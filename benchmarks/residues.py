@@ -6,10 +6,10 @@
 
 The weights come from the three PyPI packages. The repository contains no files of these packages.
 
-SCEPTR reads the residues of the loops (CDRs) of a receptor. In SCEPTR, the embedding of a residue
-depends on the loop, on the length of the loop, and on the residue's position in the loop. So a
-checkpoint of SCEPTR is for loops of fixed lengths. The option ``--loops`` lists them in the order
-of the package.
+The input of SCEPTR is the residues of the loops (CDRs) of a receptor. The embedding of a residue
+depends on the loop, on the length of the loop, and on the residue's position in the loop. For this
+reason, a checkpoint of SCEPTR works only for loops of fixed lengths. The option ``--loops`` lists
+the loops and their lengths, in the order of the package.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ _FAIRSEQ = {
 def sceptr_checkpoint(package: Path, folder: Path, variant: str, loops: Mapping[str, int]) -> Path:
     """Convert a variant of SCEPTR, such as SCEPTR_tiny, for loops with the given lengths.
 
-    Each component of an embedding is a row of a table, or depends only on the position. So the sum
-    of the components is the sum of a table of tokens and a table of positions.
+    Each component of an embedding is a row of a table, or depends only on the position. The sum of
+    the components is therefore the sum of two rows: a row of a table of tokens, and a row of a
+    table of positions.
     """
     source = package / "_model_saves" / variant
     model = json.loads((source / "config.json").read_text())["model"]
@@ -197,7 +198,7 @@ def sceptr_checkpoint(package: Path, folder: Path, variant: str, loops: Mapping[
 
 
 def _loop_index(embedder: str, loop: str) -> int:
-    """Return the row of a loop, such as CDR3B, in the table of loops of an embedder."""
+    """Return the index of a loop, such as CDR3B, in the table of loops of an embedder."""
     number, chain = int(loop[3]), loop[4]
     if embedder.startswith("SingleChain"):
         return number
@@ -218,7 +219,7 @@ def package_folder(name: str) -> Path:
 
 
 def write_model(name: str, folder: Path, loops: Mapping[str, int] = BETA_LOOPS) -> Path:
-    """Write the checkpoint of a model. ``loops`` is for SCEPTR only."""
+    """Write the checkpoint of a model. Only SCEPTR uses ``loops``."""
     package, _, variant = name.partition("-")
     source = package_folder(package)
     if package == "antiberty":

@@ -5,15 +5,15 @@
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
 Each line of the file has a `prompt`. A load is the number of requests that arrive per second,
-divided by the number that one request at a time would serve per second. With "inf", all requests
-arrive at once. All three ways get the requests at the same times:
+divided by the number of requests that `alone` answers per second. With "inf", all requests arrive
+at once. All three ways get the requests at the same times:
 
 - `alone` runs one request after another.
-- `batches` starts the waiting requests together, at most eight. When all of them are done, it
-  starts the next batch.
-- `scheduler` starts a request as soon as there is room for it.
+- `batches` starts up to eight waiting requests together. When all of them are done, it starts the
+  next batch.
+- `scheduler` starts a request as soon as fewer than eight requests are running.
 
-The latency of a request is measured from its arrival. The ways take turns, round after round. The
+The latency of a request is measured from its arrival. In each round, the three ways take turns. The
 script prints medians over the rounds, and how many canvases differ from those of `alone`.
 
 `--cost` takes the JSON of `dlm-export bench BUNDLE --cost --json`, which contains the measured cost
@@ -67,7 +67,7 @@ def in_batches(
 ) -> Done:
     """Start up to ``most`` waiting requests together.
 
-    When all of them are done, start the next batch.
+    When all requests of a batch are done, start the next batch.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: Done = {}
@@ -91,7 +91,7 @@ def in_batches(
 
 
 class Scheduled:
-    """Start a request as soon as there is room for it."""
+    """Start a request as soon as fewer than eight requests are running."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options

@@ -123,7 +123,7 @@ END = 151_643  # the id of Qwen3's <|endoftext|>
 
 
 def bundle_with(tokenizer: str) -> Path:
-    """Return a bundle of a small random denoiser with this tokenizer. The bundle is built once."""
+    """Return a bundle of a small random denoiser with this tokenizer file. It is built once."""
     # The import of shapes adds the tests' folder to the path.
     from shapes import built, random_checkpoint
 

@@ -3,11 +3,11 @@
     python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05]
         [--samples 32] [--json FILE]
 
-The estimate needs one forward pass and one backward pass for all layers. The exact method runs the
-whole denoiser once for each layer. The script compares both methods on the demo denoiser and on
-randomly initialised LLaDA and Dream denoisers (d 256, 4 layers). It prints Spearman's rank
-correlation of the losses, the estimated loss divided by the exact loss (10th, 50th and 90th
-percentile), and the seconds of both methods.
+The first method is an estimate. It needs one forward pass and one backward pass for all layers. The
+second method is exact. It runs the whole denoiser once for each layer. The script compares both
+methods on the demo denoiser and on randomly initialised LLaDA and Dream denoisers (hidden size 256,
+4 layers). It prints Spearman's rank correlation of the losses, the estimated loss divided by the
+exact loss (10th, 50th and 90th percentile), and the seconds of both methods.
 
 The script then runs ``--precision auto`` on the demo with each of the two methods. It prints the
 bytes of the weights, and the measured increase of the cross-entropy of masked tokens.

@@ -86,7 +86,8 @@ class Server:
     def stop(self) -> dict[str, int]:
         """Stop the service.
 
-        Returns the counts that the service reported: answers by status, ``taken`` and ``gone``.
+        Returns the counts that the service reported: the answers of each status, the accepted
+        requests (``taken``), and the requests whose client disconnected (``gone``).
         """
         self.process.send_signal(signal.SIGTERM)
         said = self.process.communicate(timeout=60)[1]

@@ -1,7 +1,10 @@
 """Attack ``dlm-export serve`` and measure how long other requests wait during the attack.
 
-    python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--kept] [--elsewhere]
-        [--json FILE]
+    python benchmarks/serve_attacks.py [BUNDLE] [--only NAME ...] [--before 5] [--kept]
+        [--elsewhere] [--json FILE]
+
+Without BUNDLE, the server has a random INT8 denoiser with 89 million parameters, as in
+``text_bundle``, and each chat takes one pass over 128 new tokens.
 
 All attacks are made on the same server, one after another. A polite client sends one chat after
 another. First, the polite client uses the server alone for a few seconds. Then the attack begins,
@@ -39,7 +42,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shapes import machine
+from shapes import machine, text_bundle
 from tables import table
 
 from dlm_export.serving.fields import commas_for
@@ -47,6 +50,7 @@ from dlm_export.serving.fields import commas_for
 KEY = "a-valid-key"
 CHAT = "/v1/chat/completions"
 MOST_S = 60.0
+ONE_PASS = {"preset": "llada", "steps": 1, "policy": {"block_length": 128}}
 PAUSE_S = 0.02
 """Seconds between two requests of the polite client."""
 
@@ -54,8 +58,8 @@ PAUSE_S = 0.02
 class Target:
     """The server that an attack talks to."""
 
-    def __init__(self, host: str, port: int, model: str) -> None:
-        self.host, self.port, self.model = host, port, model
+    def __init__(self, host: str, port: int, model: str, one_pass: bool) -> None:
+        self.host, self.port, self.model, self.one_pass = host, port, model, one_pass
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=MOST_S)
@@ -82,7 +86,10 @@ class Target:
 
     def chat(self, **fields: Any) -> bytes:
         message = {"role": "user", "content": "play jazz"}
-        return json.dumps({"model": self.model, "messages": [message]} | fields).encode()
+        body = {"model": self.model, "messages": [message]} | fields
+        if self.one_pass:
+            body |= {"max_tokens": 128, "dlm": ONE_PASS}
+        return json.dumps(body).encode()
 
 
 def status_of(client: socket.socket) -> str:
@@ -94,7 +101,7 @@ def status_of(client: socket.socket) -> str:
 
 
 def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
-    """Send a piece of a request per second on each connection, until the server closes all."""
+    """Every second, send ``piece`` on each connection, until the server has closed them all."""
     found: Counter[str] = Counter()
     began = time.monotonic()
     while clients and time.monotonic() - began < MOST_S:
@@ -156,7 +163,7 @@ def slow_reader(target: Target) -> Counter[str]:
 
 
 def gigabyte_body(target: Target) -> Counter[str]:
-    """Send a body of 1 GiB, with its length or in chunks, until the server answers."""
+    """Send a body of 1 GiB, with a Content-Length or in chunks, until the server answers."""
     found: Counter[str] = Counter()
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     for at in range(20):
@@ -354,7 +361,7 @@ class Polite:
 
 
 def passes(served: Any) -> tuple[float, float]:
-    """Return the seconds in passes so far, and the number of passes."""
+    """Return the total seconds of the passes that the server has made, and their number."""
     text = served.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
     labels = f'{{model="{served.model}"}}'
@@ -429,7 +436,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, nargs="?")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of attacks")
     parser.add_argument("--before", type=float, default=5, help="seconds without an attack")
     parser.add_argument("--kept", action="store_true", help="keep the polite client's connection")
@@ -443,12 +450,16 @@ def main() -> int:
         keys.write_text(f"{KEY}\n")
         options = ("--api-key-file", str(keys), "--no-log")
         with ExitStack() as stack:
-            served = stack.enter_context(serving(arguments.bundle, *options))
-            other = served
-            if arguments.elsewhere:
-                other = stack.enter_context(serving(arguments.bundle, *options))
-            target = Target(other.host, other.port, other.model)
-            polite = Polite(Target(served.host, served.port, served.model), arguments.kept)
+            bundle = arguments.bundle or text_bundle()
+            served = stack.enter_context(serving(bundle, *options))
+            other = (
+                stack.enter_context(serving(bundle, *options)) if arguments.elsewhere else served
+            )
+            target, own = (
+                Target(each.host, each.port, each.model, one_pass=arguments.bundle is None)
+                for each in (other, served)
+            )
+            polite = Polite(own, arguments.kept)
             for _ in range(20):
                 polite.ask()  # warm-up
             for name in names:

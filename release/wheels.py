@@ -69,8 +69,8 @@ def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
 
 
 def obstacle(architecture: str) -> str | None:
-    """The reason why no wheel for this processor can be built here, and what to do about it. None
-    if it can be built.
+    """Return why this machine cannot build a wheel for the processor, and what to do about it.
+    Returns None if it can build the wheel.
     """
     if architecture == platform.machine():
         return None
@@ -82,13 +82,13 @@ def obstacle(architecture: str) -> str | None:
 
 
 def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
-    """Build the wheel for a processor from the sdist. Its tag names the glibc that it needs."""
+    """Build the wheel for a processor from the sdist. The tag names the lowest version of glibc."""
     settings = [f"cmake.define.{STATIC}=ON"]
     variables, isolation = {}, []
     if architecture != platform.machine():
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / TOOLCHAIN}")
-        # This variable sets the platform that sysconfig reports, which determines the tag. pip uses
-        # it too, and would then download CMake for the other processor.
+        # This variable sets the platform that sysconfig reports, which determines the tag. pip also
+        # uses this variable, and would then download CMake for the other processor.
         variables, isolation = (
             {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"},
             ["--no-build-isolation"],

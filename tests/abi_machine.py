@@ -33,10 +33,7 @@ lib = _native.library()
 
 
 def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Choose a valid value with probability 0.9.
-
-    Most calls must succeed, because later calls depend on them.
-    """
+    """Choose a valid value (``right``) with probability 0.9, otherwise an invalid value."""
     return st.integers(0, 9).flatmap(lambda drawn: wrong if drawn == 9 else right)
 
 
@@ -84,8 +81,8 @@ def policies(draw: st.DrawFn) -> Any:
 class Calls(RuleBasedStateMachine):
     """Random calls on a bundle with one session, one scheduler and its jobs.
 
-    ``inside`` is the number of session calls in progress. It can exceed 1, because callbacks can
-    make calls too.
+    ``inside`` is the number of session calls in progress. It can exceed 1, because a callback
+    can call a session too.
     """
 
     def __init__(self) -> None:
@@ -140,7 +137,7 @@ class Calls(RuleBasedStateMachine):
         return self._noting(self._from_inside)
 
     def _noting(self, work: Callable[[], int]) -> int:
-        """Record an exception of a callback. Otherwise ctypes would only print it."""
+        """Run a callback and record its exception, because ctypes only prints exceptions."""
         try:
             return work()
         except BaseException as err:
@@ -160,7 +157,7 @@ class Calls(RuleBasedStateMachine):
         return status
 
     def _said(self, status: int) -> int:
-        """Check the status and message of a call that got the message's buffer."""
+        """Check a call that received ``self.message`` as its buffer for the error message."""
         assert (self.message.value == b"") == (status == OK), (status, self.message.value)
         return self._is_known(status)
 
@@ -251,7 +248,7 @@ class Calls(RuleBasedStateMachine):
         status = self._said(lib.dlm_bundle_from_callback(C.byref(told), self.run, None, *report))
         if status != OK:
             assert not self.bundle
-        elif refused:  # the callback cannot fill the arrays of a bundle with other sizes
+        elif refused:  # this class's callback writes arrays of fixed sizes
             lib.dlm_bundle_destroy(self.bundle)
             self.bundle = C.c_void_p()
         made = lib.dlm_session_create(
@@ -434,7 +431,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def hand_in_nothing(self) -> None:
-        """Call every function that has a handle as an argument. All arguments are NULL."""
+        """Call every function that takes a handle, with NULL for all pointers."""
         numbers = (C.c_int32, C.c_size_t, C.c_double, BeforePassFn, PassFn)
         for name, (result, arguments) in _native.HEADER.functions.items():
             if name.endswith(("field_at", "kernel_set_at", "status_name", "version")):

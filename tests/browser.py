@@ -39,7 +39,7 @@ class Browser:
         self.driver = driver
 
     def show(self, width: int, height: int, scheme: str, is_reduced: bool = False) -> None:
-        """Set the size in CSS pixels, the colour scheme, and whether motion is reduced."""
+        """Set the window size in CSS pixels, the colour scheme, and the reduced-motion setting."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         features = [
@@ -87,7 +87,7 @@ class Browser:
         return [each["message"] for each in lines if each["level"] != "INFO"]
 
     def hosts(self) -> set[str]:
-        """Return the hosts, with ports, to which a page has sent requests since the last call."""
+        """Return the hosts (with ports) that the browser contacted since the last call."""
         found = set()
         for entry in self.driver.get_log("performance"):
             event = json.loads(entry["message"])["message"]
@@ -103,7 +103,7 @@ class Browser:
 def browsing() -> Iterator[Browser]:
     """Open a browser without windows on the screen.
 
-    The browser is closed at the end of the block.
+    The browser is closed when the ``with`` block ends.
     """
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service

@@ -68,8 +68,8 @@ def dream_config(**changes: Any) -> dict[str, Any]:
 def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Qwen3 that was converted to a denoiser (A2D).
 
-    Its heads are wider than hidden size / number of heads, and queries and keys have a norm per
-    head.
+    The heads of this network are wider than hidden size / number of heads. Queries and keys have a
+    norm per head.
     """
     return {
         "architectures": ["A2DQwen3LMHeadModel"],
@@ -130,7 +130,7 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 def sdar_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny SDAR, with the released keys.
 
-    These are the keys of Qwen3, and one more key for the block length.
+    The config has the keys of Qwen3, and one more key for the block length.
     """
     other = {
         "architectures": ["SDARForCausalLM"],
@@ -187,7 +187,7 @@ def nemotron_config(**changes: Any) -> dict[str, Any]:
 def diffusion_gemma_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny DiffusionGemma, with the keys that transformers writes.
 
-    ``changes`` of keys that ``text_config`` contains are made there.
+    If ``text_config`` contains a key of ``changes``, the value in ``text_config`` is changed.
     """
     text: dict[str, Any] = {
         "attention_bias": False,
@@ -246,7 +246,7 @@ def diffusion_gemma_config(**changes: Any) -> dict[str, Any]:
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Fast-dLLM v2, with the released keys.
 
-    These are the keys of Qwen2.5, and one more key for the block length. The config does not name a
+    The config has the keys of Qwen2.5, and one more key for the block length. It does not name a
     mask token.
     """
     other = {
@@ -346,7 +346,7 @@ def llada2_config(**changes: Any) -> dict[str, Any]:
 
 def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``), with the
-    released keys. These are the keys of Qwen3-MoE.
+    released keys, which are the keys of Qwen3-MoE.
     """
     mixture = {
         "num_experts": 8,
@@ -643,8 +643,8 @@ def _qwen_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the tensor names and shapes of a network whose tensors are named as in Qwen.
 
-    ``attention`` contains further tensors of attention, which only some of these networks have,
-    such as biases.
+    ``attention`` contains further tensors of attention, which only some networks have, such as
+    biases.
     """
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -693,7 +693,9 @@ def torch_encoder_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def nemotron_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of Nemotron-Labs-Diffusion: those of Llama, with other names."""
+    """Return the tensors of Nemotron-Labs-Diffusion. They are the tensors of Llama, with other
+    names.
+    """
     renamed = {"model.": "encoder.", "lm_head.": "diffusion_head."}
     return {
         new + name.removeprefix(old): shape
@@ -779,8 +781,8 @@ def random_tensor(
 ) -> torch.Tensor:
     """Make a random tensor for a network's weights.
 
-    With such weights, activations stay near size 1, and logits differ enough that no two tokens are
-    equally likely.
+    With these random weights, activations stay near size 1, and logits differ enough that no two
+    tokens are equally likely.
     """
     noise = torch.randn(shape, generator=generator)
     if name.endswith("orm.bias"):
@@ -839,8 +841,8 @@ def write_checkpoint(
 # ---- Quantised, in the layout of modelopt's unified export ----
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-# In the checkpoints of LLaDA and of Dream, the names of weight matrices end like this. The name of
-# LLaDA's head ends like this too.
+# The ends of the names of weight matrices in checkpoints of LLaDA and Dream, including LLaDA's
+# head.
 LINEARS = (
     "proj.weight",
     "attn_out.weight",
@@ -936,7 +938,7 @@ def write_quantised(
 
 
 def write_headers(path: Path, config: dict[str, Any]) -> None:
-    """Write config.json, and a safetensors file whose weights are a hole in the file (bf16)."""
+    """Write config.json, and a safetensors file of bf16 weights whose data is a hole in the file."""
     header, end = {}, 0
     for name, shape in SHAPES[config["architectures"][0]](config).items():
         begin, end = end, end + 2 * math.prod(shape)

@@ -1,17 +1,17 @@
-"""A reference implementation of constrained requests, with single tokens and exact arithmetic.
+"""A reference implementation of constrained requests, with exact arithmetic.
 
-The native loop computes the same result faster, because it treats tokens with the same effect
-together. The reference considers all texts that the constraint's automaton accepts and that agree
-with the decided tokens. It returns the most likely text, or a random text. Tokens after the last
-scored position do not affect the choice, but some valid text must fit there.
+The native loop computes the same result faster, because it groups tokens that have the same effect
+on the automaton. The reference considers every text that the constraint's automaton accepts and
+that agrees with the decided tokens. The reference returns the most likely text, or a random text.
+A pass may score only a part of the canvas. The positions after this part do not affect the choice,
+but the chosen text must have a valid continuation that fits into them.
 
-Texts are compared by three numbers, in this order. The first number counts the ruled-out tokens in
-the text, that is the tokens with the logit -inf; a smaller number is better. The second number
-counts the tokens in the text that ``top_p`` or ``top_k`` excludes ("cut" tokens); a smaller number
-is better. It only matters when a random text is drawn. The third number is the sum of the logits; a
-larger sum is better. The sums are exact, because every float32 is an integer multiple of 2^-149. If
-two texts are equally likely, the text with the lower id at the first position where they differ is
-chosen.
+Texts are compared by three numbers. The first is the number of tokens with the logit -inf; fewer is
+better. The second is the number of tokens that ``top_p`` or ``top_k`` excludes ("cut" tokens);
+fewer is better. The second number only matters when a random text is drawn. The third is the sum of
+the logits; larger is better. The sums are exact, because every float32 is an integer multiple of
+2^-149. If all three numbers are equal, the texts are compared at the first position where they
+differ, and the text with the lower token id is chosen.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 class Weight(NamedTuple):
     """The weight of a text, or the combined weight of several texts.
 
-    A weight is a tuple of numbers, which are compared in order. So ``max`` finds the weight of the
-    best text.
+    Python compares tuples field by field, and larger is better in every field. ``max`` of several
+    weights is therefore the weight of the best text.
     """
 
-    kept: int  # minus the number of tokens with the logit -inf
-    within: int  # minus the number of tokens that top_p or top_k excludes
+    kept: int  # -1 * (number of tokens with the logit -inf)
+    within: int  # -1 * (number of tokens that top_p or top_k excludes)
     logits: (
         int  # sum over all other tokens of (logit - best logit of the row), in units of 1 / _UNIT
     )
@@ -52,9 +52,10 @@ class Weight(NamedTuple):
         )
 
     def log_ratio(self, other: Weight, temperature: float) -> float:
-        """Return ln(p / q), where p and q are probabilities.
+        """Return ln(p / q).
 
-        p is the probability of the texts with this weight, and q that of the texts with ``other``.
+        p is the probability of the texts with this weight. q is the probability of the texts with
+        the weight ``other``.
         """
         if self[:2] != other[:2]:
             return math.inf if self[:2] > other[:2] else -math.inf
@@ -123,7 +124,7 @@ class Texts:
 
     To draw a text, sums of weights are computed from the last position to the first. Then tokens
     are drawn from the first position to the last. This is the algorithm "forward filtering,
-    backward sampling" (Carter and Kohn, 1994), with the two directions exchanged.
+    backward sampling" (Carter and Kohn, 1994), with forward and backward exchanged.
     """
 
     def __init__(
@@ -136,8 +137,9 @@ class Texts:
     ) -> None:
         """Find all texts from the automaton's state ``state`` on.
 
-        ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q + 1]`` marks accepting states. With
-        temperature 0, only the best text is computed.
+        ``following`` int64 ``[Q, V]`` is the next state for each state and token, or -1 if the
+        token is not allowed. ``ends`` bool ``[Q + 1]`` marks accepting states. With temperature 0,
+        only the best text is computed.
         """
         self.following, self.state, self.temperature = following, state, temperature
         met = [{state}]
@@ -194,8 +196,8 @@ class Texts:
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
         """Draw one text, int64 ``[N]``.
 
-        The random numbers depend on ``seed``, on the number of earlier passes, and on the
-        positions. ``first`` is the position of the first token.
+        ``first`` is the position of the first token. The random numbers depend on ``seed``, on
+        ``passes`` (the number of earlier passes) and on the position of each token.
         """
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
@@ -261,10 +263,11 @@ class Constrained(Proposer):
         )
 
     def _ahead(self, canvas: Canvas) -> dict[int, np.ndarray]:
-        """For each position, return an array bool ``[Q + 1]``.
+        """For each position, return the states from which some text fits into the rest of the
+        canvas.
 
-        An entry is True if, from this state, some text fits into the rest of the canvas. The last
-        entry stands for no state and is always False.
+        The states are an array bool ``[Q + 1]``. Its last entry is always False: index -1 means
+        that a token is not allowed.
         """
         found = {self.last: np.append(self.tokens.ends, False)}
         for position in range(self.last - 1, self.first - 1, -1):
@@ -341,18 +344,15 @@ class Constrained(Proposer):
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Mark the tokens that ``top_p`` or ``top_k`` excludes (cuts), bool ``[M, V]``.
-
-        A text with cut tokens is only chosen if no text has fewer cut tokens.
-        """
+        """Return the tokens that ``top_p`` or ``top_k`` excludes, as an array bool ``[M, V]``."""
         behind = wide - wide[np.arange(len(best)), best][:, None]
         return ~kept_tokens(
             behind / self.policy.temperature, behind, self.policy.top_p, self.policy.top_k
         )
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """Return the text with the fewest tokens that contains the tokens ``guess`` of the last
-        pass.
+        """Return the shortest text that contains the tokens ``guess``, which the last pass
+        predicted. In ``guess``, -1 means that a position has no token.
         """
         pinned = Canvas(
             np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens),

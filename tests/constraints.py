@@ -16,8 +16,7 @@ from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import CompileLimits, Constraint, Content, compile_content
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
-# Strings that occur in JSON texts, parts of these strings, and bytes that are not complete
-# characters.
+# Strings of several characters, which mostly occur in JSON texts, and characters of several bytes.
 PIECES = (
     '{"',
     '":',
@@ -56,8 +55,8 @@ class Longest(Vocabulary):
 def made_up_vocabulary(
     size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary
 ) -> Vocabulary:
-    """A vocabulary of every printable byte, ``PIECES``, and parts of characters, in arbitrary
-    order. Entries whose ids are in ``never`` are None.
+    """A vocabulary of every printable ASCII character, ``PIECES``, and parts of UTF-8 characters,
+    in arbitrary order. Entries whose ids are in ``never`` are None.
     """
     single = [bytes([byte]) for byte in range(0x20, 0x7F)]
     spelled = [
@@ -136,16 +135,13 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
             group = found.edge_groups[edge]
             classes = found.group_classes[found.group_starts[group] : found.group_starts[group + 1]]
             table[state, np.isin(found.token_class, classes)] = found.edge_states[edge]
-    # The last state is only reached by an end token. It is left out here.
+    # The last state, which only an end token reaches, is left out.
     distances = np.asarray(found.distances[:-1], np.int32)
     return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0, distances)
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
-    """Return the state after a token, or -1 if the token is not allowed.
-
-    The result is computed from the arrays as their documentation says.
-    """
+    """Return the state after a token, or -1 if the token is not allowed."""
     for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
         group = automaton.edge_groups[edge]
         members = automaton.group_classes[
@@ -221,10 +217,9 @@ def one_class(
     edges: Sequence[tuple[int, int]],
     distances: Sequence[int],
 ) -> Constraint:
-    """Make a constraint in which ``tokens`` form a single class.
+    """Make a constraint that allows only ``tokens`` and treats them all alike.
 
-    ``edges`` is a sorted list of pairs of states: the class leads from the first state to the
-    second state.
+    ``edges`` is a sorted list of pairs (state before a token, state after the token).
     """
     classes = [0 if token in tokens else -1 for token in range(vocab_size)]
     starts = [

@@ -1,5 +1,5 @@
-// Tests dlm_runtime.hpp with a callback denoiser. If a callback throws an exception, the call that
-// ran the callback throws it again. Handles can be moved. A job may be destroyed before its request
+// Tests dlm_runtime.hpp with a callback denoiser. The tests check that exceptions of callbacks
+// reach the caller, that handles can be moved, and that a job may be destroyed before its request
 // ends. Prints "N passed, M failed".
 #include <atomic>
 #include <cstdio>
@@ -195,7 +195,7 @@ void test_schedulers() {
   scheduler.run(true);
   check(throws_seven([&] { thrown.result(); }), "what a job's step throws comes out of its result");
 
-  // Jobs are destroyed while passes run. The functions of a job are called until its request has
+  // Jobs are destroyed while passes run. The callback objects must exist until the request has
   // ended.
   std::atomic<int> called{0};
   std::thread passes([&] { scheduler.run(); });

@@ -1,5 +1,4 @@
-"""Bundles for GPUs that the tests of engines share, and functions that change copies of these
-bundles.
+"""Bundles for GPUs that several tests share, and functions that edit copies of these bundles.
 
 Each bundle is built once per test session.
 """
@@ -74,7 +73,7 @@ def gpu_bundle(
 
 
 def demo_engines(precision: str) -> Path:
-    """The demo with the engines of ``BUILDS``. Tests must not change it."""
+    """The demo's bundle with the engines of ``BUILDS``. Tests must not change the bundle."""
     return gpu_bundle(precision, *BUILDS[precision], engines=True)
 
 

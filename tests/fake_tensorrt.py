@@ -1,9 +1,10 @@
 """A fake ``tensorrt`` module that behaves like TensorRT 10 on a device.
 
-Its classes, methods, arguments and enumerations come from tests/golden/tensorrt_api.json, which
-describes the real bindings of TensorRT-RTX. ``RTX_ONLY`` and ``FLAGS`` list how standard TensorRT
-differs. The use of an unknown name raises AttributeError, and a call with wrong arguments raises
-TypeError. Every call is recorded in ``module.calls``.
+The fake module has the classes, methods, arguments and enumerations that
+tests/golden/tensorrt_api.json lists. The JSON file describes the real bindings of TensorRT-RTX.
+``RTX_ONLY`` and ``FLAGS`` describe how standard TensorRT differs. Unknown names raise
+AttributeError, and calls with wrong arguments raise TypeError. Every call is recorded in
+``module.calls``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # the version in JetPack 7.0
-# TensorRT 10.3, the version in JetPack 6, does not have these names.
+# Names that are missing from TensorRT 10.3, the version in JetPack 6.
 STREAMING = {
     "IStreamWriter",
     "build_serialized_network_to_stream",
 }
-# According to NvInfer.h of 10.14, standard TensorRT cannot set a compute capability. An engine of
-# standard TensorRT only runs on the kind of GPU that built it.
+# Names that are missing from standard TensorRT (NvInfer.h of version 10.14), which cannot set a
+# compute capability.
 RTX_ONLY = {
     "ComputeCapability",
     "num_compute_capabilities",
@@ -44,7 +45,9 @@ INSPECTED = dict(
 
 
 class Number(enum.Enum):
-    """Like an enumeration of pybind11. A member is not an int, but can be converted to an int."""
+    """An enumeration whose members behave like pybind11's: they are not ints, but ``int()`` accepts
+    them.
+    """
 
     def __int__(self) -> int:
         return int(self.value)
@@ -55,11 +58,11 @@ class Device:
     """Settings of the fake TensorRT: the parsed network, the engine's size, log messages, and what
     the inspector prints.
 
-    ``network`` is the network that parsing gives, as ``describe`` returns it. If None, the fake
-    calls ``describe`` for the parsed file. ``engine_bytes`` is the size of built engines. If None,
-    an engine is as large as its weights. ``logs`` are pairs of a severity and a message to log
-    while parsing. ``shown_as`` replaces number types of some layers in the inspector's output. If
-    ``is_old`` is true, the fake behaves like TensorRT 10.3.
+    ``network`` describes the parsed network, in the form that ``describe`` returns. If None, the
+    fake calls ``describe`` for the parsed file. ``engine_bytes`` is the size of a built engine in
+    bytes. If None, an engine is as large as its weights. ``logs`` are pairs (severity, message)
+    that the parser logs. ``shown_as`` maps layers to the number types that the inspector prints for
+    them. If ``is_old`` is true, the fake behaves like TensorRT 10.3.
     """
 
     network: dict[str, Any] | None = None
@@ -70,11 +73,11 @@ class Device:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Describe the network that TensorRT's parser makes of a device graph, as plain values for
-    JSON. Only the parts that the audit reads are included.
+    """Return a JSON description of the network that TensorRT's parser makes from a device graph.
 
-    Like TensorRT, ``describe`` makes a constant layer with the output ``<initialiser>_output`` for
-    each initialiser, and a shuffle layer between a weight matrix and its multiplication.
+    The description only includes the parts that the audit reads. TensorRT makes a constant layer
+    with the output ``<initialiser>_output`` for each initialiser. It inserts a shuffle layer
+    between a weight matrix and the matrix multiplication.
     """
     import onnx
 
@@ -170,8 +173,8 @@ def module(device: Device | None = None) -> Any:
 
 
 def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type:
-    # A real IHostMemory can be read like bytes. Before Python 3.12, only a subclass of bytes allows
-    # this.
+    # A real IHostMemory supports the buffer protocol. Before Python 3.12, a Python class can only
+    # support this protocol as a subclass of bytes.
     base: type = bytes if name == "IHostMemory" else object
     described = API["classes"][name]
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
@@ -259,7 +262,7 @@ def _is(trt: Any, text: str, value: Any) -> bool:
 
 
 class _Behaviour:
-    """The methods and properties of fake objects that do more than record a call.
+    """The implementations of fake methods and properties that do more than record a call.
 
     Their names are ``<class>_<method>`` and ``<class>_get_<property>``.
     """
@@ -411,7 +414,7 @@ class _Behaviour:
     def _shown(self, layer: Any) -> dict[str, Any]:
         """Return the description of a layer that the inspector prints.
 
-        As in TensorRT, a matrix multiplication and the quantising of its operands are one layer.
+        TensorRT fuses a matrix multiplication with the quantisation of its operands into one layer.
         """
         path = layer.name.partition("/")[0]
         types = self.device.shown_as.get(path) or [self._codes(tensor) for tensor in layer.inputs]

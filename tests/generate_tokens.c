@@ -1,5 +1,6 @@
-/* Generates token ids in C from bundles without text: generate_tokens BUNDLE NEW_TOKENS [ID...]
- * Prints the generated ids on one line to stdout, and the passes and seconds to stderr. */
+/* Generates token ids in C, also from bundles without a tokenizer: generate_tokens BUNDLE
+ * NEW_TOKENS [ID...] Prints the generated ids on one line to stdout, and the passes and seconds to
+ * stderr. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,7 @@
 """Hostile files of every kind that this project reads.
 
-Commands must report an error when they read such a file, or when they use it and exceed a limit.
+Commands must report an error when they read a hostile file, or when the use of the file exceeds a
+limit.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def _changed(changes: dict[str, dict[str, Any]]) -> dict[str, bytes]:
 
 
 def tokenizers() -> dict[str, bytes]:
-    """Return tokenizer.json files that cannot be loaded, or do not fit a denoiser with 160 token
-    ids.
+    """Return contents of tokenizer.json that cannot be loaded, or that do not match a denoiser
+    with 160 token ids.
     """
     parts = [name for name in harmless() if name not in ("version", "truncation", "padding")]
     patterns = ("(", "[", "*", "(?<", "\\", "(" * 10**5)
@@ -225,8 +226,8 @@ def tokenizers() -> dict[str, bytes]:
 
 
 def tokenizers_in_use() -> dict[str, bytes]:
-    """Return tokenizer.json files that can be loaded, but fail or exceed a limit when ``PROMPT`` is
-    encoded.
+    """Return contents of tokenizer.json that can be loaded, but that fail or exceed a limit when
+    ``PROMPT`` is encoded.
     """
     piece = {"SpecialToken": {"id": "x", "type_id": 0}}
     prepend = {"type": "Prepend", "prepend": "w1 " * 10**5}
@@ -298,7 +299,7 @@ def templates() -> dict[str, str]:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Return changes to the config.json of a LLaDA. With each change, the config is invalid."""
+    """Return changes that each make the config.json of a LLaDA checkpoint invalid."""
     keys = (
         "d_model",
         "n_layers",
@@ -340,7 +341,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def indexes() -> dict[str, bytes]:
-    """Return invalid files model.safetensors.index.json, for a folder that also contains
+    """Return invalid contents of model.safetensors.index.json. The folder also contains
     model.safetensors.
     """
     names = (
@@ -369,7 +370,7 @@ def indexes() -> dict[str, bytes]:
 
 
 def data_files() -> dict[str, bytes]:
-    """Return invalid calibration data in JSONL, for the harmless tokenizer with a chat template."""
+    """Return files of invalid calibration data in the format JSONL."""
     lines: dict[str, Any] = {
         **{
             f"text is {value!r:.20}": {"text": value}
@@ -488,7 +489,7 @@ def goldens() -> dict[str, bytes]:
                 )
                 made.writestr(f"{name}.npy", array.getvalue())
         data = out.getvalue()
-        if said is not None:  # the sizes of the first entry, in the central directory
+        if said is not None:  # the first entry's sizes in the central directory
             at = data.index(b"PK\1\2")
             data = data[: at + 20] + struct.pack("<II", said, said) + data[at + 28 :]
         return data

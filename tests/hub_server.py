@@ -1,10 +1,10 @@
-"""A local server with the protocol of the Hugging Face hub, for tests that load checkpoints by
-name.
+"""A local server that imitates the Hugging Face hub, for tests that load checkpoints by name.
 
 The server offers one folder as the repository ``org/tiny``, and counts the bytes that it sends for
-each file. Tests can make single files faulty. The download of a file in ``cut`` ends halfway. A
-file in ``forged`` has a wrong hash in the listing. For a file in ``hidden``, the server answers 404
-although the file is listed.
+each file. Tests can make single files faulty. The sets ``cut``,
+``forged`` and ``hidden`` contain names of faulty files. Downloads of files in ``cut`` end halfway.
+Files in ``forged`` are listed with a wrong hash. Requests for files in ``hidden`` get the status
+404, although the files are listed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HubServer:
         self._server.server_close()
 
     def listing(self) -> dict[str, Any]:
-        """Return the description of the repository that the hub sends."""
+        """Return the hub's description of the repository."""
         return {
             "id": REPOSITORY,
             "sha": COMMIT,

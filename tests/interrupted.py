@@ -1,8 +1,8 @@
 """Runs builds and ends them with a signal at a chosen file operation.
 
-Each build runs in a forked process. The parent process has already imported all modules. As a
-script, ``interrupted.py KIND FOLDER [CHECKPOINT]`` interrupts builds in FOLDER and prints its
-findings as JSON lines.
+Each build runs in a process forked from this one, which has already imported all modules. The
+command ``interrupted.py KIND FOLDER [CHECKPOINT]`` interrupts builds in FOLDER and prints one JSON
+line per build.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
 def fake_build(out: Path, name: str, force: bool) -> None:
-    """Write files like a build, with the same functions, but within a millisecond.
+    """Write a small fake bundle with the functions that a real build uses.
 
     The fake bundle contains ``name``, so that ``fake_name`` can tell two bundles apart.
     """
@@ -80,7 +80,7 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
     process = os.fork()
     if process == 0:
         os.close(read)
-        # A shell starts background jobs with SIGINT ignored, so the handler is set again.
+        # If a shell started this program in the background, SIGINT is ignored. Undo this.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code, said = 0, ""
         try:
@@ -152,7 +152,7 @@ def end_at(
 ) -> dict[str, Any]:
     """End a build with a signal before its operation ``number``.
 
-    If asked, a second build to the same path runs just before the signal is sent.
+    If ``with_second`` is true, a second build to the same path runs just before the signal is sent.
     """
     seen = out.parent.parent / "second"
     seen.unlink(missing_ok=True)
@@ -201,9 +201,10 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """Run every case of ``cases``: start a build and end it with the signal.
+    """Run every case of ``cases``: start a build and end it with a signal.
 
-    Prints which bundle is at the path afterwards, and which bundle the next build leaves there.
+    For each case, prints the name of the bundle that is at the output path after the signal, and
+    the name after one more build.
     """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent
@@ -228,10 +229,11 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
 
 
 def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
-    """Return a function that builds a bundle from a checkpoint.
+    """Return a function that builds a bundle from a checkpoint, and a function that returns the
+    name of a bundle.
 
-    The name of a build selects the length of its canvas, so that bundles can be told apart. The
-    graphs are traced before any fork, because tracing is slow.
+    Each name of a build gives a different canvas length, so the second function can find the name
+    of a bundle. The graphs are traced once, before any build, because tracing is slow.
     """
     import torch
     from traces import trace_once

@@ -1,7 +1,6 @@
 """Judges a candidate against its reference on given samples, for tests.
 
-The candidate and the reference are whole denoisers, so both can generate whole answers with their
-loops.
+The candidate and the reference are loaded completely, so both can generate whole answers.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ def judge(
 ) -> Judgement:
     """Judge a candidate on all held-out samples.
 
-    The predictions at the positions that a pass may commit (the frontier) are compared on the
-    canvases of the reference's runs.
+    Both denoisers make predictions for the canvases of the reference's runs. The predictions are
+    compared at the positions that a pass may commit (the frontier).
 
-    In addition, each denoiser generates its own answers for the first ``free_runs`` samples. None
-    means all samples. ``on_done`` is called ``len(samples) + min(free_runs, len(samples))`` times.
-    Raises JudgeError.
+    In addition, each denoiser generates its own answers for the first ``free_runs`` samples, or for
+    all samples if ``free_runs`` is None. ``on_done`` is called once for each sample,
+    and once more for each of the first ``free_runs`` samples. Raises JudgeError.
     """
     if free_runs is not None and free_runs < 1:
         raise JudgeError("judging needs at least one free run")

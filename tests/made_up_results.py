@@ -1,6 +1,6 @@
 """Made-up results of a quantised bundle.
 
-The results have every section that report.py can print, in the form that report.py expects.
+The made-up results contain every section that report.py can print.
 """
 
 from __future__ import annotations

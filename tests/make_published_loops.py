@@ -1,8 +1,8 @@
 """Writes tests/golden/published_loops.json, which contains the passes and canvases of published
 decoding loops.
 
-The authors' code of these loops is not part of this repository. Download the files, and pass their
-paths. The traces of a loop whose path is missing stay as they are:
+The code of the published loops is not part of this repository. Download the files, and pass their
+paths. If you do not pass a loop's path, the traces of this loop do not change:
 
     python tests/make_published_loops.py --sdar FILE --stable-diffcoder FILE
 
@@ -17,13 +17,14 @@ paths. The traces of a loop whose path is missing stay as they are:
     --wedlm             hf_compat/modeling_wedlm.py of github.com/Tencent/WeDLM, commit 0216110
     --stable-diffcoder  modeling_stable_diffcoder.py of the release Stable-DiffCoder-8B-Instruct
 
---llada2 needs transformers 4.57. The script calls the authors' loops without changes. It only
-replaces the network by a small random network. In SDAR's code, it also replaces random tokens by
-the most likely tokens. A decision of a loop counts as close if two tokens or two positions have
-almost equal scores. In the pass after an end token is decided, d3LLM's code may choose positions
-that already contain end tokens. The script prevents this: at decided positions, the network predicts
-all tokens with the same probability. Each request is repeated with new random weights until no decision is close.
-Rounding errors on other machines then cannot change a decision.
+--llada2 needs transformers 4.57. The script runs the authors' loops without changes, but with a
+small random network. In SDAR's loop, the most likely token replaces each random token. In the pass
+after an end token is decided, d3LLM's loop may choose positions that already contain end tokens. To
+prevent this, the network predicts all tokens with the same probability at decided positions.
+
+A decision of a loop is close if two tokens or two positions have almost equal scores. The script
+repeats each request with new random weights until no decision is close. Rounding errors on other
+machines then cannot change a decision.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ CLOSE = 1e-4
 
 
 class UnsuitableError(Exception):
-    """Raised if these random weights cannot be used: a decision of the loop is close, or the
-    authors' code fails.
+    """Raised if a loop's decision is close or the authors' code fails. The request is then repeated
+    with new random weights.
     """
 
 
@@ -57,7 +58,7 @@ class KnownTokenError(Exception):
 
 
 class Network:
-    """The random network, with the interfaces that the four loops call. It records its passes."""
+    """A random network that records its passes. The loops of SDAR, LLaDA2 and RND1 call it."""
 
     device = torch.device("cpu")
 
@@ -88,7 +89,11 @@ class Network:
         return logits, present
 
     def check(self, ids: Tensor, logits: Tensor) -> None:
-        """Raise UnsuitableError if two tokens or two positions are almost equally good."""
+        """Raise UnsuitableError if a decision of the loop is close.
+
+        This is the case if two tokens or two positions have almost equal scores, or if a score is
+        almost equal to the threshold.
+        """
         if self.shift:
             ids, logits = ids[1:], logits[:-1]
         probs = logits[ids == MASK].softmax(-1)
@@ -114,8 +119,6 @@ class Network:
             for (k, v), (new_k, new_v) in zip(kept, present, strict=True)
         ]
 
-    # ---- SDAR calls the model and LLaDA2's method calls self.forward with position_ids. ----
-
     def __call__(
         self,
         input_ids: Tensor,
@@ -131,7 +134,7 @@ class Network:
 
 
 class KeysAndValues(list[Any]):
-    """A cache in the form that Fast-dLLM v2's loop expects when a text ends."""
+    """A cache with the attributes that Fast-dLLM v2's loop reads after an end token."""
 
     @property
     def key_cache(self) -> list[Tensor]:
@@ -145,7 +148,7 @@ class KeysAndValues(list[Any]):
 class BlockCached(Network):
     """A network with the interface that Fast-dLLM v2's loop calls.
 
-    The loop stores the caches between passes and passes them to the next call.
+    The loop keeps the caches and passes them to each call.
     """
 
     def forward(
@@ -186,7 +189,7 @@ class BlockCached(Network):
 
 
 class Ahead(Network):
-    """A network with the interface that d3LLM's loops call. Its attention is full.
+    """A network with full attention and with the interface that d3LLM's loops call.
 
     The threshold is compared with entropies.
     """
@@ -212,9 +215,10 @@ class Ahead(Network):
 
 
 class Moved(Network):
-    """A network with the interface that WeDLM's loop calls. The loop moves mask tokens to the end.
+    """A network with the interface that WeDLM's loop calls.
 
-    The recorded tokens are in the order of their positions.
+    The loop moves mask tokens to the end of the sequence. ``passes`` records the tokens in the
+    order of their positions.
     """
 
     def __init__(self, _: int, shift: int, seed: int, threshold: float | None) -> None:
@@ -236,8 +240,8 @@ class Moved(Network):
 class Cropped(Network):
     """A network with the interface that Stable-DiffCoder's loop calls.
 
-    Each call stores its rows. The next call overwrites all rows from its first position on, as if
-    the loop's cache had been cropped there.
+    A call computes the tokens from its first position on. It discards stored keys and values from
+    this position on, and stores the new keys and values.
     """
 
     def __call__(self, input_ids: Tensor, *_: Any, **options: Any) -> Any:
@@ -359,7 +363,7 @@ def run_wedlm(
         block_size=options["block"],
         mask_token_id=MASK,
         confidence_threshold=options["threshold"],
-        pad_token_id=VOCABULARY,  # no token, so that the loop removes no token of the prompt
+        pad_token_id=VOCABULARY,  # not a token id, so the loop keeps all prompt tokens
         return_stats=False,
     )
     found: list[int] = out[0].tolist()
@@ -434,7 +438,7 @@ def run_d3llm_dream(
 
 
 def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
-    """Return the requests: family, length of the prompt, number of new tokens, and options."""
+    """Return the requests, as tuples (family, prompt length, number of new tokens, options)."""
     found: list[tuple[str, int, int, dict[str, Any]]] = []
     for block, steps in ((4, 4), (4, 2), (4, 3), (8, 3), (8, 5)):
         for length in (1, block - 1, block, block + 2, 2 * block + 3):
@@ -495,10 +499,10 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
 
 
 def load(path: Path) -> ModuleType:
-    """Import a file as a module of a package that consists of its folder, because the file may
-    import other files of the folder.
+    """Import a Python file as part of a package, so that it can import other files of its folder.
 
-    d3LLM's file for LLaDA imports LLaDA's class, but its loop does not use this class.
+    d3LLM's file for LLaDA imports the class ``LLaDAModelLM``, but does not use it in the loop. The
+    class is therefore replaced by None.
     """
     unused = "utils.utils_LLaDA.model.modeling_llada"
     for name in (unused.rsplit(".", count)[0] for count in range(3, -1, -1)):

@@ -2,7 +2,7 @@
 builds engines.
 
 Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs
-installed. The bindings have no stubs, but pybind11 writes each signature into the docstring.
+installed. The signatures come from the docstrings that pybind11 generates.
 
 In the file, a class has the form ``{"methods": {name: [signature, ...]}, "properties": {name:
 whether the property can be set}}``. A signature is a list of ``[argument, type, whether the
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorrt_api.json"
-# Maps a class to the methods whose signatures are stored. For all other methods, only the name is
-# stored.
+# For each class, the methods whose signatures are stored. For other methods, only names are stored.
 CLASSES: dict[str, tuple[str, ...]] = {
     "Builder": (
         "__init__",
@@ -66,15 +65,13 @@ ENUMS = (
 
 
 def signatures(name: str, text: str) -> list[list[list[Any]]]:
-    """Return the signatures at the start of a docstring or in its list of overloads, without
-    self.
-    """
+    """Return the signatures in the docstring ``text`` of a method, without ``self``."""
     found = []
     for line in re.findall(rf"^(?:\d+\. )?({name}\(.*\)) -> ", text, re.MULTILINE):
         if line == f"{name}(*args, **kwargs)":
             continue  # a heading that pybind11 writes before overloads
-        # In a signature, pybind11 writes a default that is not a literal as <...>, and the name of
-        # a class without a binding with C++'s ``::``. Neither is valid Python.
+        # Two parts of pybind11's signatures are not valid Python: default values like <...>, and
+        # C++ names with ``::``.
         code = re.sub(r"\w+::", "", re.sub(r"<[^<>]*>", "...", line))
         arguments = ast.parse(f"def {code}: ...").body[0].args  # type: ignore[attr-defined]
         first_default = len(arguments.args) - len(arguments.defaults)
@@ -129,8 +126,7 @@ def text() -> str:
         "enums": enums,
     }
     lines = json.dumps(golden, indent=1)
-    # Inner lists are joined first, so that each signature is on one line and changes are easy to
-    # review.
+    # Write each signature on one line, so that changes are easy to review.
     for _ in range(2):
         lines = re.sub(
             r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]",

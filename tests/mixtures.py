@@ -2,9 +2,9 @@
 
 Tests compare the logits of these classes with the logits of this project's networks.
 
-transformers 5 stacks the experts of a layer, and concatenates the gate and up matrices. When
-transformers loads a released checkpoint, it converts the tensors to this form. This module does the
-same.
+transformers 5 stores the matrices of all experts of a layer in one tensor, and concatenates the
+gate and up matrices. This module converts the tensors of a released checkpoint to this form, as
+transformers does when it loads one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 
 def qwen3_moe(config: dict[str, Any], **fields: Any) -> transformers.PretrainedConfig:
-    """A configuration of transformers' Qwen3-MoE with the sizes of a released configuration.
-    ``fields`` contains values for the fields that transformers names differently from the released
-    configuration.
+    """Make a Qwen3-MoE configuration for transformers from a checkpoint's configuration.
+
+    ``fields`` contains the fields that have other names in the checkpoint's configuration.
     """
     same = (
         "hidden_size",
@@ -53,8 +53,8 @@ def logits_of(
 ) -> torch.Tensor:
     """Create a network of a transformers class and return its logits ``[B, L, V]``.
 
-    ``tensors`` contains the weights, by their names in transformers. In the mask ``is_visible``
-    ``[L, L]``, True at (i, j) means that position i sees position j.
+    ``tensors`` maps transformers' names to the weights. ``is_visible`` bool ``[L, L]`` is True at
+    (i, j) if position i attends to position j.
     """
     folder.mkdir()
     config.architectures = [kind.__name__]

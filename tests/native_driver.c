@@ -1,9 +1,9 @@
-/* Tests the C ABI of libdlm_runtime from C99: the calls that it must reject, the errors that it
- * must survive, and the loop on a made-up denoiser.
+/* Tests the C ABI of libdlm_runtime from C99: calls that the library must reject, errors that it
+ * must survive, and the decoding loop with a fake denoiser.
  *
  * Usage: native_driver BUNDLE. tests/test_native.py runs it under AddressSanitizer and
  * UndefinedBehaviorSanitizer. $DLM_ONNXRUNTIME is the path of ONNX Runtime. Prints a line for each
- * claim that fails, then "N passed, N failed". */
+ * failed check, then "N passed, N failed". */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <pthread.h>
@@ -169,8 +169,8 @@ static dlm_status run(void* user, const dlm_pass* p) {
     const int64_t row = p->score_rows[i];
     if (row < 0 || row >= p->tokens) continue; /* this error was counted above */
     const int64_t position = p->position_ids[row];
-    /* Row 0 of a shifted denoiser predicts position 0 as well as position 1. The check does not
-     * distinguish the two positions. */
+    /* With shift 1, row 0 is scored for position 0 and for position 1. If position 0 has the mask
+     * token, this row predicts position 0 here. */
     const int is_first = position == 0 && p->input_ids[i / p->rows * p->tokens + row] == MASK;
     const int64_t predicted = position + (f->shift == 1 && !is_first ? 1 : 0);
     const int is_bad_row = is_bad && i == p->batch * p->rows - 1;
@@ -240,7 +240,7 @@ static dlm_request of(const dlm_request* options, const int32_t* tokens, size_t 
   return request;
 }
 
-/* Runs a request with these tokens. If it does not fail, its canvas is copied over them. */
+/* Runs a request with these tokens. If the request does not fail, copies its canvas to `tokens`. */
 static dlm_status generate(dlm_session* session, const dlm_request* options, int32_t* tokens,
                            size_t count, dlm_stats* stats, size_t* length) {
   dlm_request request;
@@ -267,16 +267,15 @@ static dlm_status start(dlm_session* session, const dlm_request* options, const 
   return dlm_session_start(session, options == NULL ? NULL : &request);
 }
 
-/* Returns 1 if a step is consistent with its canvas at every position. Undecided positions must
- * have the mask token. */
+/* Returns 1 if the step has no text, and exactly its undecided positions have the mask token. */
 static int is_told_undecided(const dlm_step* step) {
   for (int32_t i = 0; step->done == 0 && i < step->length; ++i)
     if (step->undecided[i] != (step->canvas[i] == MASK)) return 0;
   return step->struct_size == sizeof *step && step->text_size == 0 && step->text[0] == '\0';
 }
 
-/* Runs a valid request, whose tokens must be those that the denoiser predicts. This shows that the
- * session works. */
+/* Checks that the session still works: runs a valid request, and compares its tokens with those
+ * that the denoiser predicts. */
 static void is_usable(dlm_session* session, const fake* f, int line) {
   dlm_policy policy;
   const dlm_request options = options_of(&policy, 9);
@@ -492,8 +491,8 @@ static void test_presets(const char* path) {
 
 /* ---- Requests that are rejected ---- */
 
-/* Checks that generate and start reject a request, that they change nothing, and that the session
- * still works for the next request. */
+/* Checks that generate and start reject a request and change no outputs, and that the session still
+ * works after that. */
 static void refuse_request(dlm_session* session, const fake* f, const dlm_request* options,
                            const int32_t* given, size_t count, dlm_status wanted, int line) {
   int32_t tokens[LONGEST];
@@ -759,7 +758,7 @@ static void test_step_callbacks(void) {
   size_t length = 99;
   options.on_step = watch;
   for (int32_t stop_at = 1; stop_at <= 8;
-       ++stop_at) { /* the last call is made when all positions are decided */
+       ++stop_at) { /* in the last call, all positions are decided */
     watcher w = {0, stop_at, NULL, {0}};
     options.user = &w;
     SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_CANCELLED);
@@ -786,7 +785,7 @@ static void test_step_callbacks(void) {
 typedef struct {
   int32_t calls, stop_at;
   dlm_session* session;
-  dlm_status answer; /* status of a call on the session from within its callback */
+  dlm_status answer; /* status of a call that the callback makes on the session */
 } asker;
 
 static int32_t ask(void* user) {
@@ -969,7 +968,7 @@ static void test_a_new_session_takes_a_canvas_of_masks_alone(void) {
   fake f = make_fake();
   dlm_bundle* bundle = open_fake(&f);
   for (size_t cache = 0; cache < 3;
-       ++cache) { /* the block is the whole canvas, so no position is left to cache */
+       ++cache) { /* the whole canvas is one block, so there is nothing to cache */
     dlm_session* session = open_session(bundle);
     dlm_policy policy;
     const dlm_request options = options_of(&policy, 4);
@@ -1014,7 +1013,7 @@ static void test_counts(void) {
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 8 && tokens[5] == EOS && tokens[11] == EOS &&
         tokens[18] == EOS && tokens[10] != EOS);
-  options.policy = NULL; /* a callback bundle then uses the policy of dlm_policy_init */
+  options.policy = NULL; /* for a callback bundle, NULL means the policy of dlm_policy_init */
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 16);
   dlm_session_destroy(session);
@@ -1159,7 +1158,7 @@ static void test_results_and_what_ends_requests(void) {
   CLAIM(step->done == 1 && step->nfe == 1 && f.passes == passes &&
         ended(session, DLM_FINISH_CANCELLED, 1, 8, 7));
   is_usable(session, &f, __LINE__);
-  /* Sampling and guidance, with whole logits and two canvases per pass. */
+  /* With sampling and guidance, passes return all logits and run two canvases. */
   policy.select = "sample";
   policy.temperature = 0.5;
   policy.cfg_scale = 2;
@@ -1173,8 +1172,9 @@ static void test_results_and_what_ends_requests(void) {
 
 /* ---- Batches ---- */
 
-/* Requests with canvases of the same length and blocks of eight. The numbers of masks in a block
- * may differ between requests. canvases[i] contains the given tokens of request i. */
+/* Requests with canvases of the same length and blocks of eight tokens. The requests may have
+ * different numbers of mask tokens in a block. canvases[i] contains the given tokens of request
+ * i. */
 typedef struct {
   int32_t canvases[MOST][LONGEST];
   size_t counts[MOST];   /* numbers of given tokens */
@@ -1182,8 +1182,8 @@ typedef struct {
   dlm_stats stats[MOST]; /* output */
 } several;
 
-/* Runs the first `count` requests. If the call does not fail, their canvases are copied over the
- * given tokens. */
+/* Runs the first `count` requests. If the call does not fail, copies their canvases to
+ * s->canvases. */
 static dlm_status generate_batch(dlm_session* session, const dlm_request* options, several* s,
                                  size_t count, int32_t max_batch) {
   dlm_request requests[MOST];
@@ -1259,7 +1259,7 @@ static void test_wrong_batches_are_refused_by_number(void) {
   s.canvases[1][5] = V;
   REFUSE(&good, "request 1: token id 50 at position 5");
 #undef REFUSE
-  /* Each request has separate options, and its callback only gets its own steps. */
+  /* Each request has its own options, and a callback gets only the steps of its own request. */
   prepare(&s, 40);
   dlm_request one = of(&good, s.canvases[0], 40), two = options_of(&other, 0);
   two = of(&two, s.canvases[0], 40);
@@ -1272,7 +1272,7 @@ static void test_wrong_batches_are_refused_by_number(void) {
   SESSION_STATUS(dlm_session_result(session, 1, &result), DLM_OK);
   CLAIM(watchers[0].calls == 37 && watchers[1].calls == 4 && result->stats->nfe == 4 &&
         result->finish == DLM_FINISH_STEPS);
-  /* Passes that fail for the last request of the second batch of two, in its last row. */
+  /* Make a pass of the second batch of two fail in the last row of its last request. */
   const int32_t tokens[] = {-1, V, MASK};
   for (size_t i = 0; i < 4; ++i) {
     int32_t per_batch = 0;
@@ -1291,7 +1291,8 @@ static void test_wrong_batches_are_refused_by_number(void) {
     refuse_batch(session, &f, &good, &s, 4, 2, i == 3 ? DLM_OUT_OF_MEMORY : DLM_ENGINE_FAILED,
                  i == 3 ? "OUT_OF_MEMORY" : "request 3: the denoiser predicted the invalid token",
                  __LINE__);
-    /* The other requests finish. If a pass fails, both of its requests fail. */
+    /* If the pass itself fails, both of its requests fail. Otherwise only one fails. The other
+     * requests finish. */
     SESSION_STATUS(generate_batch(session, &good, &s, 0, 2), DLM_OK);
     f.bad_at = f.passes + per_batch + 1;
     const dlm_result* results[4];
@@ -1321,10 +1322,9 @@ static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
   for (int32_t variant = 0; variant < 2 * 3 * 3 * 3 * 2; ++variant) {
     fake f = make_fake();
     f.shift = variant % 2;
-    f.eos_at =
-        variant / 54 == 1
-            ? 12
-            : NOWHERE; /* in some requests, this token is given and therefore has no effect */
+    f.eos_at = variant / 54 == 1
+                   ? 12
+                   : NOWHERE; /* in some requests, position 12 is given, so eos_at has no effect */
     dlm_bundle* bundle = open_fake(&f);
     dlm_session* session = open_session(bundle);
     dlm_policy policy;
@@ -1386,7 +1386,7 @@ static void test_requests_are_together_where_they_fit(void) {
   memset(f.batches, 0, sizeof f.batches);
   prepare(&s, 19);
   for (int32_t at = 3; at < 11; ++at)
-    s.canvases[2][at] = 5; /* its first block is the second block of another request */
+    s.canvases[2][at] = 5; /* so the first block with mask tokens is the second block */
   SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);
   CLAIM(f.batches[2] > 0 && f.batches[1] > 0 && f.batches[3] == 0 && f.broken_promises == 0);
   memset(f.batches, 0, sizeof f.batches);
@@ -1412,8 +1412,8 @@ static void test_requests_that_are_done_leave_at_the_next_full_pass(void) {
   for (policy.refresh = 0; policy.refresh <= 8; policy.refresh += 8) {
     memset(f.batches, 0, sizeof f.batches);
     prepare(&s, 27);
-    s.canvases[1][5] = 7; /* this request has no end token and fills three blocks; the other one
-                             only fills the first */
+    s.canvases[1][5] = 7; /* request 1 has no end token and fills three blocks; request 0 fills only
+                             the first */
     memcpy(s.canvases[1] + 6, s.canvases[0] + 6, 21 * sizeof(int32_t));
     SESSION_STATUS(generate_batch(session, &options, &s, 2, 2), DLM_OK);
     CLAIM(s.stats[0].nfe == 8 && s.canvases[0][26] == EOS && s.stats[1].nfe == 23 &&
@@ -1442,7 +1442,7 @@ static void* work(void* argument) {
   for (int round = 0; round < 8; ++round) {
     int32_t tokens[LONGEST] = {1, 2, 3, 4};
     size_t length = 0;
-    /* Every second request fails, and its error only concerns its session. */
+    /* Every second request fails. Its error must not affect other sessions. */
     if (round % 2 == 1) tokens[0] = -1;
     const dlm_status wanted = round % 2 == 1 ? DLM_INVALID_ARGUMENT : DLM_OK;
     if (generate(w->session, &options, tokens, (size_t)w->given, NULL, &length) != wanted)

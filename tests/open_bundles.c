@@ -1,5 +1,5 @@
-/* Opens bundles and prints "STATUS<tab>MESSAGE" for each. If a bundle opens, also does this for its
- * compiled text. Usage: open_bundles ENGINE BUNDLE [ENGINE BUNDLE]... */
+/* Opens bundles, and prints "STATUS<tab>MESSAGE" for each. If a bundle can be opened, this also
+ * includes opening its compiled text file. Usage: open_bundles ENGINE BUNDLE [ENGINE BUNDLE]... */
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ int main(int argc, char** argv) {
     dlm_open_options_init(&options, sizeof options);
     options.engine = argv[i];
     options.threads = 1;
-    alarm(60); /* ends the program if it hangs; no bundle takes as long, even on a busy machine */
+    alarm(60); /* ends the program if it hangs; opening a bundle never takes 60 seconds */
     dlm_status status = dlm_bundle_open(argv[i + 1], &options, message, sizeof message, &bundle);
     const dlm_text* text = NULL;
     if (!status && strstr(dlm_bundle_describe(bundle)->manifest, "\"text.bin\""))

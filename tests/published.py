@@ -1,9 +1,7 @@
 """Random networks and prompts.
 
-Tests run the authors' published loops and this project's loops on them, and compare the results.
-
-``make_published_loops.py`` runs the authors' code on these networks, and
-``test_published_loops.py`` runs this project's code.
+``make_published_loops.py`` runs published decoding loops on the random networks and records the
+results. ``test_published_loops.py`` runs this project's loops and compares the results.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ MASK, END, VOCABULARY = 99, 7, 100
 
 def random_network(block: int, shift: int, seed: int, *, has_masks_last: bool = False) -> Denoiser:
     """Return a random network with block-causal attention, or with full attention if ``block`` is
-    0, or with visibility ``masks-last``.
+    0. With ``has_masks_last``, the attention has the visibility ``masks-last`` instead.
 
-    The weights come from numpy's legacy generator, which gives the same numbers in every version.
+    The weights come from numpy's legacy generator, which gives the same numbers in every numpy
+    version.
     """
     network = make_network(
         vocab_size=VOCABULARY,

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from dlm_export.distributed.ray_workers import LOCAL, connected
 
-# Ray Serve replaces a proxy that does not answer for a few seconds. The requests of the proxy then
-# fail. While other programs use all cores, a healthy proxy can take longer.
+# Ray Serve replaces a proxy that does not answer for a few seconds, and the proxy's requests fail.
+# On a busy machine, a healthy proxy can be slower, so the time limits are raised to 120 s.
 for name in ("READY", "HEALTH"):
     os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "120")
 

@@ -1,6 +1,6 @@
 """Hypothesis strategies for JSON Schemas.
 
-The schemas combine and nest all keywords of a draft (a version of JSON Schema).
+The random schemas combine and nest all keywords of a draft (a version of JSON Schema).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _keywords(draft: int, inner: st.SearchStrategy[Any]) -> dict[str, st.SearchS
     return made
 
 
-# Groups of keywords that affect each other, so a schema often uses several of a group.
+# Groups of keywords that affect each other. A random schema often uses several keywords of a group.
 GROUPS = (
     ("if", "then", "else"),
     ("contains", "minContains", "maxContains"),
@@ -111,7 +111,9 @@ def schemas(draft: int) -> st.SearchStrategy[Any]:
 
 
 def documents(draft: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Strategy for schemas of a draft. Each schema has two definitions, to which it can refer."""
+    """Return a strategy for schemas of a draft. Each schema defines two schemas that it can
+    reference with ``$ref``.
+    """
     made = schemas(draft)
     return st.builds(
         lambda root, x, y: {

@@ -26,7 +26,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def random_document(source: random.Random) -> dict[str, Any]:
-    """Return a random complete schema, which may refer to its own parts."""
+    """Return a random schema document, which may contain references to its own parts."""
     made = random_schema(source)
     if source.random() < 0.8:
         return made

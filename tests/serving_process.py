@@ -24,12 +24,12 @@ class Served:
     """A running server.
 
     Args:
-        process: The process.
+        process: The process that runs ``dlm-export serve``.
         host, port: The address of the server.
         model: The name of the server's first model.
         client: An httpx client that is connected to the server.
         lines: The lines that the process wrote to stderr.
-        reader: The thread that reads these lines.
+        reader: The thread that reads stderr and appends to ``lines``.
     """
 
     process: subprocess.Popen[str]
@@ -50,7 +50,7 @@ class Served:
         return self.process.wait(60)
 
     def memory_kib(self, name: str = "VmRSS") -> int:
-        """Return the resident memory of the server in KiB, or its peak for the name "VmHWM".
+        """Return the server's resident memory ("VmRSS") or peak memory ("VmHWM") in KiB.
 
         Linux only.
         """
@@ -58,7 +58,7 @@ class Served:
         return int(re.findall(rf"{name}:\s*(\d+)", status)[0])
 
     def reset_peak(self) -> None:
-        """Reset the peak of the memory to the current memory. Linux only."""
+        """Set the server's peak memory ("VmHWM") to its current memory. Linux only."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def said(self) -> str:
@@ -80,7 +80,7 @@ def read_all(client: socket.socket) -> bytes:
 
 @contextmanager
 def serving(bundle: Path, *arguments: str) -> Iterator[Served]:
-    """Serve a bundle until the block ends. ``arguments`` are further arguments of the command."""
+    """Serve a bundle until the ``with`` block ends. ``arguments`` go to ``dlm-export serve``."""
     import httpx
 
     command = [sys.executable, "-m", "dlm_export.cli", "serve", str(bundle), "--port", "0"]

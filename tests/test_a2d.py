@@ -1,10 +1,10 @@
 """Tests of A2D conversions of Qwen3.
 
 An A2D conversion is an autoregressive model that was trained further, so that it became a denoiser.
-Each head of Qwen3 has a norm for its queries and a norm for its keys, and is wider than hidden size
-/ number of heads.
+In Qwen3, each head has a norm for its queries and a norm for its keys. Heads are wider than hidden
+size / number of heads.
 
-``test_capture`` compares the same checkpoints with the Qwen3 class of transformers.
+``test_capture`` compares the checkpoints of these tests with the Qwen3 class of transformers.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_what_is_told_of_it(checkpoint: Path) -> None:
 
 
 def test_attention_is_fused_with_the_norms_of_its_heads(bundle: Path) -> None:
-    """In each layer, one function call computes attention and the norms of its heads.
+    """In each layer, one call of an ONNX function computes attention and the norms of the heads.
 
     Each norm before a layer's attention or MLP is fused with the addition before it.
     """

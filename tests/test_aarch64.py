@@ -50,11 +50,11 @@ PROMPTS, PRESET = (
 # magnitudes up to 22. They differed by at most 2.7e-5 in fp32, and by at most 0.43 in INT8 (median
 # 0.011).
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
-# The least share of commands for which both processors give the same answer with the same number of
-# passes.
+# The smallest accepted share of commands for which both processors give the same answer with the
+# same number of passes.
 AGREEING = {"fp32": 1.0, "int8": 0.95}
-# What Linux writes to /proc/cpuinfo on a Neoverse N1. ONNX Runtime reads /proc/cpuinfo when it is
-# loaded. In qemu, it would read the text of this x86-64 machine, and crash.
+# The content of /proc/cpuinfo on a Neoverse N1. ONNX Runtime reads /proc/cpuinfo when it is loaded.
+# In qemu, ONNX Runtime would read the file of this x86-64 machine, and crash.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -86,7 +86,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def compiled(*targets: str) -> Path:
-    """Build these targets of the cross build, and return the build folder."""
+    """Build ``targets`` with the cross compiler, and return the build folder."""
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'cmake' / 'aarch64-linux-gnu.cmake'}"
     options = [
         "-G",

@@ -51,7 +51,7 @@ def test_a_struct_of_a_size_that_no_header_gave_is_refused_with_a_sentence(
 
 
 def test_a_struct_of_an_older_header_is_filled_up_to_its_end(llada_bundle: Path) -> None:
-    size = _native.Policy.seed.offset + 8  # a header of a version in which seed was the last field
+    size = _native.Policy.seed.offset + 8  # the struct's size when seed was its last field
     room = (ctypes.c_uint8 * ctypes.sizeof(_native.Policy))(*([7] * ctypes.sizeof(_native.Policy)))
     policy = ctypes.cast(room, ctypes.POINTER(_native.Policy))
     _native.library().dlm_policy_init(policy, size)

@@ -73,7 +73,9 @@ def _check_progress(tokens: list[int], new: int, policy: Policy, after: list[np.
 
 
 def test_later_blocks_start_before_earlier_blocks_are_finished() -> None:
-    """With next_block 1, the same policy finishes each block first, and needs more passes."""
+    """With next_block 1, the same policy finishes each block before the next block starts, and
+    needs more passes.
+    """
     ahead, total = 0, {0.1: 0, 1.0: 0}
     for seed in range(8):
         denoiser = random_network(0, 0, seed)
@@ -123,7 +125,7 @@ def test_block_causal_denoisers_refuse_it_by_name() -> None:
 
 
 def test_scores_are_entropies_whatever_the_policy_says() -> None:
-    """The rule compares entropies, so the field ``score`` has no effect."""
+    """The commit rule compares entropies, so the policy field ``score`` has no effect."""
     with under_native_loop(random_network(0, 0, 3)) as bundle:
         request: dict[str, Any] = {"tokens": prompt_of(5, 3), "max_new_tokens": 12}
         one = bundle.generate(**request, **AHEAD)

@@ -24,7 +24,7 @@ VOCABULARY, MASK = 50, 41
 
 
 def logits_of(positions: np.ndarray, masked: int) -> np.ndarray:
-    """Logits that depend on the position and on the number of masked positions."""
+    """Return logits that depend on the position and on the number of masked positions."""
     rows = [np.random.default_rng([at, masked]).normal(0, 2, VOCABULARY) for at in positions]
     return np.array(rows, np.float32)
 
@@ -170,8 +170,8 @@ def test_requests_with_and_without_alternatives_share_passes() -> None:
 
 
 def test_a_token_that_a_constraint_forces_has_no_alternatives() -> None:
-    """The constraint's longest text ends before the last two positions, so end tokens are forced
-    there.
+    """The constraint's longest text ends before the last two positions, so end tokens are forced at
+    these two positions.
     """
     info = DenoiserInfo(160, 39, 512, eos_token_ids=(7,), has_cache=False)
     automaton = compiled("[ab]{6}", made_up_vocabulary(160, (7, 39)), 160)

@@ -29,8 +29,8 @@ from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.audit import AuditError
 
 BF16 = TensorProto.BFLOAT16
-# Two layers. No other layer uses the quantised input of ``OWN``. Neighbouring layers use the same
-# quantised input as ``SHARED``.
+# ``OWN`` and ``SHARED`` are two layers. No other layer uses the quantised input of ``OWN``.
+# Neighbouring layers use the same quantised input as ``SHARED``.
 OWN, SHARED = "blocks.1.mlp.down", "blocks.2.attention.k"
 
 
@@ -52,8 +52,8 @@ def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarra
 def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
     """The node that dequantises the codes of a layer.
 
-    For NVFP4, a Transpose node follows this node. For other formats, the matrix multiplication
-    follows.
+    In NVFP4, a Transpose node follows the returned node. In other formats, the matrix
+    multiplication follows the returned node.
     """
     node = _producer(model, _matmul(model, layer).input[1])
     return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])
@@ -81,7 +81,7 @@ def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
-    """Quantise the input of a layer to FP8 instead of its format."""
+    """Quantise the input of a layer to FP8 instead of the layer's format."""
     drop_activation_pair(model, layer)
     node = _matmul(model, layer)
     scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))

@@ -1,5 +1,5 @@
 """For wrong input, the command line prints one sentence that names the input, and exits with the
-right code.
+right exit code.
 
 Commands that fail leave no files behind.
 """
@@ -648,8 +648,8 @@ def test_a_build_that_will_not_fit_is_refused_before_it_starts(
 
 
 # The build writes a claim file, which reserves the output path (4 KiB), weights (392 KiB), a graph
-# (15 KiB) and a manifest (3 KiB). With each of these disk sizes, a different file is the first one
-# that does not fit.
+# (15 KiB) and a manifest (3 KiB). With each disk size below, a different file is the first one that
+# does not fit.
 @pytest.mark.parametrize("size", ["64k", "400k", "412k"])
 def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
     llada_checkpoint: Path,
@@ -877,7 +877,7 @@ def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
     _fails("run", llada_bundle, "--threads", 1, *options, code=2, says=says)
 
 
-# Values that the command line accepts, but that code behind the command line may fail to convert.
+# Values that the command line accepts, but that the code of the command may fail to convert.
 ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "number beyond doubles": (("--set", "threshold=" + "9" * 400), "threshold"),
     "score is a list": (("--set", "score=[1]"), "score"),

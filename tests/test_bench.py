@@ -666,7 +666,7 @@ def test_work_of_a_pass_counted_by_hand() -> None:
     # The matrices have 84 weights: q has 16, k and v have 8 each, out has 16, and gate, up and down
     # have 12 each. The output head has 40 weights. There are three norms of 4 weights each, and the
     # pass reads two rows of the embedding, all in fp32. In each layer, the key and the value of a
-    # position have 4 numbers together.
+    # position together have 4 numbers.
     network = make_network(**HAND)
     work = work_of(network, {}, tokens=2, cached=3, rows=1)
     assert work == Work(
@@ -674,8 +674,8 @@ def test_work_of_a_pass_counted_by_hand() -> None:
         5 * 4 * 4,
         {"layers.full": 168, "attention.full": 80, "head.full": 40},
     )
-    # Each row has 12 codes and 3 scales. If a format only quantises weights, multiplications are in
-    # full precision.
+    # The quantised matrices of gate and up each have 12 codes and 3 scales. If a format only
+    # quantises weights, multiplications are in full precision.
     work = work_of(
         network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1
     )

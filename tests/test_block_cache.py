@@ -14,6 +14,7 @@ from denoisers import ArithmeticDenoiser, under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import make_network
+from slow_cases import slow_except
 from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
@@ -35,7 +36,7 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """Return a published preset for a network with this block length and shift.
+    """Return a published preset for a network with the given block length and shift.
 
     The thresholds are lowered, so that random denoisers reach them. Returns None if the network
     does not support the preset.
@@ -221,7 +222,7 @@ def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
-@pytest.mark.parametrize("block", [2, 4, 6])
+@pytest.mark.parametrize("block", slow_except([4], [2, 4, 6]))
 def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
     """Decoding with the block cache must give the same canvas as decoding without a cache.
 
@@ -251,7 +252,7 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BLOCK_CAUSAL if preset(name, 4, 0) is not None])
-@pytest.mark.parametrize("block", [2, 4, 6])
+@pytest.mark.parametrize("block", slow_except([4], [2, 4, 6]))
 def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_canvas(
     name: str, block: int
 ) -> None:
@@ -271,8 +272,9 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
                 **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
             )
         assert opened.tokens == stored.tokens
-        # If the prompt ends inside a block and covers its first sub-block, the first pass over the
-        # block cannot also store the prompt's part of the block. One more pass stores this part.
+        # If the prompt ends inside a block and covers the first sub-block of this block, the first
+        # pass over the block cannot also store the prompt's part of the block. One more pass stores
+        # this part.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -290,7 +292,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits always write the most likely token, even if tokens are sampled.
+    """Edits always write the most likely token, even if the policy samples tokens.
 
     With classifier-free guidance, a second canvas, whose prompt is masked, has a separate cache.
     """
@@ -423,8 +425,8 @@ class Scripted:
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
     """The denoiser first predicts the token 10 everywhere.
 
-    When all positions of the block are decided, the denoiser is sure of the token 20. Edits must
-    not change tokens of the caller.
+    When all positions of the block are decided, the denoiser predicts the token 20 with certainty.
+    Edits must not change tokens that the caller passed.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -598,7 +600,7 @@ def test_the_presets_for_a_denoiser_are_those_that_it_takes(block: int | None, s
             bundle.generate(tokens=[1], max_new_tokens=80, **suiting[name].as_dict())
         elif name not in ("nemotron-diffusion", "wedlm", "diffusion-gemma") or (
             name == "diffusion-gemma" and (shift or block is None)
-        ):  # these three would also run, but are published for other denoisers only
+        ):  # these three would also run, but they were published for other denoisers
             with pytest.raises(RequestError):
                 bundle.generate(tokens=[1], max_new_tokens=80, **policy.as_dict())
     assert ("llada" in suiting) == (block != 64)

@@ -47,7 +47,7 @@ from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = schema()
 VALIDATOR = validator()
-# The native reader reads these members. Of all other members, the native reader only checks the
+# The members that the native reader reads. Of all other members, the native reader only checks the
 # names.
 NATIVE = (
     "schema_version",
@@ -80,7 +80,9 @@ def bundle(llada_bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_bundle(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of a built bundle. Each example of a property test writes its manifest again."""
+    """A copy of a built bundle. Each example of a property test writes the manifest of the copy
+    again.
+    """
     copied = Path(shutil.copytree(llada_bundle, tmp_path_factory.mktemp("format") / "bundle"))
     assert _opens(copied), "every damage would be refused, whatever it is"
     return copied
@@ -572,7 +574,8 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     damaged = _damage(data, _read(llada_bundle))
     _write(shared_bundle, damaged)
     opened = _opens(shared_bundle)
-    # The native reader may reject more than the schema does (see its description), but never less.
+    # The native reader may reject more than the schema (see the schema's description), but never
+    # less.
     faults = [
         f"{error.json_path}: {error.message}" for error in NATIVE_VALIDATOR.iter_errors(damaged)
     ]
@@ -756,8 +759,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
             if path[-1] != "seal" and "engines" in path:
-                # Without a new seal, the reader would report the wrong seal and not the other
-                # damage.
+                # Without a new seal, the reader would report the wrong seal, and not the damage
+                # that the test made.
                 _seal(manifest["loop"]["engines"]["rtx5090"])
             _write(shared_bundle, manifest)
             is_taken = _opens(shared_bundle, engine="none")
@@ -808,7 +811,8 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_again(
     bundle: Path, version: int
 ) -> None:
-    # The manifest of the other version also has other fields, but the error must name the version.
+    # A manifest of another version may also have other fields. The error must still name the
+    # version.
     _write(
         bundle,
         {
@@ -985,7 +989,7 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
         backwards = list(reversed(values))
         del values[:]
         values.extend(backwards)
-    # The default value of an input that a pass may leave out.
+    # An input that a pass may leave out has an initialiser with its default value.
     for tensor in model.graph.initializer:
         tensor.name = called.get(tensor.name, tensor.name)
     for node in model.graph.node:
@@ -1480,8 +1484,8 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime reports some of this damage as an internal failure. The test therefore accepts
-    # any subclass of DlmError.
+    # ONNX Runtime reports some damage as an internal failure. The test therefore accepts any
+    # subclass of DlmError.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 

@@ -149,8 +149,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     )
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
-    # For rows with larger numbers, 127 times the scale would not be a finite float, so they count
-    # as infinite.
+    # For rows with larger numbers, 127 times the scale would not be a finite float, so larger
+    # numbers count as infinite.
     x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
     stored = attention._store_int8(body, body.inputs[0])
@@ -168,8 +168,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     amax = np.abs(x).max(-1, keepdims=True)
     is_finite = np.isfinite(amax[:, 0])
     assert np.isnan(back[~is_finite]).all()
-    # The largest rounding error is half a step. Since scales are rounded up, a step is at most (1 +
-    # 1/128) / 127 of the row's largest number.
+    # The largest rounding error is half a step. Because scales are rounded up, a step is at most (1
+    # + 1/128) / 127 of the row's largest number.
     step = np.maximum(amax, np.float32(1e-30))[is_finite] / 127 * (1 + 1 / 128)
     assert (np.abs(back - x)[is_finite] <= 0.5001 * step).all()
 
@@ -295,8 +295,8 @@ def test_kernels_attend_as_the_functions_say(
 ) -> None:
     """Each native kernel gives the same results as the ONNX function that it replaces.
 
-    This is tested with block-causal and full attention, with rotation of a ``part`` of each head,
-    and with several requests in one row.
+    The test uses block-causal and full attention, rotation of a ``part`` of each head, and several
+    requests in one row.
     """
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
@@ -331,7 +331,7 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     # The kernel and the function compute norms with sums in different orders. A stored key may
     # therefore be rounded to the next code, which is about a hundredth of the row's range away. If
-    # the pass reads its own keys as they are stored, this also changes the result.
+    # a pass reads its own keys after they were rounded, the different code also changes the result.
     keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
@@ -479,7 +479,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
 def checkpoints(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Return one checkpoint for each entry of ``HEADS``. They differ in their numbers of heads."""
+    """Return one checkpoint for each entry of ``HEADS``, which lists numbers of heads."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):
@@ -731,10 +731,11 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 # ---- The loss from rounding ----
 
 
+@pytest.mark.slow
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
     """The build compares passes that read rounded cache rows with passes that read exact rows.
 
-    The loss from an INT8 cache must be larger than the loss from an fp16 cache, and both must be
+    The loss from an INT8 cache must be larger than the loss from an fp16 cache. Both losses must be
     small.
     """
     for cache in ("prefix", "dual"):

@@ -327,8 +327,8 @@ def states_of(samples: list[Sample], **options: Any) -> list[State]:
 
 
 def left_to_right(sample: Sample, length: int = 40) -> list[np.ndarray]:
-    """Return the canvases after each pass of a run that commits one token per pass, from left to
-    right.
+    """Return the canvases after each pass of a generation that commits one token per pass, from
+    left to right.
     """
     canvas = np.append(sample.tokens[: sample.prompt_length], np.full(length, MASK_ID))
     return [
@@ -488,7 +488,7 @@ def test_runs_are_asked_for_once_and_taken_one_sample_at_a_time() -> None:
     }
     states = make_states(make_samples(10), **options, per_sample=1, trajectories=run)
     sources = [state.source for state in islice(states, 5)]
-    assert asked == [4]  # 4 of the 10 states are taken from runs of the denoiser
+    assert asked == [4]  # 4 of the 10 states are taken from generations of the denoiser
     assert len(taken) == sources.count("trajectory") == 2
 
 
@@ -717,7 +717,7 @@ def test_masked_and_committed_positions_and_buckets_are_kept_apart() -> None:
     assert summary["by_bucket"] == [8, *[None] * 8, 16]
     assert summary["masked_by_bucket"] == [8, *[None] * 8, 16]
     assert summary["committed_by_bucket"] == [2, *[None] * 8, 0.5]
-    assert summary["drift"] == 2  # clean states have no mask ratio, so they do not count
+    assert summary["drift"] == 2  # clean states have no mask ratio and do not affect the drift
     assert observer.statistics(bucket=9, is_masked=False)["count"] == 2
     assert observer.channel_amax.tolist() == [100, 100]
     assert observer.masked_channel_amax.tolist() == [16, 16]

@@ -1,9 +1,9 @@
 """Compares this project's torch denoiser with classes of transformers, and with code that a
 checkpoint contains.
 
-When a build compares a bundle with the torch denoiser, both rely on the same reader of config.json,
-so an error of this reader stays hidden. In these tests, the other side uses none of this project's
-code.
+When a build compares a bundle with the torch denoiser, the bundle and the denoiser rely on the same
+reader of config.json. An error of this reader therefore stays hidden. In these tests, the torch
+denoiser is compared with code that is not from this project.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _layouts(*names: str) -> list[Any]:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Before it runs the code of a checkpoint, transformers copies this code to a cache.
 
-    This fixture moves the cache away from the user's folder.
+    This fixture moves transformers' cache of code away from the user's folder.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -160,8 +160,8 @@ def check_logits(checkpoint: Path, found: Golden) -> None:
     for canvas, theirs in zip(found.canvases, found.logits, strict=True):
         with torch.no_grad():
             ours = denoiser(torch.from_numpy(canvas.tokens)[None])[0].numpy()[canvas.rows]
-        # Both sides add some hundred fp32 numbers, but in different orders. ``verify`` allows the
-        # same difference.
+        # Both implementations add some hundred fp32 numbers, but in different orders. ``verify``
+        # allows the same difference.
         relative = float(np.abs(ours - theirs).max() / (theirs.max() - theirs.min()))
         assert relative <= 2e-4
 
@@ -184,8 +184,8 @@ def test_a_bundle_equals_the_code_from_outside(
 def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released_code(
     captured: Captured, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imitates an error that happened once: config.json stored theta under a key that this project
-    did not read, so the default of 10,000 was used.
+    """The test imitates an error that happened once: config.json stored theta under a key that this
+    project did not read, so the default of 10,000 was used.
     """
     checkpoint, file, _ = captured(name)
     real = folder.read_json
@@ -238,7 +238,7 @@ def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
 def test_capturing_needs_no_onnx(tmp_path: Path) -> None:
     """``capture`` runs in the Python environment of the released code.
 
-    That environment may lack most packages that this project needs.
+    The environment of the released code may lack most packages that this project needs.
     """
     checkpoint = write_checkpoint(tmp_path / "dream", dream_config())
     script = "import sys; sys.modules.update(dict.fromkeys(('onnx', 'onnx_ir', 'onnxscript', 'matplotlib')))\n"
@@ -330,8 +330,8 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
-    """If a class needs an attention mask for its blocks but gets none, every position sees all
-    positions.
+    """If a class needs an attention mask for its blocks and does not get it, every position sees
+    all positions.
     """
     config = sdar_config(auto_map={"AutoModel": "modeling_sdar.SDARForCausalLM"})
     checkpoint = write_checkpoint(tmp_path / "sdar", config)

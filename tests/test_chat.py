@@ -102,8 +102,8 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type("half a line")
     slow.until("half a line")
-    # Wait until the command waits for input. If a signal arrived just before, CPython would handle
-    # the signal only after the next key.
+    # Wait until the command waits for input. If a signal arrived just before the command waits,
+    # CPython would handle the signal only after the next key.
     time.sleep(0.5)
     slow.type("\x03")  # while the command waits for input, Ctrl-C starts a new line
     slow.until("> ")
@@ -154,7 +154,7 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
 def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
     """The denoiser was trained on single commands.
 
-    A chat with an earlier command would make its answers wrong, so each message is sent alone.
+    The demo answers wrongly if the chat contains an earlier command, so each message is sent alone.
     """
     done = _said(
         demo_bundle,

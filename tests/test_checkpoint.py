@@ -179,8 +179,8 @@ def test_logits_equal_an_independent_forward_of_the_released_tensors(
     ids[:, 20:] = config["mask_token_id"]
     expected = forward(config, _tensors(path), ids)
     difference = (_load(path)(ids) - expected).abs().max() / (expected.max() - expected.min())
-    # The two sides add fp32 numbers in different orders. If features were paired wrongly for
-    # rotation, or a scale was wrong, the differences would be about 0.1.
+    # The two implementations add fp32 numbers in different orders. If features were paired wrongly
+    # for rotation, or a scale was wrong, the differences would be about 0.1.
     assert float(difference) < 1e-5
 
 
@@ -445,7 +445,8 @@ SPECIALS = [
 def byte_level_bpe() -> tokenizers.Tokenizer:
     """A small tokenizer like the tokenizer of Qwen2.
 
-    The exporter must make an equal tokenizer from the vocab.json and merges.txt of this tokenizer.
+    The exporter must make an equal tokenizer from the vocab.json and merges.txt of the returned
+    one.
     """
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
@@ -689,9 +690,9 @@ def test_a_config_that_leaves_numbers_open_is_refused(
     ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
 )
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
-    """For these keys, LLaDA's configuration class has defaults that describe another network.
+    """For some keys, LLaDA's configuration class has defaults that describe another network.
 
-    A config.json without one of these keys must therefore be rejected.
+    A config.json without one of the keys must therefore be rejected.
     """
     path = write_checkpoint(tmp_path, llada_config())
     path.joinpath("config.json").write_text(json.dumps(llada_config(**{key: None})))

@@ -61,7 +61,8 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
     assert (
         json.loads((tmp_path / "bundle" / "accuracy.json").read_text())["parity"]["passed"] is True
     )
-    # The second verification uses the canvas length that the first one stored in the bundle.
+    # The second verification uses the canvas length that the first verification stored in the
+    # bundle.
     verified = invoke(
         "verify",
         tmp_path / "bundle",
@@ -79,8 +80,8 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
 def test_verify_exits_3_and_names_the_miss(
     llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path
 ) -> None:
-    """A wrong conversion is imitated: one weight is changed, and its file's new hash is written to
-    the manifest.
+    """The test imitates a wrong conversion. It changes one weight, and writes the new hash of the
+    weight's file to the manifest.
     """
     import hashlib
 

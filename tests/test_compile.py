@@ -1,4 +1,4 @@
-"""``dlm-export compile`` writes a file that constrains a C program in the same way as Python."""
+"""A file from ``dlm-export compile`` constrains texts in C programs in the same way as in Python."""
 
 from __future__ import annotations
 

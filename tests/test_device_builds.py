@@ -392,7 +392,7 @@ main(sys.argv[4:])
 def test_a_device_without_the_export_extra_finishes_its_engine(
     bundle: Path, tmp_path: Path, missing: list[str]
 ) -> None:
-    network = tmp_path / "network.json"  # with this file, the parser of the fake does not need onnx
+    network = tmp_path / "network.json"  # read by the fake TensorRT, which then does not need onnx
     network.write_text(json.dumps(describe(bundle / "device.onnx")))
     given = (json.dumps(missing), str(Path(__file__).parent), str(network))
     command = [sys.executable, "-c", ON_DEVICE, *given, "engine", str(bundle), "--target", "thor"]
@@ -485,9 +485,9 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
 def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(
     bundle: Path, on_device: Callable[..., Any]
 ) -> None:
-    """The command is killed at every operation on its files.
+    """The test kills the command at every operation on its files.
 
-    The manifest must never list an engine that is missing, or an engine that is not in its file.
+    The manifest must never list an engine whose file is missing or contains something else.
     """
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0

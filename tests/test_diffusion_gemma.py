@@ -33,7 +33,9 @@ def denoiser_of(folder: Path, config: dict[str, Any], seed: int = 0) -> Denoiser
 
 
 def released(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
-    """The class of transformers with the same weights, and a vision tower that is not used."""
+    """The model of transformers with the same weights. It also has a vision tower, which is not
+    used.
+    """
     text = transformers.DiffusionGemmaTextConfig(**config["text_config"])
     vision = transformers.Gemma4VisionConfig(
         hidden_size=16,
@@ -88,7 +90,9 @@ def random_config(seed: int) -> dict[str, Any]:
 def test_logits_of_the_encoder_and_the_decoder_equal_those_of_transformers(
     tmp_path: Path, seed: int
 ) -> None:
-    """A canvas pass after an encoder pass in two parts, and one with self-conditioning."""
+    """The test makes an encoder pass in two parts, then a canvas pass, and then a canvas pass with
+    self-conditioning.
+    """
     config = random_config(seed)
     ours, theirs = denoiser_of(tmp_path, config, seed), released(tmp_path, config)
     generator = torch.Generator().manual_seed(seed)
@@ -193,7 +197,7 @@ def test_a_mask_token_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_release_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> None:
-    """The weights are a hole in the file, so nothing but the header is there to read."""
+    """The weights are a hole in the file, so only the header can be read."""
     layers, every = 30, 6
     kinds = [
         "full_attention" if i % every == 0 else "sliding_attention" for i in range(1, layers + 1)

@@ -51,8 +51,8 @@ EMBED = SITE / "tutorials" / "embed-in-c.md"
 DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
-# The most columns and lines of README, so that a line fits into a terminal, and a new reader can
-# read the whole file.
+# README has at most this many columns and lines, so that a line fits into a terminal, and a new
+# reader can read the whole file.
 COLUMNS, LINES = 100, 160
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
@@ -245,8 +245,8 @@ def _examples(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    # The page "Add a model family" comes first, because it adds a module to the package, which is
-    # imported only once.
+    # The page "Add a model family" must run first: it adds a module to the package, and the package
+    # is imported only once.
     pages = (NEW_FAMILY, README, *TUTORIALS)
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in pages}
     _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
@@ -329,7 +329,7 @@ def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: T
     and a layer that no other family has.
     """
     source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
-    assert "Piece(" in source
+    assert "split_rows(" in source
     manifest = (tour.page / "tiny-bundle" / "manifest.json").read_text()
     assert "ExampleForMaskedDiffusion" in manifest
     graph = (tour.page / "tiny-bundle" / "denoiser.onnx").read_bytes()
@@ -367,7 +367,7 @@ def test_the_python_programs_of_a_page_run(
 def write_c_sample(folder: Path) -> str:
     """Write README's C program to ``app.c``.
 
-    Returns the lines of README that compile it, and one line that runs it.
+    Returns the lines of README that compile the program, and one line that runs the program.
     """
     (folder / "app.c").write_text(
         next(block.text for block in _blocks(README) if block.language == "c")
@@ -469,11 +469,11 @@ def _check_pip(words: list[str]) -> None:
 def test_every_command_line_is_one_that_its_program_takes(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the options of ``dlm-export`` with their values, targets and precisions, the targets
-    of ``make``, the extras of ``pip``, and files.
+    """The test checks the options of ``dlm-export`` with their values, targets and precisions, the
+    targets of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        # This file comes from the reader of the page, so it need not exist in the repository.
+        # The reader of the page provides the file, so the file need not exist in the repository.
         monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):
@@ -687,7 +687,8 @@ def test_the_chart_of_readme_shows_the_results() -> None:
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
     """The systemd unit on the page names programs and folders that only the reader has.
 
-    The test replaces them by programs and folders that every machine has.
+    The test replaces the reader's programs and folders by programs and folders that every machine
+    has.
     """
     analyze = shutil.which("systemd-analyze")
     if analyze is None:

@@ -204,7 +204,7 @@ def test_a_pc_whose_gpu_has_no_driver_is_told_so_and_its_base_still_works() -> N
     assert works(machine)
     asked = of(machine, "rtx5090")
     assert asked["target rtx5090", "runs here"].state == MISSING
-    # Without the GPU, the machine can still build engines for it.
+    # A machine without the GPU can still build engines for this GPU.
     assert asked["target rtx5090", "is built here"].state == OK
 
 
@@ -416,8 +416,8 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
 class Elsewhere(System):
     """A made-up machine.
 
-    Its files are in a folder, its programs are in the subfolder bin, and it has no packages of
-    NVIDIA.
+    All files of this machine are in one folder, and its programs are in the subfolder bin. The
+    machine has no packages of NVIDIA.
     """
 
     def __init__(self, root: Path, **variables: str) -> None:

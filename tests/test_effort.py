@@ -73,7 +73,7 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
         assert levels["low"].quality >= (1 - LOSSES["low"]) * high.quality
     if high.quality == 0:  # in this case, all levels equal the preset
         return
-    for point in curve:  # no point may be as good as a level with fewer passes
+    for point in curve:  # no point with fewer passes may be as good as a level
         for level in ("medium", "low"):
             assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
 

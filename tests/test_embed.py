@@ -1,4 +1,4 @@
-"""Builds every example program that embeds the runtime, with the commands of its page, and runs it.
+"""Builds and runs every example program that embeds the runtime, with the commands of its page.
 
 C and C++ programs run under sanitizers. The examples in Rust and Go and the service are built as
 well. g++ is always present, because the project needs it. Tests that need cargo, go, libmicrohttpd
@@ -85,7 +85,7 @@ def answers(demo_bundle: Path) -> dict[str, str]:
     """The answers that Python generates for the prompts, to compare them with the programs'
     answers.
 
-    The keys are ``PROMPT`` for a prompt, and ``chat: PROMPT`` for a chat with this message.
+    The key is ``PROMPT`` for a prompt, and ``chat: PROMPT`` for a chat with the message PROMPT.
     """
     out = {}
     with dlm_runtime.open(demo_bundle) as bundle:
@@ -400,7 +400,7 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
 def go(
     wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """A function that runs go in the folder of the module."""
+    """Return a function that runs the command ``go`` in the folder of the Go module."""
     program, cache = found("go"), tmp_path_factory.mktemp("go")
     variables = {
         "GOCACHE": str(cache),

@@ -232,8 +232,8 @@ def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(
 
 
 def test_the_estimate_counts_weights_cache_and_logits() -> None:
-    # The estimate adds cached and new keys and values of 4096 tokens, with two bytes per number,
-    # the logits of 32 scored rows in fp32, and the memory to sort these logits.
+    # The estimate is the sum of three parts: the cached and new keys and values of 4096 tokens (two
+    # bytes per number), the logits of 32 scored rows in fp32, and the memory to sort these logits.
     found = estimate.estimate(LARGE, 16 * GIB, Limits(4096, 32))
     assert found.cache == 2 * 4096 * (32 * 2 * 32 * 128 * 2)
     assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4

@@ -37,6 +37,7 @@ from engine_bundles import (
     refused,
 )
 from referencing import Registry
+from slow_cases import slow_except
 
 import dlm_runtime
 from dlm_export import targets
@@ -57,7 +58,7 @@ def fp16(tmp_path: Path) -> Path:
     return copy_of(demo_engines("fp16"), tmp_path / "fp16")
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(params=slow_except(["int4", "fp8", "nvfp4", "mixed"], BUILDS))
 def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
     """Return a precision, its targets, and the bundle with an engine for each target."""
     return request.param, BUILDS[request.param], demo_engines(request.param)

@@ -1,6 +1,7 @@
 """Tests of the operators for mixtures of experts.
 
-The ONNX functions that define them and the native kernels must compute the documented sum.
+The ONNX functions that define the operators, and the native kernels, must compute the documented
+sum.
 """
 
 from __future__ import annotations
@@ -183,8 +184,9 @@ def test_kernels_compute_the_definition(
             found = run(name, inputs, attributes, has_kernels=True)
         except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as err:
             pytest.skip(str(err)[:80])
-        # The two sides add floats in different orders. If a value is on a boundary between two
-        # codes, the sides may choose different codes, which changes one of many products by 1/127.
+        # The two implementations add floats in different orders. If a value is on a boundary
+        # between two codes, the implementations may choose different codes, which changes one of
+        # many products by 1/127.
         assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
 
 

@@ -328,7 +328,8 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     if format == "nvfp4":
         assert q.global_scale is not None
         steps = np.repeat(q.scales.astype(np.float64).T * float(q.global_scale), 16, axis=0)
-        # If E4M3 rounds a subnormal scale down, the value with the largest code, 6, has this error.
+        # If E4M3 rounds a subnormal scale down, ``shortfall`` is the error of the value with the
+        # largest code, 6.
         shortfall = 6 * 2.0**-10 * float(q.global_scale)
         # All values below the smallest global scale become zero.
         tiny = max(shortfall, 2688 * 2.0**-117)
@@ -498,8 +499,8 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     fake = quantise_activation(x, "int8", None)
     assert np.isfinite(fake).all()
     assert fake[1] == 0
-    # If ``largest`` is 1e-39, the smallest possible scale is larger than the values, so they become
-    # 0.
+    # If ``largest`` is 1e-39, the smallest possible scale is larger than the values, so the values
+    # become 0.
     assert np.abs(fake - x).max() <= (0.01 * largest if largest > 1 else largest)
 
 

@@ -141,13 +141,13 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
     layers = 2
     assert _calls(_load(built(family, "fp32", True))) == {
         "CachedAttention": layers,
-        "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
+        "AddNorm": 2 * layers,  # one before the MLP, and one before the next layer or the head
         "Candidates": 1,
         "Sigmoid": layers,
     }
     assert _calls(_load(built(family, "int8", True))) == {
         "CachedAttention": layers,
-        "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
+        "AddNorm": 2 * layers,  # one before the MLP, and one before the next layer or the head
         "Candidates": 1,
         "Int8Linear3": layers,  # q, k and v together
         "Int8GatedLinear": layers,
@@ -155,7 +155,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
     }
     assert _calls(_load(built(family, "int4-rtn", True))) == {
         "CachedAttention": layers,
-        "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
+        "AddNorm": 2 * layers,  # one before the MLP, and one before the next layer or the head
         "Candidates": 1,
         "Int4Linear3": layers,
         "Int4GatedLinear": layers,

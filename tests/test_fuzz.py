@@ -60,8 +60,9 @@ def test_new_inputs_find_nothing() -> None:
 
 
 def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:
-    # The C++ library is preloaded too. AddressSanitizer looks for the symbol __cxa_throw when it
-    # starts, and the Python program does not load the C++ library that defines it.
+    # When AddressSanitizer starts, it looks for the symbol __cxa_throw. The C++ library defines
+    # this symbol, and Python does not load the C++ library. The C++ library is therefore preloaded
+    # together with AddressSanitizer.
     preload = [
         succeed(tool("g++"), f"-print-file-name={name}").strip()
         for name in ("libasan.so", "libstdc++.so.6")

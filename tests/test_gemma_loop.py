@@ -43,14 +43,14 @@ GEMMA = PRESETS["diffusion-gemma"].with_fields({"block_length": CANVAS, "steps_p
 
 @pytest.fixture(scope="module", params=[8, 64])
 def window(request: pytest.FixtureRequest) -> int:
-    """The window of the sliding layers. The shorter one is shorter than the canvases."""
+    """The window of the sliding layers. One of the two windows is shorter than the canvases."""
     found: int = request.param
     return found
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, window: int) -> Path:
-    """A checkpoint whose layers have keys of the same shape, as denoisers in Python need."""
+    """A checkpoint whose layers all have keys of the same shape. Denoisers in Python need this."""
     own = {"2": {"head_dim": 16, "num_key_value_heads": 2}}
     config = diffusion_gemma_config(per_layer_config=own, sliding_window=window)
     return write_checkpoint(tmp_path_factory.mktemp("gemma"), config)
@@ -75,7 +75,7 @@ def model(checkpoint: Path) -> Any:
 
 @dataclass
 class Noise:
-    """Replaces transformers' random numbers by those of our loops, and records its canvases."""
+    """Gives transformers the random numbers of our loops, and records transformers' canvases."""
 
     policy: Policy
     vocab_size: int
@@ -223,7 +223,9 @@ FIELDS: dict[str, Any] = {"steps_per_block": 5, "entropy_bound": 6.0, "stop": "n
 
 
 def test_a_bundle_generates_the_texts_of_the_reference(spoken: Path, bundle: Bundle) -> None:
-    """Requests that run alone, that share passes, and that continue each other's prompts."""
+    """The test runs requests alone and in shared passes. Each prompt except the last starts with
+    the previous prompt.
+    """
     torch_denoiser = load(spoken)
     shared = np.random.default_rng(1).integers(2, 3072, 40).tolist()
     prompts = [shared[: 3 + 9 * i] for i in range(5)] + [shared[::-1]]

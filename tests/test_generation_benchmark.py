@@ -36,7 +36,7 @@ def _workers(
 ) -> Iterator[list[generation.Worker]]:
     """Make fake worker processes. Some workers exit after a number of requests.
 
-    The request ``about``, which asks a worker to describe itself, counts too.
+    This number of requests includes ``about``, which asks a worker to describe itself.
     """
     program = folder / "python"
     program.write_text(ANSWERS.format(python=sys.executable, lasts=lasts))

@@ -1,8 +1,9 @@
 """Tests that the native library, Python and the commands reject the hostile bundles of
 ``hostile/bundles.py``.
 
-The error must be one sentence that names the file. Rejecting a bundle must take limited time and
-memory, and write no files. The native library is also tested under sanitizers.
+The error for a hostile bundle must be one sentence that names the file. Rejecting the bundle must
+take limited time and memory, and write no files. The native library is also tested under
+sanitizers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MEMORY_MIB = 768  # limit on resident memory, with AddressSanitizer
 def hostile(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the folder of each hostile bundle, by name.
 
-    "good" is the valid bundle from which all others are made. The parent folder contains a file
-    that no command may open.
+    "good" is a valid bundle, and the hostile bundles are changed copies of it. The folder that
+    contains a bundle also contains a file "outside", which no command may open.
     """
     parent = tmp_path_factory.mktemp("hostile") / "bundles"
     found = {}
@@ -110,7 +111,7 @@ def test_python_refuses_each_with_the_class_that_says_who_has_to_change_what(
             else:
                 dlm_runtime.open(hostile[case.name], engine=case.engine, threads=1).close()
         except DlmError as err:
-            # ONNX Runtime reports some faults of a graph as internal failures.
+            # If a graph is damaged, ONNX Runtime may report an internal failure.
             if err.exit_code == ExitCode.WRONG_INPUT or case in bundles.GRAPHS:
                 continue
             wrong.append(f"{case.name}: {err!r}")
@@ -127,7 +128,7 @@ def test_commands_refuse_each_in_one_line_and_write_nothing(
         bundle = str(hostile[case.name])
         if (
             case not in bundles.GRAPHS
-        ):  # inspect does not run the graph, so it accepts such a bundle
+        ):  # inspect does not read the graph, so it accepts damaged graphs
             commands[f"inspect: {case.name}"] = ["inspect", bundle]
         # Passes do not need the text files.
         if case not in bundles.TEXTS and case.engine is not None:

@@ -1,8 +1,8 @@
-"""For each hostile file, a command prints one line without a traceback and exits with the right
-code.
+"""Tests that commands reject hostile files.
 
-A separate program runs the commands one after another. The program's memory is limited to 512 MiB
-more than the program uses before the first of these commands. This file is also that program.
+Each command must print one line without a traceback, and exit with the right code. The tests start
+this file as a separate program, which runs the commands one after another. Before the first
+command on a hostile file, the program limits its memory to 512 MiB more than it already uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hostile_files as hostile
 import pytest
 
 MEMORY_BYTES = 512 << 20
-HANG_SECONDS = 60  # a command that takes longer hangs; the limit is long enough for a busy machine
+HANG_SECONDS = 60  # limit for one command; long enough for a busy machine
 SAMPLED_EVERY = 23
 SHORT = ("--max-new-tokens", 4, "--threads", 1)
 
@@ -38,10 +38,10 @@ def _address_space() -> int:
 
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """Run commands one after another, and yield how each of ``commands`` ended.
+    """Run commands one after another, and yield the result of each command in ``commands``.
 
-    The ``harmless`` commands run first and must succeed. They load all modules, including torch,
-    before memory is limited.
+    The ``harmless`` commands run first and must succeed. They load all modules, including torch.
+    Then the memory of this process is limited, and ``commands`` run.
     """
     from click.testing import CliRunner
 
@@ -82,9 +82,10 @@ def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[
 
 
 class Cases:
-    """Commands by name.
+    """A collection of commands and their hostile inputs.
 
-    The hostile input of each command is a file or folder of its own in ``folder``.
+    ``commands`` maps names to the arguments of the commands. Each command has its own input, a file
+    or folder in ``folder``.
     """
 
     def __init__(self, folder: Path, bundle: Path, checkpoint: Path) -> None:
@@ -233,7 +234,7 @@ def cases(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. ``code`` is None if the command printed a traceback."""
+    """The result of a command. ``code`` is None if the command printed a traceback."""
 
     code: int | None
     said: str
@@ -242,7 +243,7 @@ class Ended:
 
     @property
     def is_refusal(self) -> bool:
-        """True if the command ended with an exit code and one sentence."""
+        """True if the command exited with code 1 or 2 and printed one sentence."""
         lines = self.said.splitlines()
         if self.said.startswith("Usage: "):
             lines = lines[3:]  # for a wrong value, click first prints the usage
@@ -256,9 +257,9 @@ class Ended:
 
 
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
-    """Run the commands in a separate program and return how they ended, by name.
+    """Run the commands in a separate program, and return a dict from names to results.
 
-    The ``harmless`` commands, which load all shared modules, must succeed first.
+    The program first runs the ``harmless`` commands, which must succeed.
     """
     given = json.dumps([harmless, [*commands.values()]])
     done = subprocess.run(
@@ -276,9 +277,9 @@ def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) ->
 
 
 def _check(cases: Cases, names: list[str]) -> None:
-    """Run the commands of these cases. Each command must fail and print one sentence.
+    """Run the commands with these names. Each command must fail and print one sentence.
 
-    A command must print nothing else, and leave no files.
+    A command must not print anything else, and must not leave any files.
     """
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
     harmless = [

@@ -1,6 +1,4 @@
-"""Tests of checkpoints that are named like "org/name": which files are downloaded from a hub, and
-errors.
-"""
+"""Tests of checkpoints from a hub, with names like "org/name": downloaded files, and errors."""
 
 from __future__ import annotations
 
@@ -25,9 +23,10 @@ NAME = f"hf:{REPOSITORY}"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint like a released one.
+    """A small LLaDA checkpoint.
 
-    The checkpoint also contains Python code and pickled weights, which must not be downloaded.
+    The checkpoint contains a Python file and a file of pickled weights. Neither may be
+    downloaded.
     """
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)
     (folder / "modeling_llada.py").write_text("raise SystemExit('executed')")

@@ -1,6 +1,4 @@
-"""Tests of an installation of this project without extras: imports are fast, and bundles can be
-run.
-"""
+"""Tests of an installation without extras: imports are fast, and bundles run."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ else:
     import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
-# This project's packages and root modules, called rooms. Each line is a set of rooms. A room may
-# import only from rooms in its own line and in the lines above it.
+# The packages and modules directly in dlm_export, called rooms. A room may import only from rooms
+# in its own set and in the sets above.
 ROOMS = (
     {
         "devices",
@@ -95,9 +93,7 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
 
 
 def test_a_base_install_needs_no_heavy_package() -> None:
-    """The test checks the packages that the project requires without extras, the packages that
-    these require, and so on.
-    """
+    """The test checks all direct and indirect requirements of the project without extras."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads((EXPORTER.parent.parent / "pyproject.toml").read_text())["project"]
@@ -119,8 +115,8 @@ def test_a_base_install_needs_no_heavy_package() -> None:
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    # ONNX Runtime never sends telemetry on a build server. The test must run without this
-    # protection, so it unsets the variables that identify a build server.
+    # ONNX Runtime disables telemetry if the variable CI is set, as on a build server. Unset CI, so
+    # that only this project can disable telemetry.
     clean = [
         "env",
         *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")),
@@ -194,9 +190,10 @@ MISSING = {
 def test_what_is_missing_is_said_before_anything_is_loaded(
     llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """All commands run in one process of an installation without extras.
+    """Each command gets the path of a missing file, in an installation without extras.
 
-    Each command reports the missing extra before it imports torch.
+    The command must report the missing file, although the extra that it needs is missing too. All
+    commands run in one process.
     """
     paths = {
         "NOWHERE": tmp_path / "nowhere",
@@ -236,10 +233,10 @@ def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bu
 
 
 def _rooms_imported(path: Path, package: str = "dlm_export") -> Iterator[tuple[int, str]]:
-    """For each import of this project's packages in a file, yield the line number and the imported
-    room.
+    """Yield the line number and the imported room of each import of ``package`` in a file.
 
-    Imports inside functions are included. Imports that are only for types are left out.
+    A room is a package or module directly in ``package``. Imports inside functions are included.
+    Imports under ``if TYPE_CHECKING`` are not.
     """
     tree = ast.parse(path.read_text())
     for_types = {

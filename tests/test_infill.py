@@ -1,7 +1,8 @@
 """Tests of infilling.
 
-The text around the holes stays the same, the text of a hole ends before its padding, and the most
-likely length is chosen.
+Infilling replaces the holes in a text. The tests check that the other text does not change, that
+the text of a hole ends before its first end token, and that the most likely length of a hole is
+chosen.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EOS, MASK = 298, 299
 class Letters:
     """A tokenizer with one token per byte.
 
-    The tokenizer adds a token before a prompt, but not before a text that continues another text.
+    ``encode``, for prompts, adds the token 1 before the text. ``encode_plain`` adds no tokens.
     """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
@@ -47,9 +48,9 @@ class Letters:
 
 
 def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any) -> Bundle:
-    """Return a bundle whose denoiser is the function ``predict``.
+    """Return a bundle whose denoiser calls ``predict``.
 
-    ``predict`` gets a canvas and a position, and returns a token and its probability.
+    ``predict`` receives a canvas and a position, and returns a token and its probability.
     """
 
     def run(p: CallbackPass) -> None:
@@ -66,7 +67,7 @@ def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any
 
 
 def counted(_: list[int], position: int) -> tuple[int, float]:
-    """A denoiser's function that predicts a letter from a to z, depending on the position."""
+    """Predict the letters a to z in turn, one for each position."""
     return ord("a") + position % 26, 0.5
 
 
@@ -92,8 +93,7 @@ def test_what_is_given_stays_and_every_hole_is_filled(
 def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
     with lettered(lambda canvas, at: (EOS if at in (5, 6) else ord("a") + at, 0.5)) as bundle:
         done = bundle.infill("x<mask>y<mask>z", lengths=[6, 2], block_length=4)
-    # The fourth and the fifth token of the hole are end tokens, so the text of the hole ends before
-    # them.
+    # In the first hole, tokens 4 and 5 are end tokens, so the hole's text has only three letters.
     assert (done.text, done.holes) == (
         "xcdeyjkz",
         ["cde", "jk"],
@@ -101,7 +101,7 @@ def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
 
 
 def test_the_length_whose_tokens_are_surest_is_taken() -> None:
-    """The test's denoiser gives the highest probabilities if the hole has three positions."""
+    """The denoiser's probabilities are highest if the hole has three positions."""
 
     def predict(canvas: list[int], position: int) -> tuple[int, float]:
         return ord("o"), 0.9 if len(canvas) == 1 + 2 + 3 else 0.4
@@ -146,8 +146,8 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 
 
 class Turns(Letters):
-    """A tokenizer that adds one token before a prompt and one token after it, like the marks of a
-    chat's turn.
+    """A tokenizer that adds the token 2 before a prompt and the token 3 after the prompt. Chat
+    templates mark the start and end of a message in the same way.
     """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:

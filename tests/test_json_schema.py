@@ -115,7 +115,7 @@ def test_references_that_lead_nowhere_are_rejected(reference: str) -> None:
         )
 
 
-# ---- Cases: a schema, values that the constraint must allow, and other values ----
+# ---- Cases: a schema, values that its constraint allows, and values that it rejects ----
 
 NODE = {"S": {"$ref": "#/$defs/N", "maxLength": 3}, "N": {"type": "string"}}
 EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
@@ -552,7 +552,7 @@ DOCUMENTS = st.builds(
 def is_valid(found: Any, value: Any) -> bool:
     """Return whether the package jsonschema accepts the value.
 
-    For some recursive schemas, jsonschema never returns. The test discards these schemas.
+    For some recursive schemas, jsonschema recurses endlessly. Tests skip these schemas.
     """
     try:
         return bool(validator(found).is_valid(value))
@@ -565,8 +565,8 @@ def is_valid(found: Any, value: Any) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(found=DOCUMENTS)
 def test_listed_values_are_valid_as_jsonschema_says(found: Any) -> None:
-    # In an enum, a constraint merges equal values such as 1 and 1.0, so each value is tested
-    # separately.
+    # Test each value with its own constraint. One constraint with an enum of all values would merge
+    # equal values such as 1 and 1.0.
     allowed = [value for value in VALUES if is_allowed(found, value)]
     # repr() distinguishes 1, 1.0 and true.
     assert list(map(repr, allowed)) == [repr(value) for value in VALUES if is_valid(found, value)]

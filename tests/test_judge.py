@@ -1,5 +1,6 @@
-"""Tests of judging, which compares a quantised candidate with its reference: predictions on the
-same canvases, the loop's decisions, budgets and thresholds.
+"""Tests of judging, which compares a quantised candidate with its reference.
+
+The tests cover predictions on the same canvases, the loop's decisions, budgets and thresholds.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Scripted:
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that computes logits in which the true token of each position is almost
-    certain.
+    """Return a function that computes logits which give the true token of each position a
+    probability near 1.
     """
 
     def logits(canvas: np.ndarray) -> np.ndarray:
@@ -237,8 +238,9 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
 def _walk(
     predictor: TorchPredictor, policy: Policy, new: int = 24
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-    """Yield for each pass: the canvas after the pass as ``predict_commitment`` predicts it, the
-    loop's own canvas after the pass, and the state before the pass.
+    """For each pass, yield two canvases after the pass, and the state before the pass.
+
+    ``predict_commitment`` predicts the first canvas. The loop computes the second canvas.
     """
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = frontier.frontier_states(canvases[:-1], policy, predictor)
@@ -265,7 +267,7 @@ def test_what_a_denoiser_would_commit_is_what_its_loop_commits(
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-# At the threshold 0.9, a shifted denoiser only commits the first position.
+# With the threshold 0.9, a full pass of Dream only commits the first position of a block.
 @pytest.mark.parametrize("threshold", [0.05, 0.9])
 def test_a_cached_loops_full_passes_commit_the_same(
     predictors: dict[str, TorchPredictor], family: str, threshold: float
@@ -302,8 +304,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # The canvas starts with 9 random tokens. Later, some mask tokens are marked as decided, so they
-    # must stay: a few inside a block, and one whole block.
+    # The canvas starts with 9 prompt tokens. The positions ``mask`` contain mask tokens that are
+    # marked as decided, so the loop must not replace them.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
     start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False
@@ -327,10 +329,9 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
 @pytest.mark.parametrize("commit", ["threshold", "entropy_bound", "timestep"])
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
 def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
-    """The scores computed without torch differ by at most 2e-6 from those with torch, because fp32
-    numbers are added in another order.
+    """Scores with and without torch differ by at most 2e-6, and commit the same positions.
 
-    Both sides must commit the same positions.
+    The difference arises because numpy and torch add fp32 numbers in another order.
     """
     rng = np.random.default_rng(0)
     policy = Policy(score=score, commit=commit, seed=7, block_length=0)
@@ -415,7 +416,7 @@ def test_a_bundle_in_fp32_costs_nothing(
 
 @pytest.fixture(scope="module")
 def damaged(predictors: dict[str, TorchPredictor]) -> TorchPredictor:
-    """A tiny LLaDA whose weights have added noise, as a bad candidate."""
+    """A bad candidate: a tiny LLaDA with noise added to its weights."""
     denoiser = copy.deepcopy(predictors["llada"].denoiser)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -545,7 +546,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
 def test_one_bundle_is_compared_with_itself_under_another_policy(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The prompts start with the same words, so the candidate reuses them from earlier prompts."""
+    """The prompts start with the same words, so keys and values of earlier prompts are reused."""
     start = "turn on the lights in the kitchen and in the bathroom and in the hall and " * 3
     lines = [
         json.dumps({"prompt": f"{start}{end}", "completion": "?"})
@@ -650,12 +651,14 @@ def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
 
 @pytest.fixture(scope="module")
 def judgement() -> Judgement:
-    """A made-up judgement of a candidate: 2% more loss than the reference, the same most likely
-    token at 95% of positions, 10% more passes, and 80% right answers.
+    """A made-up judgement of a candidate.
+
+    The candidate's loss is 2% higher than the reference's loss. Both predict the same most likely
+    token at 95% of positions. The candidate needs 10% more passes and gives 80% right answers.
     """
-    # Three buckets of states. In the first, the loss increases most in relation to its size, but
-    # the loss is very small. In the second, the absolute increase is largest, but it may be chance.
-    # The report must name the third as the worst.
+    # Three groups of states. In ``little``, the relative increase of the loss is largest, but the
+    # loss is very small. In ``chance``, the absolute increase is largest, but the interval includes
+    # zero. The report must therefore name ``worst`` as the worst group.
     little = {
         "ce_increase": 4.0,
         "ce_increase_interval": [2.0, 7.0],
@@ -777,9 +780,9 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
 def writer(
     good_from: float, hesitation: int = 0
 ) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """A fake denoiser that writes the right answer if the threshold is high enough.
+    """Return a function that writes the right answer if the threshold is at least ``good_from``.
 
-    An answer takes one pass for every 0.1 of the threshold, and ``hesitation`` passes more.
+    An answer takes ``threshold / 0.1 + hesitation`` passes.
     """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
@@ -827,7 +830,6 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
     assert found.samples == 4
-    # The block consists of three tokens and the end token.
     assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()
@@ -873,10 +875,10 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
-    """The reference gives the same answers at all thresholds, and needs few passes at 0.3 and many
-    passes at 0.9.
+    """All answers of the reference are wrong, with every threshold.
 
-    If all these answers are wrong, the equal quality is no reason to choose the lower threshold.
+    Low thresholds need fewer passes. The quality is equal (0), but this is no reason to choose a
+    low threshold.
     """
     found = fit(
         Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
@@ -886,10 +888,9 @@ def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
 
 
 def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """With the threshold of the preset, one of four answers is wrong.
+    """The reference gives four right answers, and the candidate gives three.
 
-    With another threshold, all four are right. Four samples are too few, so this difference may be
-    chance.
+    With only four samples, this difference may be chance.
     """
     samples = [answered() for _ in range(4)]
     lost = samples[2].tokens[: samples[2].prompt_length].tolist()

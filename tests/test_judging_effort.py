@@ -1,7 +1,7 @@
 """Tests of how much work judging does.
 
-Judging compares a candidate with its reference. The tests cover the number of canvases, early
-stops, and thresholds that are tried on stored passes.
+Judging compares a candidate with its reference. The tests count canvases, and check when judging
+stops early. They also check thresholds that are tried on stored passes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ NEW = 24
 
 
 class Sides:
-    """Three denoisers that are compared with each other.
+    """A reference denoiser, loaded in two ways, and a candidate.
 
-    ``free`` and ``seer`` are the same reference denoiser. ``free`` is loaded as a whole and can run
-    its own loop. ``seer`` is loaded layer by layer and can only predict canvases that it is given.
-    ``candidate`` is the reference with a little noise on its weights.
+    ``free`` is the reference, loaded completely, and can run its own loop. ``seer`` is the
+    reference, loaded layer by layer, and can only predict given canvases. ``candidate`` is the
+    reference with a little noise added to its weights.
     """
 
     def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
@@ -115,12 +115,10 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """``seer`` follows a run of the candidate.
+    """``follow`` reports whether the reference's own loop would give the canvases of a run.
 
-    If it reports that the run equals the reference's run, the loop of ``free`` gives exactly the
-    same canvases.
-
-    If it reports that the run differs, the loop of ``free`` gives other canvases.
+    ``follow`` only uses ``seer``, not the loop. The test runs the loop of ``free`` and compares the
+    canvases.
     """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
@@ -154,9 +152,9 @@ def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) ->
 
 
 def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> None:
-    """Canvases of the same length are computed in one batch.
+    """``seer`` computes canvases of the same length in one batch.
 
-    Batching only changes the order in which numbers are added.
+    Numbers are added in another order in a batch, so logits may differ by rounding errors.
     """
     rng = np.random.default_rng(1)
     canvases = [rng.integers(0, sides.free.vocab_size, length) for length in (9, 14, 9, 20)]
@@ -228,7 +226,7 @@ def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
 
 
 class Clock:
-    """A fake clock that advances by a quarter of a second per judged sample."""
+    """A fake clock. It advances by 0.25 seconds for each judged sample."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -244,9 +242,9 @@ def _in_rounds(
     candidate: Any = None,
     samples: int = 40,
 ) -> tuple[dict[str, Any], list[int]]:
-    """Judge in rounds.
+    """Judge samples in rounds.
 
-    Returns the record of the effort, and a list with the number of judged samples after each round.
+    Returns a dict that describes the effort, and the number of judged samples after each round.
     """
     pool = [text_sample(12)] * min(samples, effort.most)
     evidence = Evidence(
@@ -293,9 +291,9 @@ def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyP
         monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong
     )
     assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
-    # The candidate predicts the same as the reference, so the confidence interval of the top-1
-    # agreement is the single point 1.0, which equals the limit. The budget is therefore never
-    # decided.
+    # The candidate and the reference make the same predictions, so the confidence interval of the
+    # top-1 agreement is the single point 1.0. This point equals the limit ``min_top1``, so the
+    # budget is never decided.
     undecided = Budgets(max_ce_increase=0.01, min_top1=1.0)
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
     assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")

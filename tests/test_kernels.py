@@ -1,10 +1,11 @@
-"""Tests of this project's operators, which have the domain ``dlm_export`` in a graph.
+"""Tests of this project's ONNX operators (domain ``dlm_export``).
 
-A graph defines each of these operators by an ONNX function, and native kernels replace the
-functions. Both must give the same results, and graphs with wrong functions must be rejected.
+A graph contains an ONNX function that defines each operator. The runtime replaces the functions by
+native kernels. Functions and kernels must give the same results, and graphs with wrong functions
+must be rejected.
 
-The native library runs in the process of the tests, so a crash of the library ends the test run.
-runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
+These tests load the native library, so a crash of the library ends the test run.
+runtime/native/tests/kernels_test.cc compares the kernels with plain C++ loops.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from dlm_runtime import DlmError, EngineError, RequestError
 from dlm_runtime.abi import native as _native
 
 SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
-# Dream is used for its grouped queries and biases. The NVFP4 bundle quantises only weights, because
-# no kernel can round activations to NVFP4.
+# Dream has grouped queries and biases, unlike LLaDA. The NVFP4 bundle quantises only weights,
+# because no kernel can round activations to NVFP4.
 BUNDLES = (
     "llada-fp32",
     "dream-fp32",
@@ -50,18 +51,19 @@ BUNDLES = (
     "dream-int4",
     "dream-nvfp4",
 )
-BY_ROWS = ("int8", "int4")  # the precisions with a separate scale for each row of activations
+BY_ROWS = ("int8", "int4")  # precisions with one scale per row of activations
 GRAPH = "denoiser.onnx"
-# The most tokens in a pass of these tests. ONNX's reference implementation gathers rows with
+# Maximum number of tokens in a pass of these tests. ONNX's reference implementation of Gather calls
 # numpy.choose, which accepts at most 64 arrays.
 LONGEST = 60
-# Kernels add numbers in another order than functions, and the kernels' exponentials have errors up
-# to 2e-7. For logits around 10, the largest observed difference was 5e-6.
+# Limit for the difference between logits of kernels and of ONNX functions. Kernels add numbers in
+# another order, and their exponentials have errors up to 2e-7. For logits around 10, the largest
+# observed difference was 5e-6.
 TOLERANCE = 1e-4
-# In INT8 and INT4, because of such a small difference, an activation may be rounded to a
-# neighbouring code. This changes the inputs of all later layers. The largest observed difference of
-# a logit was 0.1, and half of the rows differed by less than 0.01. Products that saturate would
-# cause a difference of 3.
+# In INT8 and INT4, a small difference of an activation can change its quantised value by one code,
+# which changes the inputs of all later layers. The largest observed difference of a logit was 0.1,
+# and half of the rows differed by less than 0.01. Products that saturate would cause a difference
+# of 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
@@ -69,7 +71,7 @@ INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 def row_bundles(
     llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The bundles of ``BUNDLES`` that quantise each row of activations separately (``BY_ROWS``)."""
+    """Build the bundles of ``BUNDLES`` with the precisions ``BY_ROWS``."""
     built = {}
     for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
         for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
@@ -111,8 +113,7 @@ def bundles(
 def choices(bundle: Path) -> list[str]:
     """Return the values of the variable DLM_KERNELS that are allowed on this processor.
 
-    The error message for an invalid value lists all allowed values. This function parses the
-    message.
+    The values are parsed from the error message for an invalid value.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_KERNELS", "abacus")
@@ -154,8 +155,8 @@ def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.n
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
     """Compute logits ``[R, V]`` with the ONNX functions that define the operators, without kernels.
 
-    ONNX Runtime would compute the INT8 products in these functions with saturation on processors
-    without VNNI, so its products are not used.
+    ONNX's reference implementation evaluates the functions. ONNX Runtime is not used, because its
+    INT8 products saturate on processors without VNNI.
     """
     return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
 
@@ -339,7 +340,7 @@ def _attribute(op_type: str, name: str, value: object) -> Edit:
         node = _node(model, op_type)
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
-        # ONNX cannot infer the type of an empty list, so the type is set.
+        # ONNX cannot infer the attribute type from an empty list.
         kind = onnx.AttributeProto.INTS if isinstance(value, list) else None
         node.attribute.extend(
             kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)]
@@ -388,10 +389,10 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
 
 
 def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
-    """Return an edit that replaces the attention of a graph by a call of another function, with
-    this attribute and these weights.
+    """Return an edit of a graph that replaces the operator of all attention nodes by ``name``.
 
-    If ``value`` is None, the call has no attribute.
+    The new nodes have the attribute ``attribute`` with the given value (no attribute if None), and
+    ``weights`` as additional inputs.
     """
 
     def edit(model: onnx.ModelProto) -> None:
@@ -410,19 +411,19 @@ def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -
 
 
 def _by_blocks(length: object) -> Edit:
-    """Return an edit that replaces attention by block-causal attention with this block length."""
+    """Return an edit that replaces attention by block-causal attention."""
     return _attend_by("BlockCachedAttention", "visible_block", length)
 
 
 def _by_window(window: object) -> Edit:
-    """Return an edit that replaces attention by attention in a window."""
+    """Return an edit that replaces attention by windowed attention."""
     return _attend_by(WINDOWED, "window", window)
 
 
 def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
-    """Return an edit that replaces attention by attention with norms of queries and keys.
+    """Return an edit that replaces attention by attention that normalises queries and keys.
 
-    The weights of the norms are 1 and have these shapes.
+    All weights of the norms are 1. ``shapes`` are the shapes of the weights.
     """
     weights = [np.ones(shape, np.float32) for shape in shapes]
     return _attend_by(NORMED, "epsilon", epsilon, *weights)
@@ -679,8 +680,8 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
     codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
     panels = functions.panels(codes)
     assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
-    # Panels are the order in which codes are stored for the kernels. The test unpacks them like the
-    # ONNX function Int8Linear.
+    # Reorder the codes from panels (the layout that kernels read) to a matrix, as the ONNX function
+    # Int8Linear does.
     whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
     assert (whole[:, :columns] == codes).all()
     assert (whole[:, columns:] == 0).all()
@@ -757,8 +758,8 @@ def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
 ) -> None:
     """A program can load this project's operators into its own ONNX Runtime session.
 
-    The session's results must equal the results of this project's runtime bit by bit, with and
-    without kernels.
+    A session with these operators and this project's runtime must give exactly equal results, with
+    and without kernels.
     """
     tokens = list(range(12))
     for chosen in (kernels, "none"):

@@ -1,5 +1,6 @@
-"""A denoiser that is loaded layer by layer gives the same results as the whole denoiser, within its
-memory limit.
+"""Tests of denoisers that are loaded layer by layer.
+
+They must give the same results as whole denoisers, and must stay within their memory limits.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def test_the_logits_are_those_of_the_whole_denoiser(
             expected = whole(torch.from_numpy(canvas).unsqueeze(0))[
                 0, torch.from_numpy(chosen)
             ].float()
-        # The layered denoiser multiplies rows of several canvases together, so that sums are
-        # computed in another order. In bf16, it also computes the output head in fp32.
+        # The layered denoiser multiplies the rows of several canvases at once, which changes the
+        # order of sums. In bf16, it also computes the output head in fp32.
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2
         assert (project(features) - expected).abs().max() <= tolerance * (
             expected.max() - expected.min()
@@ -97,7 +98,7 @@ def test_a_full_disk_is_told_before_anything_is_computed(
 
 def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkpoint: Path) -> None:
     source = open_source(llada_checkpoint)
-    # The checkpoint stores fp32 weights, so all of them must be converted to bf16.
+    # All weights must be converted to bf16, because the checkpoint stores them in fp32.
     parts = families.layered(source.parameters, source.network, torch.bfloat16)
 
     def values(i: int) -> list[torch.Tensor]:
@@ -135,11 +136,9 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
 def test_a_product_in_bf16_is_rounded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A matrix product with bf16 weights is computed in several parts, with and without torch's
-    kernels for bf16.
+    """Each element of the product is the exact sum, rounded to ``dtype`` once.
 
-    Each result is the bf16 number nearest to the exact sum, or its neighbour if the rounding error
-    of the fp32 sum decides.
+    The product is computed in several parts, with and without torch's kernels for bf16.
     """
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)

@@ -39,10 +39,7 @@ SMALL = QuantiseOptions(
 
 @dataclass(frozen=True)
 class Made:
-    """A bundle, and the quantised weights from which it was made.
-
-    The bundle's graph was not compared with torch yet.
-    """
+    """A bundle that has not been compared with torch yet, and its quantised weights."""
 
     folder: Path
     numbers: Quantisation
@@ -112,9 +109,8 @@ def test_layers_hold_from_equal_inputs_where_a_whole_pass_drifts(
         assert hidden == {f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}, (
             "of the fused gated product"
         )
-    # Even for a correct bundle, the logits differ from torch's logits. This difference is far
-    # larger than the difference of a single layer's results. An earlier version of the check only
-    # compared logits, with a limit of 0.05, so it missed small errors.
+    # In a correct bundle, small differences of the layers add up to a far larger difference of the
+    # logits. A check of the logits alone therefore misses small errors.
     drift = max(row.relative for row in parity.graph)
     assert drift > 100 * PART_TOLERANCES["fp32"].relative or target == "cpu"
     assert max(row.worst for row in parity.layers) < PART_TOLERANCES[made.base].relative
@@ -126,9 +122,9 @@ def fp8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mad
 
 
 def _negate(folder: Path, initialiser: str) -> tuple[int, bytes]:
-    """Flip the signs of the first stored elements of an initialiser.
+    """Flip the signs of the elements in the first 64 bytes of an initialiser.
 
-    Returns the offset of these elements in the file, and their old bytes.
+    Returns the offset of the initialiser in the data file, and the original 64 bytes.
     """
     tensor = ir.load(folder / GRAPH_FILE).graph.initializers[initialiser].const_value
     assert isinstance(tensor, ir.ExternalTensor)

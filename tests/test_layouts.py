@@ -1,6 +1,6 @@
 """Tests of the layouts of JSON text.
 
-A constraint allows exactly the white space that json.dumps writes.
+For each layout, a constraint must allow exactly the white space that json.dumps writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|true|false|null')
 
 
 def reference(value: Any, layout: str) -> str:
-    """Return the JSON text of a value in this layout, written as the documentation describes."""
+    """Return the JSON text of a value in a layout, made with json.dumps."""
     if layout == "lines" and isinstance(value, list) and value:
         return "[\n" + ",\n".join(reference(item, "compact") for item in value) + "\n]"
     given: dict[str, Any] = {"spaced": {}, "indented": {"indent": 2}}.get(
@@ -33,9 +33,10 @@ def reference(value: Any, layout: str) -> str:
 
 
 def skeleton(text: str) -> str:
-    """Return only the brackets, separators and white space of a JSON text.
+    """Replace each string, number and literal of a JSON text by 0.
 
-    The same string or number can be written in several ways, so they are left out of comparisons.
+    Tests compare only brackets, separators and white space, because strings and numbers can be
+    written in several ways.
     """
     return SCALAR.sub("0", text)
 

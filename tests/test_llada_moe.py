@@ -66,10 +66,9 @@ def test_logits_are_those_of_transformers_own_layer(
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Compute logits ``[B, L, V]`` as the published code does, including the router's bias and a
-    shared expert.
+    """Compute logits ``[B, L, V]`` like the published code of LLaDA-MoE.
 
-    Every expert is computed for every token, one expert after another.
+    For simplicity, every expert is computed for every token.
     """
     eps, heads, kv_heads = (
         config["rms_norm_eps"],
@@ -166,7 +165,7 @@ def test_another_network_is_refused_by_its_key(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with two layers.
 
-    The first layer is dense. The second has experts, a bias of the router and a shared expert.
+    The first layer is dense. The second layer has experts, a router bias and a shared expert.
     """
     config = llada_moe_config(
         moe_layer_freq=[0, 1],
@@ -208,7 +207,7 @@ def test_many_experts_are_refused_for_a_gpu(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
-    """Copy the checkpoint, and add, replace or remove (None) tensors in the copy."""
+    """Add, replace or remove (None) tensors of a checkpoint in place. Returns ``path``."""
     tensors = read_tensors(path) | changes
     save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -218,8 +217,10 @@ def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
 
 
 def merged(path: Path, layers: list[int]) -> Path:
-    """Copy the checkpoint, and merge the experts of each of these layers into one tensor per
-    matrix.
+    """Change a checkpoint in place, and return ``path``.
+
+    In each of ``layers``, the matrices of all experts are stacked into one tensor, separately for
+    gate, up and down projections.
     """
     tensors, changes = read_tensors(path), {}
     for i in layers:

@@ -1,5 +1,7 @@
-"""Requests that run in lockstep (each layer is loaded once and computes all requests before the
-next layer) give the same results as single runs of the reference loop.
+"""Tests of requests that run in lockstep.
+
+In lockstep, each layer is loaded once and processes all requests before the next layer is loaded.
+The results must equal those of separate runs of the reference loop.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def test_each_course_is_the_references(
 ) -> None:
     source = open_source(request.getfixturevalue(family))
     c, policy, rng = source.network, Policy(**LOOPS[name]), np.random.default_rng(seed)
-    # Some positions are given. If all were masked, all scores would be nearly equal, and rounding
-    # would decide.
+    # The canvases contain given tokens. If all positions were masked, all scores would be nearly
+    # equal, and rounding errors would decide which positions are committed.
     given_ids = np.delete(np.arange(c.vocab_size), c.mask_token_id)
     starts = [
         start_canvas(rng.choice(given_ids, given).tolist(), new, c.mask_token_id)
@@ -129,7 +131,7 @@ def test_a_denoiser_that_is_sure_of_nothing_takes_so_many_passes_a_block(
     courses = list(run(samples))
     assert len(done) == len(courses) == 2
     assert steps == sorted(steps)
-    assert 1 in steps  # the first result is reported before all requests have ended
+    assert 1 in steps  # one request is done before the other
     mask = source.network.mask_token_id
     for course, sample, prompt_length in zip(courses, samples, (4, 10), strict=True):
         assert len(course) == TRAJECTORY_PASSES + 1

@@ -51,10 +51,7 @@ policies = st.builds(
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy for requests with given tokens, which may include mask tokens, and new tokens.
-
-    At least one position is masked.
-    """
+    """Return a strategy for requests. The given tokens may include mask tokens."""
     tokens = draw(st.lists(st.one_of(st.integers(0, 38), st.just(39)), max_size=20))
     new = draw(st.integers(0, 50))
     assume(tokens or new)
@@ -96,7 +93,7 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
         ]
         assert all(before[i] == mask for i in changed)
         start, end = event.block
-        if not event.done:  # the last step may fill the rest with the end token
+        if not event.done:  # the last step may also write end tokens after the block
             assert all(start <= i < end for i in changed)
             assert len(changed) == event.committed >= 1
             guessed = [i for i, token in enumerate(event.guess) if token >= 0]
@@ -109,8 +106,9 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy for several requests of a few lengths. The given tokens may include mask tokens.
-    Some of the requests can share passes, and some cannot.
+    """Return a strategy for batches of requests. The given tokens may include mask tokens.
+
+    Requests of the same length can share passes.
     """
     lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     token = st.one_of(st.integers(0, 38), st.just(39))
@@ -142,8 +140,9 @@ def test_a_batch_gives_each_request_what_it_gets_alone(
 
 
 def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
-    """Return the positions that the native loop commits in its first pass if the confidences are
-    ``scores``.
+    """Return the positions that the native loop commits in its first pass.
+
+    ``scores`` are the confidences of the positions.
     """
 
     def run(p: CallbackPass) -> None:
@@ -164,8 +163,7 @@ def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
     return [i for i, token in enumerate(event.canvas) if token != 7]
 
 
-# The scores have few different values, so that equal scores and scores equal to the threshold are
-# frequent.
+# A few values are frequent, so that scores are often equal to each other or to the threshold.
 scores = st.lists(
     st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]), st.floats(0, 1, width=32)),
     min_size=1,
@@ -252,10 +250,9 @@ def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_reserved_position_holds_an_end_token_and_counts_as_given(cache: str) -> None:
-    """With ``reserve="end"``, the last position holds an end token from the start, which is not
-    generated.
+    """``reserve="end"`` writes an end token to the last position before the first pass.
 
-    This end token counts neither as the end of the text nor as a token of the text.
+    ``finish`` and ``completion_tokens`` must ignore this end token.
     """
     fields: dict[str, Any] = {"tokens": [3, 4], "cache": cache, "block_length": 4}
     out = ArithmeticDenoiser(eos=5).bundle.generate(
@@ -370,7 +367,7 @@ def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(
 
 
 def spans_of(tokens: list[int], new: int, shift: int = 0, **fields: Any) -> list[tuple[int, int]]:
-    """Return the positions of each pass. Every pass commits one token, and the mask token is 7."""
+    """Return the positions of each pass, as pairs (first, end). The mask token is 7."""
     spans: list[tuple[int, int]] = []
 
     def run(p: CallbackPass) -> None:
@@ -414,8 +411,8 @@ def test_refresh_starts_later_blocks_with_the_block_before_at_least(
 
 
 def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
-    # Blocks have two positions, and the first block starts at position 1. The second and the third
-    # block are given.
+    # The blocks are the positions 1-2, 3-4, 5-6 and 7. All tokens of the second and third block are
+    # given.
     tokens = [1, 7, 7, 1, 1, 1, 1, 7]
     assert spans_of(tokens, 0, block_length=2, cache="dual", refresh=1) == [(0, 8), (1, 3), (1, 8)]
 
@@ -425,11 +422,10 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]
 ) -> None:
-    """In this fake denoiser, the key of a row contains the row's position, and the value contains
-    its token.
+    """The fake denoiser writes the position of a row into its key, and the token into its value.
 
-    Key and value also contain their layer and head. No cached row may be missing or occur twice,
-    and no cached row may come from a mask token that was replaced since.
+    Keys and values also contain the layer and the head. In every pass, each position must be either
+    computed or cached, and cached rows must contain the current tokens of the canvas.
     """
     mask, seen = 39, []
 
@@ -568,7 +564,7 @@ def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> N
 def golden_runs() -> dict[str, dict[str, Any]]:
     """Run every commit rule with every cache on the arithmetic denoiser.
 
-    To write the golden file again, run python tests/test_loop.py.
+    ``python tests/test_loop.py`` writes the results to the golden file.
     """
     runs = {}
     for commit in COMMITS:
@@ -597,8 +593,7 @@ def test_canvases_are_those_of_the_golden_file() -> None:
 def test_a_step_callback_can_cancel() -> None:
     """This test calls the C ABI directly.
 
-    Python has no step callback that can cancel, because a user leaves the loop over ``stream``
-    instead.
+    The Python API has no step callback. Its users leave the loop over ``stream`` instead.
     """
     import ctypes as C
 

@@ -1,6 +1,4 @@
-"""Tests of unusual machines and newer libraries: cores, memory, /proc, versions, and unusual
-numbers.
-"""
+"""Tests of unusual machines (cores, memory, /proc), newer library versions, and unusual numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def threads() -> int:
-    """The number of threads of this process, including native ones."""
+    """Return the number of threads of this process, including threads of native libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -133,7 +131,7 @@ def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(
         dlm_runtime.open(bundle, engine="none", check_hashes=False) as trusted,
     ):
         with open(bundle / name, "a") as file:
-            # A newline does not change the meaning of the file, so only the hash shows the change.
+            # Only the hash shows this change, because JSON allows a newline at the end.
             file.write("\n")
         with pytest.raises(
             BundleError, match=rf"{name}: its SHA-256 differs from the bundle's manifest"
@@ -153,7 +151,7 @@ def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(
     ):
         file = bundle / checked.manifest["text"]["file"]
         data = bytearray(file.read_bytes())
-        # This byte belongs to the chat template's text, so only the hash shows the change.
+        # Only the hash shows this change, because the last byte belongs to the chat template.
         data[-1] ^= 1
         file.write_bytes(data)
         with pytest.raises(BundleError, match=r"text.bin: its SHA-256 differs from the manifest's"):
@@ -217,9 +215,9 @@ def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(
 
 
 def test_threads_of_a_new_process_open_bundles_at_once(demo_bundle: Path) -> None:
-    """The first session of a process registers this project's operators in ONNX Runtime.
+    """The first bundle that a process opens registers this project's operators in ONNX Runtime.
 
-    If several threads open bundles at once, only one of them may register the operators.
+    If several threads open bundles at once, only one of the threads may register the operators.
     """
     script = (
         "import sys, threading, dlm_runtime\n"

@@ -1,5 +1,6 @@
-"""Tests of masked language models: logits equal transformers' logits, and bundles fill masks in a
-text.
+"""Tests of masked language models such as BERT.
+
+The logits must equal the logits of transformers, and bundles must fill mask tokens in a text.
 """
 
 from __future__ import annotations
@@ -211,8 +212,10 @@ def test_a_canvas_beyond_the_learned_positions_is_refused(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A BERT with a WordPiece tokenizer, and a RoBERTa whose mask token includes the space before
-    it.
+    """Bundles of four encoders with two tokenizers.
+
+    "bert" and "torch" have a WordPiece tokenizer. "roberta" and "modern" have a byte-level
+    tokenizer, whose mask token includes the space before it.
     """
     made = {}
     word_pieces = json.loads(tokenizer_files.made("BERT"))
@@ -325,7 +328,9 @@ def test_quantised_layers_without_a_silu_gate_are_computed_by_kernels(
 
 
 def test_a_graph_contains_no_relu(bundles: dict[str, Path]) -> None:
-    """ONNX Runtime 1.31.1 removes a Relu before a QuantizeLinear to FP8, so the graph uses Max."""
+    """Graphs use Max instead of Relu. ONNX Runtime 1.31.1 wrongly removes a Relu before a
+    QuantizeLinear to FP8.
+    """
     graph = onnx.load(bundles["torch"] / "bundle" / "denoiser.onnx", load_external_data=False)
     operators = {node.op_type for node in graph.graph.node}
     assert "Max" in operators

@@ -29,7 +29,7 @@ token_lists = st.lists(st.integers(0, 3), max_size=8)
 
 @st.composite
 def two_sides(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Strategy for the logits of both sides and the true tokens, which are never the mask token."""
+    """Return a strategy for the logits of two denoisers, and for true tokens (no mask tokens)."""
     first = draw(rows_of_logits)
     second = np.array(draw(st.permutations(first.reshape(-1).tolist())), np.float32).reshape(
         first.shape
@@ -65,7 +65,7 @@ def test_cross_entropy_and_divergence_are_those_of_the_definition() -> None:
     rows = metrics.compare_rows(reference, candidate, np.array([1]), mask_token_id=3)
     np.testing.assert_allclose(rows.reference_ce, [-math.log(0.25)])
     np.testing.assert_allclose(rows.candidate_ce, [-math.log(0.5)])
-    # The Kullback-Leibler divergence of the candidate's distribution from the reference's.
+    # The Kullback-Leibler divergence KL(reference || candidate).
     np.testing.assert_allclose(rows.kl, [0.5 * math.log(2) - 0.25 * math.log(2)])
     assert rows.rank.tolist() == [1]
 
@@ -121,7 +121,7 @@ def test_differences_that_fp32_would_lose_are_seen() -> None:
     reference = rng.normal(size=(4, 3000)).astype(np.float32)
     candidate = reference + rng.normal(size=reference.shape).astype(np.float32) * np.float32(1e-5)
     kl = metrics.compare_rows(reference, candidate, np.zeros(4, np.int64), 1).kl
-    # For small differences between the logits, the divergence is half of the differences' variance.
+    # If the logits differ only slightly, the divergence is half the variance of the differences.
     np.testing.assert_allclose(kl, 0.5e-10, rtol=0.2)
 
 
@@ -136,7 +136,7 @@ def test_a_summary_weighs_positions_alike_and_compares_sums() -> None:
     assert summary["positions"] == 3
     assert summary["reference_ce"] == pytest.approx(4 / 3)
     assert summary["ce_increase"] == pytest.approx(0.5)
-    # The loss of each of the two samples increases by half, so the interval is a single point.
+    # The loss of both samples increases by 50%, so the confidence interval is a single point.
     assert summary["ce_increase_interval"] == pytest.approx([0.5, 0.5])
     assert (summary["top1"], summary["top5"]) == pytest.approx((1 / 3, 2 / 3))
     assert summary["kl_mean"] == pytest.approx(0.1)
@@ -228,8 +228,8 @@ def test_a_flip_is_another_token_at_a_position_that_both_commit() -> None:
     assert (full["committed"], full["flips"], full["jaccard"]) == (3, 0, 1)
     assert found["flip_rate"] == pytest.approx(1 / 5)
     assert found["jaccard"] == pytest.approx((2 / 3 + 1) / 2)
-    # The two denoisers predict different distributions at two of the six positions that the
-    # reference commits, and at three of the eight masked positions.
+    # The predictions differ at 2 of the 6 positions that the reference commits, and at 3 of the 8
+    # masked positions. The divergence is the same at all these positions.
     assert found["kl_mean"] * 6 / 2 == pytest.approx(frontier.kl * 8 / 3)
     assert frontier.kl > 0
 
@@ -274,7 +274,7 @@ def test_what_is_written_ends_with_its_first_end_token(tokens: list[int]) -> Non
         ("  four\n score ", "four score", True),
         ("fourscore", "four score", False),
         ("1", "1", True),
-        ("1.0", "1", False),  # compared as plain text, although it would be valid JSON
+        ("1.0", "1", False),  # a number is compared as text
         ("[" * 100_000, "[]", False),
         ("[" * 100_000, "[" * 100_000, True),
         (None, "", False),

@@ -1,7 +1,8 @@
-"""Tests of ten common mistakes of users, in every command in which a user can make them.
+"""Tests of ten common mistakes of users.
 
-For the same mistake, all commands must exit with the same code, and print one line that names the
-mistake. docs/guides/troubleshooting.md lists the exit codes.
+The tests make each mistake in every command where it is possible. All commands must exit with the
+same code, and print one line that describes the mistake. docs/guides/troubleshooting.md lists the
+exit codes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from dlm_runtime.errors import ExitCode
 WRONG, COULD_NOT = ExitCode.WRONG_INPUT, ExitCode.COULD_NOT
 COMMANDS = {*main.commands}
 
-# For each mistake and each command: the arguments that make the mistake. Words in capitals are
-# replaced by paths, see ``places``.
+# Maps each mistake to its exit code, a part of its message, and the arguments of each command.
+# Words in capitals are replaced by the paths in ``places``.
 MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "a path that is not there": (
         WRONG,
@@ -272,8 +273,7 @@ def places(
     os.truncate(damaged / "denoiser.onnx.data", 4096)
     int8 = Path(shutil.copytree(llada_bundle, folder / "int8"))
     manifest = json.loads((int8 / "manifest.json").read_text())
-    # The manifest claims a precision that the bundle does not have. This does no harm, because no
-    # command of these tests runs this bundle.
+    # Only the manifest says that the bundle is INT8. No test runs this bundle.
     manifest["precision"]["name"] = "int8"
     (int8 / "manifest.json").write_text(json.dumps(manifest))
     config = llada_config(
@@ -331,7 +331,7 @@ def test_every_command_is_in_the_table() -> None:
 
 
 def test_every_error_has_one_of_the_exit_codes() -> None:
-    """Every error class sets ``exit_code`` to a name of ``ExitCode``, and never to a number."""
+    """Every error class must set ``exit_code`` to a member of ``ExitCode``, not to a number."""
     root = Path(__file__).parent.parent
     folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
@@ -343,9 +343,9 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
 
 
 def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[str, Path]) -> None:
-    """The bundle's mask token is outside the vocabulary of the checkpoint.
+    """The other checkpoint's vocabulary does not contain the bundle's mask token.
 
-    The error names the vocabulary, not the mask token.
+    The error must report the vocabulary, not the mask token.
     """
     done = CliRunner().invoke(
         main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])]

@@ -1,12 +1,10 @@
-"""Tests of caches for networks whose layers have different numbers of heads and different head
-sizes.
+"""Tests of caches for networks whose layers have different numbers of heads and head sizes.
 
-Decoding with any cache gives the same result as decoding without a cache.
-
-The graph is made by hand. The keys and values of a row depend only on its own token and position,
-so cached rows never become outdated. All numbers are small integers, so sums are exact in any
-order, and the canvases must be equal. A row's prediction depends on every cached number, and on the
-index and the head under which each key is cached.
+The test builds a small graph by hand. Decoding with a cache must give exactly the same canvas as
+decoding without a cache. In the graph, the keys and values of a row depend only on the row's token
+and position, so cached rows never become outdated. All numbers are small integers, so sums are
+exact in any order. Each prediction depends on every cached number, and on the row and the head that
+contain the number.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ LAYER = """
   seen.L = ReduceSum(weighed.L, last)
 """
 # For each number type of the cache, the nodes that read cached rows and store new rows. An int8 row
-# repeats its first two codes in place of its scale. If the loop reads a row with the scale of
-# another row, the result is therefore wrong.
+# stores copies of its first two codes instead of a scale. If the loop mixes up the scales of rows,
+# the result is therefore wrong.
 STORED = {
     "float32": """
   read_KIND.L = Identity(old_KIND.L)
@@ -78,7 +76,7 @@ TYPES = {
     "float32": ("float", 4, 0),
     "float16": ("float16", 2, 0),
     "int8": ("int8", 1, 2),
-}  # bytes of one element, and of the scale of a row
+}  # for each number type: (ONNX type, bytes per element, bytes of a row's scale)
 HEAD = """
   all_seen = Sum(SEEN)
   whole = Cast<to = 7>(all_seen)
@@ -137,8 +135,7 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
     element, _, scale = TYPES[cache_dtype]
     for i, (heads, size) in enumerate(LAYERS):
         rows = "".join(STORED[cache_dtype].replace("KIND", kind) for kind in ("keys", "values"))
-        # The first part of the text handles the rows that a pass computes. The second part handles
-        # the cached rows that the pass reads.
+        # ``made`` computes new keys and values. ``attended`` uses them and the cached rows.
         made, attended = LAYER.split("  keys.L =")
         body += f"{made}{rows}  keys.L ={attended}".replace(".L", f"_{i}")
         constants[f"split_{i}"] = np.array([0, 0, heads, size])

@@ -1,8 +1,8 @@
-"""Compares this project's LLaDA2, RND1 and SDAR-MoE with classes of transformers that have the same
-layers.
+"""Compares logits of LLaDA2, RND1 and SDAR-MoE with logits of transformers' classes.
 
-Both sides have the same weights. Glm4Moe has the layer of LLaDA2: q/k norms, rotary embeddings on
-half of a head, and the router of DeepSeek-V3. Qwen3-MoE has the layer of RND1 and SDAR-MoE.
+LLaDA2 is compared with Glm4Moe, which has the same layers: q/k norms, rotary embeddings on half of
+a head, and the router of DeepSeek-V3. RND1 and SDAR-MoE are compared with Qwen3-MoE. Both networks
+of a comparison have the same weights.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed
 
 
 def by_blocks(block_length: int) -> torch.Tensor:
-    """Return the mask ``[L, L]`` of block-causal attention: True where a query (row) sees a key
-    (column).
+    """Return a bool array ``[L, L]`` for block-causal attention.
+
+    An entry is True if the query (row) attends to the key (column).
     """
     block = torch.arange(LENGTH) // block_length
     return block[None, :] <= block[:, None]
@@ -108,8 +109,9 @@ def test_llada2s_logits_are_those_of_glm4_moe(tmp_path: Path) -> None:
     config = llada2_config()
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
     tensors = read_tensors(path)
-    # Glm4Moe sets the scores of experts in groups that are not chosen to 0. This project never
-    # chooses such experts. If all biased scores are above 0, both give the same result.
+    # This project never chooses experts outside the chosen groups. Glm4Moe sets their scores to 0
+    # instead, and could still choose them if other scores were negative. Positive biases prevent
+    # this.
     biases = {
         name: tensor.abs() for name, tensor in tensors.items() if name.endswith("expert_bias")
     }

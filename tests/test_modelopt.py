@@ -1,6 +1,7 @@
 """Compares calibration with NVIDIA's modelopt.
 
-Both find the same ranges and scales, and weights do not change.
+Calibration and modelopt must find the same ranges and scales. Neither may change the denoiser's
+weights.
 
 Tests that need the package ``nvidia-modelopt`` are skipped if it is not installed.
 """
@@ -77,7 +78,7 @@ def _inputs(
 ) -> dict[str, np.ndarray]:
     """Return the inputs of each layer, fp32 ``[P, K]``.
 
-    The inputs of the head are the features at masked positions.
+    The inputs of the output head are the features at masked positions only.
     """
     seen: dict[str, list[np.ndarray]] = {layer: [] for layer in layers}
     handles = [
@@ -252,8 +253,7 @@ def test_layers_that_share_an_input_get_one_scale(denoiser: Denoiser) -> None:
 
 @needs_modelopt
 def test_awq_lowers_the_error_of_int4_where_channels_stand_out(denoiser: Denoiser) -> None:
-    # Every 24th channel becomes a hundred times larger, and the function of the network does not
-    # change.
+    # Make every 24th channel 100 times larger in one layer, and divide it by 100 in the next layer.
     with torch.no_grad():
         denoiser.blocks[0].mlp.up.weight[:, ::24] *= 100  # type: ignore[union-attr,operator]
         denoiser.blocks[0].mlp.down.weight[::24] /= 100  # type: ignore[union-attr,operator]

@@ -1,10 +1,10 @@
 """Tests of the native library with C programs.
 
-The library is built with sanitizers, and an installed copy of the library is linked.
+C programs are linked with a library that is built with sanitizers, and with an installed library.
 
-The tests reach every error path. The builds stay in build/native-asan and, for slow tests, in
-build/native-release, so only the first run compiles everything. Other tests use the library that
-was installed with the Python package.
+The tests reach every error path. The builds are kept in build/native-asan and build/native-release
+(for slow tests), so only the first run compiles everything. Other test files use the library in the
+Python package.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ SANITIZE = [
 PRESENT = Path(_native.library()._name)  # the library of the installed package
 LOADERS = {"ld-linux-x86-64", "ld-linux-aarch64"}
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
-# Programs in the Python environment (pip install cmake ninja) are used before the system's
-# programs.
+# Search path for programs: first the Python environment (pip install cmake ninja), then $PATH.
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with changed environment variables. The caller must check the exit code."""
+    """Run a program with additional environment variables. Does not check the exit code."""
     engine = _native.onnxruntime_library()
     known = {} if engine is None else {"DLM_ONNXRUNTIME": engine}
     environment = os.environ | known | {"PATH": TOOLS} | variables
@@ -77,7 +76,7 @@ def succeed(*command: str | Path, **variables: str) -> str:
 
 
 def tool(name: str) -> str:
-    """Return the path of a program without which these tests cannot run. Fails if it is missing."""
+    """Return the path of a program that the tests need. Fails if it is not installed."""
     found = shutil.which(name, path=TOOLS)
     assert found is not None, (
         f"{name} is not installed. These tests need cmake, ninja (pip install cmake ninja), gcc and nm."
@@ -97,9 +96,9 @@ def _header_folder(distribution: str, name: str) -> Path | None:
 
 
 def _header_option(option: str, distribution: str, name: str) -> list[str]:
-    """Return the CMake option that names the folder of a C header.
+    """Return the CMake argument that sets ``option`` to the folder of a C header.
 
-    The value is empty if the Python package with the header is not installed.
+    If the Python package with the header is not installed, the argument unsets ``option``.
     """
     folder = _header_folder(distribution, name)
     return [f"-U{option}" if folder is None else f"-D{option}={folder}"]
@@ -112,8 +111,8 @@ HAS_TENSORRT = TENSORRT_HEADERS[0].startswith("-D")
 
 
 def build(folder: Path, *options: str) -> Path:
-    # CMake remembers the header folders that an earlier run found, even if they no longer exist.
-    # These options are therefore unset.
+    # ONNXRUNTIME_C_API_DIR is unset, because CMake remembers the folder that an earlier run found,
+    # even if this folder no longer exists.
     generator = [
         "-G",
         "Ninja",
@@ -124,8 +123,7 @@ def build(folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open(
         "w"
-        # The processes of pytest-xdist build in the same folder. Two builds at the same time would
-        # damage each other's files.
+        # The processes of pytest-xdist build in the same folder, but not at the same time.
     ) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
@@ -136,8 +134,7 @@ def build(folder: Path, *options: str) -> Path:
 def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
     """Compile a C program with strict warnings and link it with a library.
 
-    The path of the library is stored in the program, so that the program finds the library when it
-    runs.
+    The program stores the path of the library and loads it from there.
     """
     link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}"]
     succeed(
@@ -171,7 +168,7 @@ def header_functions() -> dict[str, tuple[str, int]]:
 
 
 def header_fields(struct: str) -> list[str]:
-    """Return the names of the fields of a struct of the header, in order."""
+    """Return the field names of a C struct in the header, in order."""
     body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", header(), flags=re.DOTALL)
     assert body is not None, f"{struct} is not in {HEADER}"
     declarators = ",".join(body[1].split(";")[:-1]).split(",")
@@ -193,8 +190,9 @@ def kernels_without_processor() -> list[str]:
 
 @pytest.fixture(scope="session")
 def sanitized() -> Path:
-    """A build folder with the library and its tests under AddressSanitizer and
-    UndefinedBehaviorSanitizer, including the TensorRT engine.
+    """A build folder with the library and its C++ tests, including the TensorRT engine.
+
+    AddressSanitizer and UndefinedBehaviorSanitizer check the library.
     """
     options = ["-DCMAKE_BUILD_TYPE=Debug", "-DDLM_SANITIZE=address", "-DDLM_BUILD_TESTS=ON"]
     # Sanitizers make the compilation of kernels seven times slower.
@@ -204,8 +202,9 @@ def sanitized() -> Path:
 
 @pytest.fixture(scope="session")
 def release() -> Path:
-    """A build folder with the library that CMake builds without Python, with debug information for
-    valgrind. Only slow tests use this library. All other tests use the library of the package.
+    """A build folder with an optimised library, with debug information for valgrind.
+
+    Only slow tests use this library.
     """
     return build(
         REPOSITORY / "build" / "native-release",
@@ -216,7 +215,7 @@ def release() -> Path:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of an example program, and the answer that Python gives to the same request."""
+    """The arguments of an example program, and the answer that the Python API generates."""
 
     arguments: list[str]
     answer: str
@@ -348,7 +347,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 ) -> None:
     """The test loads a fake ONNX Runtime.
 
-    The fake reports as its version whether the variable that disables telemetry was set.
+    This fake library returns the value of $ORT_DISABLE_TELEMETRY as its version.
     """
     source = tmp_path / "fake.c"
     source.write_text(
@@ -376,8 +375,8 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 def test_onnxruntime_leaves_nothing_in_the_home_folder(
     sanitized_example: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    # ONNX Runtime never sends telemetry on a build server. The test must run without this
-    # protection, so it unsets the variables that identify a build server.
+    # ONNX Runtime disables telemetry if the variable CI is set, as on a build server. Unset CI, so
+    # that only this project can disable telemetry.
     clean = [
         "env",
         *(
@@ -465,8 +464,8 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
         pytest.skip(
             "onnxruntime_c_api.h is neither in $ONNXRUNTIME_INCLUDE_DIR nor on the system (Debian: libonnxruntime-dev)"
         )
-    # The source of this object file contains only static assertions, so the assertions hold if the
-    # object file exists. The library's build requires the object file.
+    # The source of this object file only contains static assertions. If the object file exists, the
+    # assertions hold.
     assert list(release.glob("CMakeFiles/ort_slots_check.dir/**/*.o"))
 
 
@@ -520,10 +519,10 @@ def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
 def test_static_library_keeps_its_names_from_a_programs_own(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The test's program defines functions and a class with the same names as in the static
-    library.
+    """The program links the static library, and defines a function and a class whose names also
+    occur in the library.
 
-    The program also uses the same templates of the C++ standard library.
+    The program also uses templates of the C++ standard library that the library uses.
     """
     source = tmp_path / "names.cc"
     source.write_text(
@@ -594,9 +593,9 @@ def test_pkg_config_file_builds_the_example(
 
 
 def test_a_parallel_build_with_makefiles_waits_for_the_objects(tmp_path: Path) -> None:
-    """Instead of compiling, the build copies an empty object file.
+    """The test only checks the order of the build steps.
 
-    The test therefore only checks the order of the build steps.
+    A fake compiler copies an empty object file instead of compiling.
     """
     empty, launcher = tmp_path / "empty.o", tmp_path / "launcher"
     succeed(tool("gcc"), "-c", "-x", "c", "-fPIC", "/dev/null", "-o", empty)

@@ -1,12 +1,13 @@
 """Tests of the TensorRT engine without a GPU.
 
-The tests use mocks of CUDA and TensorRT, and sanitizers.
+The tests use mock CUDA and TensorRT libraries (runtime/native/tests) and sanitizers. They do not
+run the real TensorRT, but the runtime's TensorRT code is compiled with NVIDIA's headers.
 
-The runtime's TensorRT code is compiled with NVIDIA's headers. The mocks (runtime/native/tests) have
-"device" memory that the program itself cannot read. They delay the work on a CUDA stream until the
-program waits for the stream, and check every address. The mock denoiser computes its results from
-every byte that a pass reads. Its canvas therefore equals the canvas from ``from_callback`` only if
-every byte was copied to the right place. The tests do not run the real TensorRT.
+The program cannot read the "device" memory of the mocks. The mocks check every address, and run the
+work on a CUDA stream only when the program waits for the stream. A mock denoiser computes its
+results from every byte that a pass reads. The tests compare its canvas with the canvas of the same
+denoiser in ``from_callback``. The canvases are equal only if every byte was copied to the right
+place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from test_native import HAS_MOCKS, HAS_TENSORRT, run, sanitized, tool  # noqa: F
 
 VERSION = "10.14.1.48"
 VOCABULARY, MASK, TOP_K = 50, 49, 2
-LAYERS = ((3, 4), (3, 4))  # for each layer: the number of key and value heads, and the head size
+LAYERS = ((3, 4), (3, 4))  # for each layer: (number of key and value heads, head size)
 MIXED = ((3, 4), (1, 16), (3, 4), (2, 2))
 CANVAS, BLOCK = 64, 32
 PORTS = ("input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits")
@@ -52,7 +53,7 @@ def plan(
     *more: str,
     layers: tuple[tuple[int, int], ...] = LAYERS,
 ) -> str:
-    """Return the content of an engine file that the mock of TensorRT reads."""
+    """Return the content of an engine file for the mock TensorRT library."""
     lines = ["mock-engine", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     for profile in sizes.values():
@@ -78,9 +79,9 @@ def write_bundle(
 ) -> Path:
     """Write a bundle with only the fields that the native reader needs.
 
-    ``engines`` maps targets to changes of a valid entry. The key "plan" is the content of the
-    engine file. ``names`` renames inputs and outputs. ``graphs`` are the contents of the bundle's
-    two ONNX files, which a TensorRT engine never reads.
+    ``engines`` maps targets to changes of the engine's entry in the manifest. The key "plan" sets
+    the content of the engine file. ``names`` renames inputs and outputs. ``graphs`` are the
+    contents of denoiser.onnx and denoiser.device.onnx, which a TensorRT engine never reads.
     """
     folder.mkdir(exist_ok=True)
     judged, device = (text.encode() for text in graphs)
@@ -154,8 +155,11 @@ def bundle(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Told:
-    """The output of the program device_driver: the status and message of each request, and how
-    often each mock function had been called after each round.
+    """The output of the program device_driver.
+
+    ``opened`` is (status, message) of opening the bundle. ``rounds`` contains (status, message) of
+    each request.
+    ``counts`` contains the total number of calls of each mock function after each round.
     """
 
     opened: tuple[str, str]
@@ -166,7 +170,7 @@ class Told:
         return bool(self.rounds) and all(answer == ("OK", "same") for answer in self.rounds)
 
     def made(self, call: str, round: int = -1) -> int:
-        """Return how often the mock function ``call`` was called in this round."""
+        """Return how often the mock function ``call`` was called in the given round."""
         rounds = range(len(self.counts))
         before = self.counts[rounds[round] - 1] if rounds[round] > 0 else {}
         return self.counts[round].get(call, 0) - before.get(call, 0)
@@ -178,9 +182,9 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run device_driver. The environment ``variables`` can make the mocks fail.
+        """Run device_driver. The environment variables in ``variables`` can make the mocks fail.
 
-        The program must exit with 0, and the sanitizers must find no leak and no wrong access.
+        The program must exit with 0, and the sanitizers must find no leak and no invalid access.
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",
@@ -244,8 +248,7 @@ def test_canvases_are_those_of_the_callback_engine(
     if cache == "none":
         options = {key: value for key, value in options.items() if key != "refresh"}
     if cache == "prefix" and given + new > BLOCK:
-        # These lengths are chosen because, with a shorter prompt or more new tokens, the first
-        # cached pass could be longer than a block.
+        # With these lengths, no cached pass is longer than a block.
         options = options | {
             "given": min(given, 8),
             "new": 24,
@@ -287,8 +290,8 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
     tmp_path: Path, drive: Drive
 ) -> None:
-    # Each input or output of the engine gets the usual name of a different input or output. Code
-    # that relies on their order or their usual names would use the wrong one.
+    # Exchange the names of the engine's inputs and outputs. The runtime must use the names in the
+    # manifest, not the usual names or the order.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
     lines = [f"rename {name} {name}!" for name in called] + [
@@ -338,15 +341,15 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # There are three blocks. The first two blocks copy keys and values twice, and the last block
-    # copies them once, because no rows are copied back after it.
+    # There are three blocks. Cached keys and values are copied aside for each block. They are
+    # copied back after each block except the last.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
     )  # bytes of the keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
-    # A refresh pass starts before the block. The cached rows are first copied aside, and then some
-    # are copied back around the new rows of the pass.
+    # With ``refresh``, the first pass of a block also computes 8 positions before the block. Cached
+    # rows are first copied aside. Then some of them are copied back around the computed rows.
     told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
     first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
     assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * len(LAYERS)
@@ -357,8 +360,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
-    # Each request has 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21 cached passes (8
-    # tokens, 21 cached, 8 scored rows). So there are passes of two sizes.
+    # Passes have two sizes: 3 full passes (29 tokens, 0 cached, 8 scored rows) and 21 cached passes
+    # (8 tokens, 21 cached, 8 scored rows).
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2
@@ -368,8 +371,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
 
 
 def test_rows_are_rounded_so_that_few_graphs_exist(bundle: Path, drive: Drive) -> None:
-    # In a block of 32, the passes score 32, 31, ... 1 rows. The engine rounds these numbers up to
-    # four sizes, and captures a CUDA graph for each size once.
+    # The passes of a block of 32 tokens score 32, 31, ... 1 rows. The runtime rounds the number of
+    # rows up to one of four sizes, and captures one CUDA graph per size.
     told = drive(bundle, cache="none", given=8, new=32, block=32, rounds=2)
     assert told.all_same()
     assert told.counts[0]["nfe"] == 32
@@ -395,8 +398,8 @@ def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(
         )
         == 2 + 32
     )
-    # Passes of one size alternate with passes of 39 other sizes. The CUDA graph of this size stays
-    # in the limited store, so each of the 40 sizes is captured only once.
+    # Passes of one size alternate with passes of 39 other sizes. Although few CUDA graphs are kept,
+    # the graph of the frequent size must not be discarded and captured again.
     mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
     assert mixed.counts[79]["createExecutionContext"] == 2 + 40
 
@@ -583,8 +586,8 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
 
 
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
-    # The engine file is invalid, but an earlier check must fail, so the message must name the other
-    # reason.
+    # The engine file is invalid, but the device or the TensorRT version must be checked before the
+    # file is read.
     write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
     assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
     assert (

@@ -1,5 +1,7 @@
-"""Nemotron-Labs-Diffusion: parity with transformers' Ministral 3, draft passes, and self-speculation
-in the reference loop and in the native loop.
+"""Tests of Nemotron-Labs-Diffusion.
+
+The tests cover parity with transformers' Ministral 3, draft passes, and self-speculation in the
+reference loop and in the native loop.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def ministral(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
 
 
 def random_config(seed: int) -> dict[str, Any]:
-    """A random config whose ``original_max_position_embeddings`` is below the tests' canvases."""
+    """Return a random config.
+
+    ``original_max_position_embeddings`` is below the canvas lengths of the tests.
+    """
     draw = random.Random(seed)
     kv_heads, tied = draw.choice((1, 2)), draw.random() < 0.3
     rope = nemotron_config()["rope_parameters"] | {
@@ -90,7 +95,7 @@ def test_causal_and_draft_logits_equal_those_of_ministral_3(tmp_path: Path, seed
         causal, presents = ours.hidden(ids, positions)
         found = [ours.project(causal)]
         wanted = [theirs(ids).logits]
-        # A draft pass over the last 30 tokens, after the cached rows of the first 100 tokens.
+        # Run a draft pass over the last 30 tokens. The first 100 tokens are cached.
         past = [(keys[:, :, :100], values[:, :, :100]) for keys, values in presents]
         drafted, _ = ours.hidden(ids[:, 100:], positions[:, 100:] + longest, past)
         found.append(ours.project(drafted))
@@ -103,7 +108,7 @@ def test_causal_and_draft_logits_equal_those_of_ministral_3(tmp_path: Path, seed
 
 
 def greedy(denoiser: Denoiser, tokens: list[int], new_tokens: int) -> list[int]:
-    """Greedy autoregressive decoding, with a full causal pass for each token."""
+    """Generate tokens one by one. Each token is the most likely one, from a full causal pass."""
     network, canvas = denoiser.network, list(tokens)
     for _ in range(new_tokens):
         with torch.no_grad():
@@ -152,7 +157,7 @@ def random_prompts(count: int) -> list[list[int]]:
 
 
 def test_self_speculation_equals_greedy_decoding(bundle: Bundle, denoiser: Denoiser) -> None:
-    """For 200 prompts, the texts are equal, and the native loop makes passes of the right kinds."""
+    """The test compares texts for 200 prompts, and checks the number of passes of each kind."""
     for number, tokens in enumerate(random_prompts(200)):
         wanted = greedy(denoiser, tokens, 24)
         block_length = (0, 1, 3, 8, 30)[number % 5]
@@ -191,10 +196,7 @@ def test_the_native_loop_equals_the_reference(
 
 
 def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
-    """Requests with different presets share passes.
-
-    Requests with the same prompt share the cache rows of this prompt.
-    """
+    """Requests with different presets share passes, and equal prompts share cached rows."""
     prompts = random_prompts(6)
     prompts += [prompts[0] * 3, prompts[0] * 3]
     for preset in ("self-speculation", "nemotron-diffusion"):
@@ -341,7 +343,8 @@ def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) 
 
 
 RELEASES = {
-    # size: hidden size, layers, MLP size, parameters. The sizes of 14B are those of Ministral 3 14B.
+    # For each release: hidden size, layers, MLP size and parameters. The sizes of 14B are those of
+    # Ministral 3 14B.
     "3B": (3072, 26, 9216, 3_831_659_520),
     "8B": (4096, 34, 14336, 8_489_553_920),
     "14B": (5120, 40, 16384, 13_506_073_600),
@@ -350,10 +353,7 @@ RELEASES = {
 
 @pytest.mark.parametrize("size", RELEASES)
 def test_releases_are_inspected_and_planned_from_their_headers(tmp_path: Path, size: str) -> None:
-    """The weight file has the full size, but contains only the header.
-
-    So the commands can read only the header.
-    """
+    """The weight file contains a header, but no weights. The commands must only read the header."""
     hidden, layers, mlp, parameters = RELEASES[size]
     config = nemotron_config(
         hidden_size=hidden,

@@ -1,5 +1,7 @@
-"""Blocks that start from random tokens (DiffusionGemma's loop): the rules of transformers' code,
-equality of the native loop with the reference loop, and self-conditioning.
+"""Tests of blocks that start from random tokens instead of mask tokens (DiffusionGemma's loop).
+
+The tests cover the rules of transformers' code, self-conditioning, and the equality of the native
+loop and the reference loop.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def test_positions_are_accepted_as_in_transformers(seed: int, bound: float) -> N
 
 
 class Scripted:
-    """A denoiser whose predictions are given for each pass. Row i of a pass predicts position i."""
+    """A fake denoiser with given logits for each pass. Row i of a pass predicts position i."""
 
     def __init__(self, logits: np.ndarray) -> None:
         """``logits`` are ``[passes, L, V]``, without a mask token."""
@@ -198,7 +200,7 @@ def test_the_native_loop_equals_the_reference(
     tokens: list[int],
     new: int,
 ) -> None:
-    """Mask tokens in the prompt are filled too, and given tokens stay."""
+    """Both loops must also fill mask tokens in the prompt, and must not change given tokens."""
     policy, seen = suited(kind, changes), list[Canvas]()
     wanted = reference.generate(denoisers[kind], tokens, policy, new, on_step=seen.append)
     events = list(bundles[kind].stream(tokens=tokens, max_new_tokens=new, **policy.as_dict()))
@@ -260,8 +262,8 @@ def test_noise_is_uniform_without_the_mask_token(
     kept = np.delete(counts, mask) if has_mask else counts
     assert counts.sum() == kept.sum()
     expected = 20_000 / len(kept)
-    # The statistic has len(kept) - 1 degrees of freedom. A uniform generator exceeds this limit
-    # about once in 10^6 tests.
+    # Chi-squared test with len(kept) - 1 degrees of freedom. Uniform random tokens exceed this
+    # limit about once in 10^6 tests.
     assert ((kept - expected) ** 2 / expected).sum() < len(kept) + 5 * (2 * len(kept)) ** 0.5 + 30
 
 
@@ -281,7 +283,7 @@ def test_the_passes_are_planned_as_they_are_made(bundles: dict[str, Bundle], kin
 
 
 def test_self_conditioning_goes_from_a_pass_to_the_next_one_over_the_block() -> None:
-    """Two blocks of 6 positions after a prompt of 3, with 5 passes each."""
+    """A prompt of 3 tokens is followed by two blocks of 6 positions. A block takes 5 passes."""
     width, seen, before = 4, list[tuple[bool, int]](), np.zeros((6, 4), np.float32)
     policy = policy_for("draft", stable_entropy=0.0, stop="none")
 

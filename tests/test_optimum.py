@@ -1,7 +1,8 @@
-"""``optimum-cli export dlm`` has the same options, results and exit codes as ``dlm-export build``.
+"""Tests that ``optimum-cli export dlm`` has the options, results and exit codes of ``dlm-export
+build``.
 
-The command only runs in these tests if optimum is installed. The mapping of its arguments is always
-tested.
+Tests that run ``optimum-cli`` are skipped if optimum is not installed. Other tests check how the
+arguments of ``optimum-cli`` are converted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ needs_optimum = pytest.mark.skipif(
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``dlm_export.optimum`` with a stand-in for the base class of optimum."""
+    """The module ``dlm_export.cli.optimum``, imported with a fake package ``optimum``."""
     base = ModuleType("optimum.commands.base")
     base.BaseOptimumCLICommand = object  # type: ignore[attr-defined]
     base.CommandInfo = SimpleNamespace  # type: ignore[attr-defined]
@@ -67,7 +68,7 @@ def _parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 def _example(option: click.Option) -> list[str]:
-    """Return the words that set an option to a value that is allowed and is not the default."""
+    """Return command-line words that set an option to an allowed value other than the default."""
     if option.is_flag:
         return [(option.secondary_opts or option.opts)[-1]]
     kind = option.type
@@ -106,7 +107,7 @@ def test_every_option_of_build_comes_through_with_its_value(
     example = _example(option)
     flag, *value = example
     if value and value[0].startswith("-"):
-        # argparse would treat a value with a leading dash as an option
+        # argparse would treat a value that starts with "-" as an option
         example = [f"{flag}={value[0]}"]
     translated = _through_optimum(command, [*example, "the checkpoint", "out"])
     assert translated[0] == "build"

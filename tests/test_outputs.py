@@ -1,6 +1,6 @@
 """Tests of how commands write their output paths.
 
-No file is lost, even if another process writes to the output path or a build is killed.
+No file may be lost, even if another process writes to the output path or a build is killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def _no_renameat2(*_: object) -> None:
 
 @pytest.fixture(params=["renameat2", "two renames"])
 def either_move(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test twice: with renameat2, and without it, as on a file system that does not support
-    the flags of renameat2.
+    """Run the test twice: with renameat2, and with two renames instead.
+
+    Two renames are used on file systems that do not support the flags of renameat2.
     """
     if request.param == "two renames":
         monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
@@ -243,8 +244,10 @@ def test_a_bundle_whose_engines_are_being_changed_is_not_replaced(out: Path) -> 
 
 
 def _leave(out: Path, name: str = "old") -> Path:
-    """Create the files that a killed build leaves: a claim file, which reserves the output path,
-    and a folder with the unfinished output.
+    """Start a build and kill it.
+
+    The build leaves a claim file, which reserves the output path, and a folder with the unfinished
+    output.
     """
 
     def work() -> None:
@@ -315,8 +318,9 @@ def test_nothing_is_cleared_where_the_file_system_has_no_locks(
 def test_a_kill_between_two_renames_is_mended_by_the_next_build(
     out: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """If the file system cannot exchange two paths, the old bundle is moved aside first, and the
-    path is missing for a moment.
+    """Some file systems cannot exchange two paths. The old bundle is then moved aside first.
+
+    For a moment, the output path does not exist.
     """
     fake_build(out, "old", False)
     monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
@@ -345,8 +349,7 @@ def _check(found: dict[str, Any]) -> None:
     assert found["code"] == -sent, found
     old = "old" if found["force"] else None
     if second is not None and second[0] == 0:
-        # The second build succeeded. It ran before this build had claimed the path, or after this
-        # build was done.
+        # The second build succeeded, so the first build had not yet claimed the path, or was done.
         assert found["stands"] == "second", found
     else:
         assert found["stands"] in (old, "new"), found
@@ -399,10 +402,10 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
 def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
     tmp_path: Path, llada_checkpoint: Path
 ) -> None:
-    """The command runs in another process, and the test kills it.
+    """The test starts the command in another process and kills this process.
 
-    In one of three runs, the kill comes at a random time. In the other two, it comes while the last
-    files are moved to their final paths.
+    One run in three is killed at a random time. The other runs are killed while the bundle is moved
+    to its final path.
     """
     out = tmp_path / "out" / "bundle"
     claim = out.with_name(".bundle.dlm-export")

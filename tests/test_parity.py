@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import dream_config, llada_config, write_checkpoint
 from denoisers import load, under_native_loop
+from slow_cases import slow_except
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
@@ -22,12 +23,12 @@ from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_runtime import PRESETS, Bundle
 
-# Some hundred fp32 terms are added in another order. The project promises 2e-4 of the range of the
-# logits.
+# Limit for the difference of logits, relative to the range of the logits. torch and ONNX Runtime
+# add fp32 numbers in another order.
 RELATIVE = 2e-4
 
-# These policies are different enough to expose a wrong rule. With these thresholds, random
-# denoisers commit several tokens at once.
+# The policies cover different rules. The thresholds are low, so that denoisers with random weights
+# commit several tokens per pass.
 LOOPS: dict[str, dict[str, Any]] = {
     "llada": {"preset": "llada", "block_length": 8},
     "llada in few steps": {"preset": "llada", "block_length": 16, "steps": 8},
@@ -252,10 +253,10 @@ def test_native_loop_over_the_torch_denoiser_equals_the_reference(
 def test_a_batch_equals_the_reference_request_by_request(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:
-    """The batch runs on ONNX and on torch.
+    """The batch runs in ONNX Runtime and in torch.
 
-    With torch, the results are only right if every cached row of the batch is in its place. Two
-    requests are infilled, so that their blocks need different numbers of passes.
+    Two requests contain given tokens inside their blocks, so that the blocks need different numbers
+    of passes.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -290,9 +291,9 @@ def test_a_batch_equals_the_reference_request_by_request(
 def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     pairs: dict[str, Pair], family: str, refresh: int, cache: str
 ) -> None:
-    """Given positions are at the start, in the middle and at the end of blocks.
+    """The given tokens are at the start, in the middle and at the end of blocks.
 
-    One block is given completely, and the last block is shorter than the others.
+    All tokens of one block are given. The last block is shorter than the other blocks.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -310,10 +311,7 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
 
 
 def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
-    """The policies in the table must give different results.
-
-    If they gave the same results, comparing them with the reference would prove little.
-    """
+    """If all ``LOOPS`` gave equal results, other tests could not detect a wrong policy."""
     pair = pairs["llada"]
     tokens = prompts(pair.denoiser, 1)[0]
     nfe = {
@@ -365,7 +363,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["llada, grouped queries, two shards", "dream, tied head, full heads"], SHAPES),
+)
 def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None:
     config, options = SHAPES[name]
     report = build(
@@ -380,8 +381,7 @@ def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None
 def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path) -> None:
     report = build(llada_checkpoint, tmp_path / "bundle", BuildOptions(precision="fp16"))
     assert report.parity is not None
-    # The significand of fp16 has 11 bits, so the last bit is 5e-4 of a value. The errors of a few
-    # layers add up.
+    # Rounding to fp16 changes a number by up to 0.05%. The errors of a few layers add up.
     assert 0 < max(row.relative for row in report.parity.graph) < 5e-3
     assert report.files_bytes["denoiser.onnx.data"] < 300_000
     with dlm_runtime.open(tmp_path / "bundle") as bundle:

@@ -1,6 +1,6 @@
 """Tests of splitting a graph into parts.
 
-If the parts run one after another, the results must equal the whole graph's results bit by bit.
+The parts of a graph, run one after another, must give exactly the results of the whole graph.
 """
 
 from __future__ import annotations

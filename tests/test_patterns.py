@@ -1,7 +1,7 @@
 """Tests of patterns of JSON Schema as constraints.
 
-The tests use the pattern engines of node and Python as references. If the two engines disagree on a
-string, the constraint must not allow this string.
+The regular expression engines of node and Python are the references. If the engines disagree about
+a string, the constraint must not allow this string.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ console.log(JSON.stringify(patterns.map(pattern => {
 
 
 def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
-    """For each pattern and text, return whether node finds the pattern in the text.
+    """For each pattern, return a list that says in which texts node finds the pattern.
 
-    For a pattern that node rejects, the result is None.
+    If node rejects a pattern, its result is None.
     """
     node = shutil.which("node")
     if node is None:
@@ -179,16 +179,17 @@ def test_classes_of_patterns_are_those_of_ecmascript(number: int) -> None:
         letter = chr(point)
         is_accepted = made is not None and made.matches(quoted(letter))
         is_right = is_in and (engine is None or engine.search(letter) is not None)
-        # Engines disagree about whether marks and similar characters belong to words, and whether
-        # \d matches digits of other scripts.
+        # Engines disagree about \w for combining marks and some other characters, and about \d for
+        # digits of other scripts.
         is_unclear = unicodedata.category(letter) in ("Mn", "Mc", "Me", "Pc", "Cf", "Nd")
         assert is_accepted == is_right or (is_right and is_unclear), f"U+{point:04X}"
 
 
 def of_python(pattern: str) -> re.Pattern[str] | None:
-    """The pattern for Python, or None if Python cannot read it.
+    """Compile a pattern with Python. Returns None if Python rejects the pattern.
 
-    Patterns with half of a surrogate pair are excluded, because no text in Python contains one.
+    Also returns None for patterns with half of a surrogate pair, because Python's texts never
+    contain half of a pair.
     """
     if r"\uD83D" in pattern:
         return None

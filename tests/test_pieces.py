@@ -1,6 +1,7 @@
 """Tests of functions that process an array in pieces, with several threads.
 
-The results must equal those for the whole array, and errors must be reported.
+Processing an array in pieces must give the same result as processing the whole array. Errors must
+be reported.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_results_come_in_order_whoever_is_first(
     later = threading.Event()
 
     def work(number: int) -> int:
-        if cores > 1 and number == 0:  # wait until a later piece is done, so that the order changes
+        if cores > 1 and number == 0:  # finish the first piece after a later one
             assert later.wait(60)
         later.set()
         return -number

@@ -1,6 +1,6 @@
-"""Tests of the graph that consists of elementary operators, for TensorRT before 10.14.
+"""Tests of the plain graph, which only uses elementary operators, for TensorRT before 10.14.
 
-This graph must compute the same as the normal graph.
+The plain graph and the normal graph must give the same results.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_both_graphs_compute_the_same(
         names = [value.name for value in whole.graph.output]
         expected, found = ([*session.run(names, feed)] for session in sessions)
         for name, one, other in zip(names, expected, found, strict=True):
-            # The two graphs have two layers, in which they add fp32 numbers in another order.
+            # The graphs add fp32 numbers in another order.
             np.testing.assert_allclose(
                 other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}"
             )

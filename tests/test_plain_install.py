@@ -1,8 +1,7 @@
-"""Follows README and the page of the examples in a new environment, after a plain ``pip install
-.``.
+"""Runs the commands of README and of the page about examples after ``pip install .``.
 
-The home folder is new, so it contains no cache. Commands that build bundles need the ``export``
-extra. They are run in test_docs.py instead.
+The virtual environment and the home folder are new, so there is no cache. test_docs.py runs the
+commands that build bundles, because they need the ``export`` extra.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ NOT_COPIED = (
 )
 PROGRAMS = ("cmake", "pkg-config", "cargo", "go")
 
-# For each required program: the starts of the lines of the page that build and run its examples, in
-# order.
+# Maps a required program to commands of the page about examples that need this program. Each
+# command is given by its first characters.
 EXAMPLES = {
     "cc": ("cc -std=c99 examples/embed/generate.c $(dlm-export",),
     "pkg-config": ('export PKG_CONFIG_PATH="$HOME', "cc -std=c99 examples/embed/generate.c $(pkg-config"),
@@ -50,8 +49,9 @@ EXAMPLES = {
 
 @pytest.fixture(scope="module")
 def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function that runs a script in a copy of the sources, beside the demo's bundle, and returns
-    the output.
+    """A function that runs a shell script in a copy of the repository and returns the output.
+
+    The copy also contains the demo's bundle.
     """
     folder = tmp_path_factory.mktemp("plain")
     tree, venv, home, tools = (folder / name for name in ("tree", "venv", "home", "tools"))
@@ -101,7 +101,7 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         )
         return done.stdout
 
-    # The page of the examples assumes that the library is installed in $HOME/dlm.
+    # The page about examples assumes that the library is installed in $HOME/dlm.
     (home / "dlm").symlink_to(run("dlm-export embed --prefix").strip())
     return run
 
@@ -137,8 +137,8 @@ def test_the_python_program_of_readme_runs(plain: Callable[[str], str]) -> None:
     last, end = (
         None,
         0,
-        # The streamed text does not end with a newline, so the output of json_object follows on the
-        # same line.
+        # The streamed text does not end with a newline. The output of json_object is therefore on
+        # the same line.
     )
     while end < len(line := out.splitlines()[-1]):
         last, end = json.JSONDecoder().raw_decode(line, end)

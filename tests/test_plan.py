@@ -1,6 +1,4 @@
-"""Tests of ``dlm-export plan``, which predicts speed and memory from the work of a pass and the
-table of target devices.
-"""
+"""Tests of ``dlm-export plan``, which predicts speed and memory on target devices."""
 
 from __future__ import annotations
 
@@ -90,9 +88,9 @@ def prediction(
 
 
 def measurement(**changes: Any) -> dict[str, Any]:
-    """The output of ``bench --json`` for a bundle with the sizes of TINY.
+    """Made-up output of ``bench --json`` for a bundle with the sizes of TINY.
 
-    The output only has the fields that ``plan`` reads.
+    It only contains the fields that ``plan`` reads.
     """
     rates = {
         "read_bytes_per_s": 1e9,
@@ -139,9 +137,9 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    """A layer of width 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights.
+    """The network has one layer of width 32, with 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights.
 
-    The head has 3200 weights, and the norms have 96 weights. Each element has 2 bytes.
+    The output head has 3200 weights, and the norms have 96. A weight takes 2 bytes.
     """
     # The target computes 2e7 multiply-adds per second.
     target = replace(H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7})
@@ -160,17 +158,14 @@ def test_an_example_worked_out_by_hand() -> None:
     assert got.block_pass.arithmetic_ms == pytest.approx(block_macs)
     (speed,) = got.speeds
     assert speed.nfe == 2
-    # For any number of scored rows, reading the bytes takes longer than the arithmetic, so only the
-    # bytes matter.
+    # In every pass, reading bytes takes longer than arithmetic, so only the bytes matter.
     assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
     assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
 
 
 def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
-    """The description of LLaDA-8B gives 8,015,581,184 parameters, as many as the released
-    checkpoint has.
-    """
+    """``plan --sizes 8B`` uses the sizes of LLaDA-8B, which has 8,015,581,184 parameters."""
     network = LLADA_8B.network
     attention, mlp = network.layers[0].attention, network.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
@@ -204,8 +199,9 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
 
 @st.composite
 def loops(draw: st.DrawFn) -> Loop:
-    """Strategy for policies of every kind that changes the number or sizes of passes, with networks
-    that support them.
+    """Return a strategy for loops: a policy, and properties of a network that supports the policy.
+
+    The policies vary in all fields that affect the number or the sizes of passes.
     """
     visible_block, shift = draw(st.sampled_from((None, None, 1, 3, 4))), draw(st.integers(0, 1))
     block = draw(st.integers(1, 20))
@@ -248,17 +244,17 @@ def test_the_passes_are_those_that_the_native_loop_makes(
         def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
             return super().predict(position, token, masked)[
                 0
-            ], 0.5  # all scores are equal, so only the number of commits matters
+            ], 0.5  # equal scores, so only the number of commits matters
 
     bundle = Recording(shift=loop.shift, visible_block=loop.visible_block).bundle
-    # In the fake denoiser, each row has an entropy of 0.5. The rule commits a row if the entropies
-    # of the rows before it add up to no more than the bound. No probability reaches the threshold
-    # for edits, so edits change nothing.
+    # The fake denoiser gives each row an entropy of 0.5. The rule "entropy_bound" commits a row if
+    # the entropies of the rows before it add up to at most the bound, so each pass commits
+    # ``per_pass`` rows. No probability reaches the threshold for edits, so no token is edited.
     changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
     if loop.shift and loop.policy.cache in FULL_CACHES:
-        # With shift 1 and these caches, the first position of a block must be committed in the
-        # block's first pass, and its entropy counts as 0. The rule then commits other numbers of
-        # positions, so one token per pass is tested instead.
+        # With shift 1 and a cache of FULL_CACHES, the first pass of a block must commit the first
+        # position, and counts its entropy as 0. The number of committed rows is then not
+        # ``per_pass``, so the test uses a rule that commits one row per pass.
         changes, per_pass = {"commit": "static", "stop": "none"}, 1
     policy = loop.policy.with_fields(changes)
     bundle.generate(tokens=[1] * prompt, max_new_tokens=new, **policy.as_dict())
@@ -307,9 +303,9 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     is_quick: bool,
     cfg_scale: float,
 ) -> None:
-    """The scheduler adds up the predicted costs of its passes.
+    """``scheduler.stats`` contains the sum of the predicted costs of all passes.
 
-    The costs are chosen so that the test can compute the sizes of the passes from this sum.
+    The test chooses the cost function so that the sum shows the sizes of the passes.
     """
     common = min(common, prompt)
     policy = Policy(
@@ -323,7 +319,7 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     )
     asked = {"max_new_tokens": new, **policy.as_dict()}
     with block_causal.scheduler(max_tokens=max_tokens, cost=COST) as scheduler:
-        # This earlier request starts with the ``common`` tokens and goes on with other tokens.
+        # Run a request first that shares only the first ``common`` tokens with the tested request.
         scheduler.submit(tokens=PROMPT[:common] + [151] * 33, **asked).result(60)
         before = scheduler.stats
         made = scheduler.submit(tokens=PROMPT[:prompt], **asked).result(60)
@@ -375,8 +371,7 @@ def test_requests_that_share_a_prompt_run_together_in_the_planned_memory(
     with block_causal.scheduler(cache_bytes=size) as scheduler:
         scheduler.submit(**asked).result(60)
         before = scheduler.stats
-        # If each pass commits one token, the first request is still running when the second request
-        # starts.
+        # Each pass commits only one token, so the first request still runs when the second starts.
         slow = asked | {"commit": "static"}
         made = [job.result(60) for job in [scheduler.submit(**slow) for _ in range(2)]]
         after = scheduler.stats
@@ -554,8 +549,8 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
         (found,), _ = precisions_of(shape, target, [str(recipe)])
         assert found.layers == (("head", "int8-weight"),)
     (found,), _ = precisions_of(tied, CPU, [str(recipe)])
-    # The shared table is in int8-dynamic, because single rows of a matrix in this format can be
-    # read.
+    # The embedding and the output head share one table. The embedding reads single rows of the
+    # table, which int8-dynamic supports.
     assert found.layers == (("head", "int8-dynamic"),)
     (found,), _ = precisions_of(tied, H100, [str(recipe)])
     assert found.layers == ()
@@ -569,7 +564,7 @@ def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bun
         stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"][
             "bytes"
         ]
-        # The file also contains the tables of RoPE, and each tensor is padded to whole pages.
+        # The file is larger than the weights: it also contains RoPE tables and padding.
         assert 1 <= stored / _weights_bytes(shape, fp32) < 1.5
 
 
@@ -580,9 +575,7 @@ TIED_PRECISIONS = ("fp32", "fp16", "int8", "int4-rtn", "int4-g128")
 def test_a_tied_table_counts_once_in_the_format_that_it_has(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """The planned size of a checkpoint's weights equals the size of the file that a build
-    writes.
-    """
+    """``plan`` must predict the size of the weight file that a build of the checkpoint writes."""
     config = a2d_qwen3_config(
         vocab_size=8192, hidden_size=128, intermediate_size=384, max_position_embeddings=128
     )
@@ -597,7 +590,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
         bundle = tmp_path / precision
         build(source, bundle, BuildOptions(precision=precision, check_parity=False, quantise=FEW))
         written = (bundle / "denoiser.onnx.data").stat().st_size
-        # Each of some 40 tensors is padded by up to a page, which matters in a bundle of this size.
+        # The file has about 40 tensors. Padding adds up to 4096 bytes to each of them.
         assert 0 <= written - planned[precision] < 50 * 4096, precision
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         found, _ = precisions_of(shape, CPU)
@@ -614,7 +607,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
 
 def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
     gb10 = TARGETS["gb10"]
-    # The precondition of this test: NVIDIA has not published this rate.
+    # This test needs a target without an fp16 rate. NVIDIA has not published the rate of gb10.
     assert "fp16" not in gb10.rates
     got = prediction(target=gb10, precision="nvfp4")
     assert got.missing == ("fp16 rate",)
@@ -705,8 +698,8 @@ def test_an_interpolated_ratio_stays_within_what_was_measured(
 def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     two = measurement()
-    # The measured times of the two passes are 3 and 2 times the computed times. The error is
-    # estimated by predicting each pass from the other pass's ratio.
+    # The measured times of the two passes are 3 and 2 times the computed times. Each time is
+    # predicted from the ratio of the other pass, and compared with the measurement.
     two["passes"] = two["passes"][:2]
     path.write_text(json.dumps(two))
     assert read_measured(path).leave_one_out() == pytest.approx([2 / 3 - 1, 3 / 2 - 1])
@@ -719,8 +712,7 @@ def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path)
 def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_file: Path) -> None:
     """The measured generation has 16 passes over a canvas of 16 tokens.
 
-    For each block of 8 tokens, one pass computes the whole canvas and seven passes compute only the
-    block.
+    Each block of 8 tokens takes one pass over the whole canvas and seven passes over the block.
     """
     measured = read_measured(measured_file)
     same = replace(TINY, presets={"fast-dllm": {"cache": "dual", "block_length": 8}})
@@ -923,7 +915,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     if kind == "svg":
         for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
             assert word in content
-        assert b"gb10" not in content  # nothing is known for gb10, so the chart does not show it
+        assert b"gb10" not in content  # gb10 has no prediction
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
     assert invoke(*options).exit_code == 2
@@ -1015,8 +1007,9 @@ def test_the_passes_and_the_cache_are_printed_and_in_json(several_bundle: Path) 
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "200 prompt and 128 new tokens, batch 1, cache block." in lines
     assert "336 tokens in pages of 16, 96 of them shared: fp32 3.9 MiB" in shown
-    # The prompt has 192 tokens in whole blocks, of which 96 are reused. The prompt's last 8 tokens
-    # and 8 positions of the answer share a block, and the last block has 8 positions.
+    # The prompt has 200 tokens. 192 of them fill whole blocks, and 96 of these are reused. The last
+    # 8 tokens of the prompt share a block with 8 positions of the answer. The last block of the
+    # canvas has 8 positions.
     at = lines.index("tokens cached tokens passes at 4")
     assert lines[at + 1 : at + 6] == [
         "64 96 1",

@@ -1,7 +1,7 @@
 """Compares rotary positions and their scaling with transformers.
 
-The other side of each comparison uses none of this project's code. Except for the kind ``dynamic``,
-the canvases are longer than the length before scaling.
+The expected values are computed without this project's code. The canvases are longer than the
+length before scaling, except for the kind ``dynamic``.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def test_tables_equal_those_of_transformers(
     )
     function = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
     expected, magnitude = function(config, torch.device("cpu"))
-    # transformers computes in fp32. The difference is largest in sums whose terms almost cancel.
+    # transformers computes in fp32, which causes the largest errors in sums that are almost 0.
     np.testing.assert_allclose(table.frequencies(), expected.numpy(), rtol=1e-4)
     assert table.magnitude == pytest.approx(magnitude, rel=1e-12)
 
@@ -266,7 +266,7 @@ def test_all_numbers_within_the_limits_give_finite_tables(
 def test_the_longest_canvas_is_max_position_embeddings_unless_the_user_says_more(
     tmp_path: Path,
 ) -> None:
-    """As in transformers, ``max_position_embeddings`` is not changed by a scaling."""
+    """Scaling does not change the longest canvas, as in transformers."""
     opened = Checkpoint(_write(tmp_path, "Llama", YARN))
     assert families.read_network(opened, Overrides()).max_canvas_length == 256
     longer = families.read_network(opened, Overrides(max_canvas_length=1024))

@@ -36,7 +36,7 @@ def bundle(several_bundle: Path) -> Iterator[Bundle]:
 
 
 def prompts(count: int, own: int = 21) -> list[list[int]]:
-    """Prompts that start with the same tokens, and end with ``own`` tokens of their own."""
+    """Return prompts with the same first tokens. The last ``own`` tokens of each prompt differ."""
     rng = np.random.default_rng(5)
     shared = rng.integers(2, 150, SHARED).tolist()
     return [shared + rng.integers(2, 150, own).tolist() for _ in range(count)]
@@ -69,8 +69,8 @@ def test_a_conversation_computes_only_what_is_new(bundle: Bundle) -> None:
             made = scheduler.submit(tokens=history, **CHANGES).result(60)
             alone = bundle.generate(tokens=history, **CHANGES)
             assert made.tokens == alone.tokens
-            # Everything before the new message can be reused, except the last block of the previous
-            # answer, which was never stored.
+            # All blocks before the new message are reused, except possibly the last block of the
+            # previous answer, which was never stored.
             before = len(history) - 19
             assert made.cached_tokens >= before // BLOCK * BLOCK - BLOCK
             history = list(made.tokens)
@@ -78,7 +78,7 @@ def test_a_conversation_computes_only_what_is_new(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("cache", ["fp16", "int8"])
 def test_a_rounded_cache_reuses_exactly(cache: str, tmp_path: Path) -> None:
-    """The network has random weights, so a difference in the last bits would change tokens."""
+    """Reused rows must be exact: with random weights, rounding errors would change tokens."""
     source = write_checkpoint(tmp_path / "checkpoint", sdar_config(block_size=BLOCK))
     build(
         source,

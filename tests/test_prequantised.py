@@ -1,5 +1,6 @@
-"""Quantised checkpoints in the unified format that modelopt exports are loaded exactly, and damaged
-checkpoints are rejected.
+"""Tests of loading quantised checkpoints in the unified format of NVIDIA's modelopt.
+
+Values must be loaded exactly, and damaged checkpoints must be rejected.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _say(path: Path, **values: Any) -> None:
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
     """Return the values of a stored matrix ``[out, in]`` in float64.
 
-    The values are computed element by element from the definition of the format.
+    The computation follows the definition of the format.
     """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
@@ -89,8 +90,8 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
         )
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
-        # The expected values are computed in float64, but the exporter multiplies twice in fp32.
-        # The results therefore differ by at most 2 units in the last place.
+        # The expected values are float64. The exporter multiplies twice in fp32, so its values
+        # differ by at most 2 units in the last place.
         np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
 
 
@@ -126,10 +127,9 @@ def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
-    """In FP8 and NVFP4, the largest value of a matrix or group has the largest code.
+    """In FP8 and NVFP4, the largest value of a matrix or group gets the largest code.
 
-    If the values of a stored matrix are quantised again, the ranges and the codes are therefore the
-    same.
+    Quantising dequantised values again therefore gives the same scales and codes.
     """
     for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
         stored = _weights(
@@ -137,8 +137,8 @@ def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -
         ).stored(f"{LAYER}.weight")
         assert stored is not None
         again = quantise_weight(stored.weight.dequantise(), stored.weight.format)
-        # The codes of -0.0 and 0.0 differ but mean the same value, so values are compared and not
-        # codes. A new scale may differ from the old scale in the last place.
+        # Compare values instead of codes, because the codes of -0.0 and 0.0 differ. The new scales
+        # may have rounding errors.
         np.testing.assert_allclose(again.dequantise(), stored.weight.dequantise(), rtol=1e-6)
 
 
@@ -159,7 +159,7 @@ def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algo
     expected = families.load(_weights(plain), _network(plain))(ids)
     spread = expected.max() - expected.min()
     assert float((ours - expected).abs().max() / spread) < 1e-5
-    # The logits differ from those of the original weights, so the checkpoint is really quantised.
+    # The logits must differ from the logits of the original weights, which are not quantised.
     assert float((ours - original(ids)).abs().max() / spread) > 1e-3
 
 
@@ -537,7 +537,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     }
     stored = weights.stored(f"{LAYER}.weight")
     assert stored is not None
-    if stored.weight.format == "nvfp4":  # NVFP4 codes are stored in the order that the kernel needs
+    if stored.weight.format == "nvfp4":  # the kernel needs NVFP4 codes in another order
         assert (
             tensors[f"{LAYER}.weight.panels"].tobytes()
             == nvfp4_panels(stored.weight.codes).tobytes()
@@ -559,7 +559,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(
         torch.tensor([ids])
     )[0].numpy()
-    # The weights of both sides are the same. The difference comes from the quantised activations.
+    # The weights are equal. The difference is caused by the quantised activations.
     assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
 
 

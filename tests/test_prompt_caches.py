@@ -1,5 +1,4 @@
-"""Tests of prompt caches (files with keys and values), and of sessions that store keys and values
-between calls.
+"""Tests of prompt caches (files with keys and values), and of sessions that keep keys and values.
 
 Reusing stored keys and values must not change any answer.
 """

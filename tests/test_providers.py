@@ -1,9 +1,11 @@
-"""Tests of ONNX Runtime's GPU providers without a GPU. ONNX Runtime and CUDA's driver are mocks.
+"""Tests of ONNX Runtime's GPU providers without a GPU.
 
-The tests run under sanitizers. As in the tests of TensorRT, the host cannot read "device" memory,
-and the mock denoiser computes its results from every byte that a pass reads. Its canvas therefore
-equals the canvas from ``from_callback`` only if every byte was copied to the right place on the
-device.
+The tests use sanitizers, and mock libraries of ONNX Runtime and of CUDA's driver. The program
+cannot read the "device" memory of the mocks.
+
+A mock denoiser computes its results from every byte that a pass reads. The tests compare its canvas
+with the canvas of the same denoiser in ``from_callback``. The canvases are equal only if every byte
+was copied to the right place on the device.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ needs_mocks = pytest.mark.skipif(
 
 
 def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...] = LAYERS) -> str:
-    """Return a graph file that the mock of ONNX Runtime reads, with three nodes that all providers
-    can run.
+    """Return the content of a graph file for the mock ONNX Runtime library.
+
+    The graph has three nodes, which all providers can run.
     """
     lines = ["mock-graph", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
@@ -55,7 +58,7 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
     """Write a bundle for GPUs without engine files.
 
-    ``device`` is the content of the graph that GPUs run. The bundle's other graph is a placeholder.
+    ``device`` is the content of the graph for GPUs. The bundle's second graph is a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(
@@ -379,8 +382,8 @@ def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive
 
 @needs_mocks
 def test_a_cache_that_does_not_fit_says_which_canvas_would(bundle: Path, drive: Drive) -> None:
-    # Past and present keys and values of two layers with 3 heads of size 4 in float16 take 192
-    # bytes per token. Each part is rounded up by at most 2 KiB.
+    # The network has two layers with 3 heads of size 4. Past and present keys and values in float16
+    # take 192 bytes per token. The size of each array is rounded up.
     room = {"MOCK_CUDA_BYTES": str(4096)}
     told = drive(bundle, room, cache="dual", given=5, new=24, rounds=2, **CUDA)
     for status, message in told.rounds:
@@ -439,7 +442,7 @@ def test_both_wheels_at_once_are_refused_by_name(
         in str(caught.value)
     )
     del versions["onnxruntime"]
-    # This call names a known provider, but a folder that is not a bundle.
+    # The provider is known, but the folder is not a bundle.
     with pytest.raises(dlm_runtime.BundleError):
         dlm_runtime.open(tmp_path, provider="cuda")
 
@@ -472,8 +475,8 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(
     monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
     providers.load_libraries()
     assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
-    # doctor tries to load all of these libraries. If a wheel contains the library, doctor uses its
-    # path. Otherwise, the system's loader searches for its name.
+    # ``cuda_libraries`` returns a path for each library in an installed wheel. For other libraries,
+    # it returns only the name, so that the system's loader searches for the library.
     folder = site / "nvidia" / "cu13" / "lib"
     others = ["libnvrtc.so.13", "libcurand.so.10", "libcudnn.so.9"]
     assert providers.cuda_libraries() == [*(str(folder / name) for name in loaded), *others]

@@ -1,16 +1,15 @@
-"""Compares this project's presets with the authors' decoding loops: the canvas before every pass,
-and what each pass computes.
+"""Compares the passes of this project's presets with the passes of published decoding loops.
 
-``golden/published_loops.json`` contains the passes of the authors' code on small random networks.
-``make_published_loops.py`` wrote this file. The script's docstring lists the files of the authors'
-code. Three differences are excluded from the comparison:
+``make_published_loops.py`` runs the published loops on small random networks and writes
+``golden/published_loops.json``. Its docstring lists the source files of the loops. Three
+differences are not compared:
 
-- The code of SDAR and Stable-DiffCoder runs a pass that stores the last block in the cache, although
-  no later pass reads it. The presets have no such pass.
-- SDAR's sampler replaces a token that is already decided if fewer masked positions are left than a
-  step commits. The file contains no request in which this happens.
-- Fast-dLLM v2's code ignores a prompt that is exactly one block long, because it does not store its
-  keys and values. The file contains no such prompt.
+- The loops of SDAR and Stable-DiffCoder run a pass that stores the last block in the cache. No
+  later pass reads this block, so the presets skip this pass.
+- If a step should commit more positions than are masked, SDAR's sampler replaces tokens that are
+  already decided. The file contains no request in which this happens.
+- If a prompt is exactly one block long, Fast-dLLM v2's loop does not store its keys and values, and
+  thereby ignores the prompt. The file contains no such prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def traces_of(family: str) -> list[Any]:
 
 
 def until_end(tokens: list[int], prompt: int) -> list[int]:
-    """Return the tokens up to the first generated end token."""
+    """Return the tokens up to and including the first generated end token."""
     ends = [at for at in range(prompt, len(tokens)) if tokens[at] == END]
     return tokens[: ends[0] + 1] if ends else tokens
 
@@ -86,9 +85,9 @@ def run(
 
 
 def deciding(passes: Passes, trace: dict[str, Any]) -> Passes:
-    """Keep only the passes over undecided positions.
+    """Select the passes whose tokens include mask tokens.
 
-    For each pass, return the end of its positions and the tokens of its block.
+    For each selected pass, return the end of its positions and the tokens of its block.
     """
     block = trace.get("block", 0)
     return [(first + len(ids), ids[-block:]) for first, ids in passes if MASK in ids]
@@ -117,7 +116,7 @@ def test_sdar_equals_the_authors_code(trace: dict[str, Any]) -> None:
 def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
     """The authors' code has no cache.
 
-    Each of its passes computes the whole canvas up to the end of the current block.
+    Each pass of the authors' code computes the whole canvas up to the end of the current block.
     """
     policy = PRESETS["llada2"].with_fields(
         {"steps_per_block": trace["steps"], "threshold": trace["threshold"]}
@@ -154,14 +153,14 @@ def test_fast_dllm_v2_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("rnd1"))
 def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """If more steps than tokens are planned, some passes of the authors' code commit nothing, so
-    the next pass computes the same.
+    """If there are more steps than tokens, some passes of the authors' code commit no token. The
+    next pass repeats the same computation.
 
-    The preset skips such passes.
+    The preset skips repeated passes.
     """
     policy = PRESETS["rnd1"].with_fields({"steps_per_block": trace["steps"]})
     tokens, new = prompt_of(trace["prompt"], trace["seed"]), trace["new"]
-    if not trace["end"]:  # the authors' code then writes a padding token to the last position
+    if not trace["end"]:  # the authors' code writes a padding token to the last position
         policy = policy.with_fields({"reserve": "none"})
         tokens, new = [*tokens, *[MASK] * (new - 1), trace["pad"]], 0
     out, passes = run(trace, policy, tokens, new)
@@ -173,8 +172,7 @@ def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", [*traces_of("d3llm"), *traces_of("d3llm-dream")])
 def test_d3llm_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """In the first pass after an end token, the authors' code may choose a position that already
-    contains an end token.
+    """The authors' code may choose positions that already contain end tokens.
 
     ``make_published_loops.py`` prevents this.
     """
@@ -194,8 +192,8 @@ def test_d3llm_equals_the_authors_code(trace: dict[str, Any]) -> None:
 def test_wedlm_equals_the_authors_code(trace: dict[str, Any]) -> None:
     """The authors' code has no cache, and does not stop at end tokens.
 
-    Each of its passes computes the whole canvas up to the end of the current block. With the
-    threshold 0, each of its passes commits one token.
+    Each pass of the authors' code computes the whole canvas up to the end of the current block.
+    With the threshold 0, each pass commits one token.
     """
     prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
     policy = PRESETS["wedlm"].with_fields({"block_length": trace["block"], "stop": "none"})
@@ -215,7 +213,7 @@ def test_wedlm_equals_the_authors_code(trace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("trace", traces_of("stable-diffcoder"))
 def test_stable_diffcoder_equals_the_authors_code(trace: dict[str, Any]) -> None:
-    """Without a threshold, the authors' code commits a planned number of tokens per pass."""
+    """Without a threshold, each pass of the authors' code commits a fixed number of tokens."""
     policy = PRESETS["stable-diffcoder"].with_fields({"steps_per_block": trace["steps"]})
     rule: dict[str, Any] = {"commit": "static"}
     if trace["threshold"] is not None:
@@ -237,11 +235,7 @@ def test_stable_diffcoder_equals_the_authors_code(trace: dict[str, Any]) -> None
     ],
 )
 def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any]) -> None:
-    """If one field of a preset is changed, the passes differ from the authors' code for some
-    requests.
-
-    The comparison can therefore detect a wrong preset.
-    """
+    """The comparison with published passes must detect a wrong field of a preset."""
     differing = 0
     for trace in TRACES:
         if trace["family"] != family or not trace.get("end", True):
@@ -258,11 +252,7 @@ def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any])
 
 
 def test_the_schedules_share_positions_as_published() -> None:
-    """With the schedule "masked", the first passes commit more positions than the later passes.
-
-    With the schedule "floor", passes that commit more positions and passes that commit fewer
-    positions alternate.
-    """
+    """The schedules "masked" and "floor" distribute 10 positions differently over 4 passes."""
     assert transfer_counts(10, 4) == [3, 3, 2, 2]
     left, shares = 10, []
     while left:

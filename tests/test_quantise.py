@@ -1,7 +1,7 @@
 """Tests of quantised graphs.
 
-For each format, ONNX Runtime must compute with the graph what torch computes with the same
-quantised values.
+For each format, a graph in ONNX Runtime and a torch denoiser with the same quantised values must
+give the same results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _states(source: Source, count: int = 6) -> list[State]:
 
 
 def _quantise(source: Source, recipe: Recipe, folder: Path) -> numbers.Quantisation:
-    """Quantise a denoiser by a recipe, and write the quantised graph into ``folder``."""
+    """Quantise a denoiser with a recipe, and write the quantised graph to ``folder``."""
     traced = _traced(source)
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
@@ -77,10 +77,7 @@ def _trace_once(path: Path) -> bytes:
 
 
 def _named(model: ir.Model) -> ir.Model:
-    """Return a model whose initialisers can be serialised.
-
-    An initialiser whose values are not known yet is replaced by an empty one.
-    """
+    """Set all initialisers to zeros, so that the model can be serialised. Returns the model."""
     for name, value in model.graph.initializers.items():
         value.const_value = ir.tensor(
             np.zeros([int(size) for size in value.shape or ()], np.float32), name=name
@@ -91,7 +88,7 @@ def _named(model: ir.Model) -> ir.Model:
 def _traced(source: Source) -> trace.Graph:
     """Return the traced graph of a denoiser.
 
-    Tracing takes a second, so each denoiser is traced only once.
+    Each denoiser is traced only once, because tracing takes a second.
     """
     model = ir.from_proto(onnx.ModelProto.FromString(_trace_once(source.path)))
     for value in model.graph.initializers.values():
@@ -135,9 +132,9 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
 def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
     """Compare the graph with torch on three canvases, and return the smallest difference.
 
-    By chance, an input of a layer may be so near a rounding boundary that the graph and torch give
-    it different codes. In fp8, neighbouring codes differ by 6%. This happens on few canvases, but a
-    defect would show on every canvas.
+    On a few canvases, rounding errors make the graph and torch quantise an input of a layer to
+    different codes, which differ by 6% in fp8. A defect of the graph causes a difference on every
+    canvas.
     """
     canvases = [_ids(source, seed) for seed in (9, 10, 11)]
     return min(
@@ -202,7 +199,7 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
     done = calibrate.calibrate(source.parameters, c, recipe, formats, _states(source), lambda: None)
     assert formats["head"] == "int8-dynamic"
     assert "head" not in done.solved
-    # If the solver had scaled the head's inputs, these parameters would have changed.
+    # The solver must not scale the inputs of the output head.
     for parameter in ("head.weight", "final_norm.weight"):
         ours, theirs = (
             each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters)
@@ -288,7 +285,7 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["B", "T", K]))
     w = ir.Value(name="layer.weight", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([K, N]))
     node = ir.node("MatMul", [x, w], metadata_props={graph.LAYER_KEY: "layer"})
-    # In a real graph, some node reads a layer's output. The Identity node plays this role.
+    # Add an Identity node, because in a real graph some node reads the output of each layer.
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph(
@@ -305,8 +302,8 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
     """Compute a layer with ONNX's FP4 type in ONNX's reference implementation.
 
-    Each operand is dequantised in two steps: the group scales with the global scale, and the codes
-    with the group scales.
+    Each operand is dequantised in two steps: first its group scales with the global scale, then its
+    codes with the group scales.
     """
     N, K = weight.codes.shape
     F4, F8, F32 = onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT

@@ -1,4 +1,4 @@
-"""Tests of quantising on the command line: output, errors, and no files after a failure."""
+"""Tests of quantising on the command line: output, errors, and cleaning up after a failure."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def out(tmp_path: Path) -> Path:
 def int8(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """A tiny bundle in int8-static, built with calibration and judging, and the output of the
-    build.
+    """A tiny bundle in int8-static, and the JSON output of its build.
+
+    The build calibrates and judges the bundle.
     """
     folder = tmp_path_factory.mktemp("quantised") / "int8"
     result = _run(
@@ -203,10 +204,7 @@ def test_compare_judges_one_bundle_by_another(
 
 
 def test_a_comparison_warns_of_another_configuration(llada_bundle: Path, tmp_path: Path) -> None:
-    """The candidate and the reference have weights of the same shapes.
-
-    Only config.json shows that their checkpoints differ.
-    """
+    """The weights of both bundles have the same shapes, but their config.json files differ."""
     other = Path(shutil.copytree(llada_bundle, tmp_path / "other"))
     manifest = json.loads((other / "manifest.json").read_text())
     ours, manifest["source"]["config_sha256"] = manifest["source"]["config_sha256"], 64 * "0"
@@ -499,8 +497,8 @@ def test_a_recipe_file_with_everything_in_it_builds(
 ) -> None:
     """The recipe comes from docs/guides/quantising.md.
 
-    The recipe combines a solver, smoothing, rotation and a format for the embedding. The build must
-    also pass the comparison with torch.
+    The recipe combines a solver, smoothing, rotation and a format for the embedding. The built
+    bundle must also pass the comparison with torch.
     """
     text = (ROOT / "docs" / "guides" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")
@@ -527,7 +525,7 @@ def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> Non
 def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     tmp_path: Path, out: Path
 ) -> None:
-    """Without an end token, the denoiser's canvases have no padding, and its texts no end mark."""
+    """Without an end token, canvases have no padding, and texts have no end mark."""
     endless = llada_config(n_layers=1, eos_token_id=None, pad_token_id=None)
     checkpoint = write_checkpoint(tmp_path / "endless", endless, seed=3)
     result = _run("build", checkpoint, "--precision", "fp8", "-o", out, *SMALL, "--json")
@@ -558,7 +556,7 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
 
 @pytest.mark.slow
 def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
-    """A random denoiser answers all questions wrongly, at every threshold from 0.5 to 0.995."""
+    """With random weights, all answers are wrong, at every threshold from 0.5 to 0.995."""
     checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
     weights = load_file(checkpoint / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

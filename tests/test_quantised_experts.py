@@ -55,7 +55,7 @@ CONFIGS = {
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """A denoiser with the layers of LLaDA2.
 
-    The second layer is a mixture of experts. No token chooses expert 5 of this layer.
+    The second layer is a mixture of experts. The router never chooses expert 5 of this layer.
     """
     path = write_checkpoint(
         tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7
@@ -83,8 +83,9 @@ def calibrated(source: Source, recipe: Recipe, count: int = 24, **options: Any) 
 
 @torch.no_grad()
 def entering(source: Source, seen: list[State]) -> tuple[torch.Tensor, ...]:
-    """Run the whole denoiser, and return the inputs of its mixture of experts and, for each token,
-    the chosen experts and their factors.
+    """Run the denoiser, and return the inputs of its mixture of experts.
+
+    For each token, the inputs include the chosen experts and their factors.
     """
     denoiser, found = families.load(source.parameters, source.network), []
     mixture = dict(denoiser.named_modules())[MIXTURE]
@@ -113,7 +114,7 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
     ]
     assert solved == [True, False, True, False]
     assert done.amax[f"{MIXTURE}.down"] > 0
-    np.testing.assert_allclose(  # for the expert that no token chose, GPTQ rounds to nearest
+    np.testing.assert_allclose(  # GPTQ rounds the weights of an expert without tokens to nearest
         done.expert(f"{MIXTURE}.up", 5).dequantise(),
         done.parameters.read(f"{MIXTURE}.up.weight", np.dtype("f4"))[5],
         rtol=0.07,
@@ -123,7 +124,7 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
 
 
 def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]) -> float:
-    """Return the mean squared error of the mixture's results if only its weights are quantised.
+    """Return the mean squared error of the mixture's results with quantised weights.
 
     The inputs are not quantised.
     """
@@ -144,7 +145,7 @@ def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]
 def test_gptq_from_each_experts_tokens_loses_less_than_rounding(
     source: Source, format: str
 ) -> None:
-    """The test compares the errors for tokens that were not among GPTQ's calibration tokens."""
+    """The test measures errors on tokens that were not used for calibration."""
     fresh = entering(source, states(source, 24, 6))
     lost = {
         solver: error_of(
@@ -216,7 +217,7 @@ def test_a_choice_falls_short_by_how_much_worse_it_is(
     x = torch.randn(5, 4, generator=generator)
     (chosen, _), (_, judged) = router(x), router.scores(x)
     assert float(router.shortfall(judged, chosen).max()) == 0
-    # Within the chosen groups, the worst chosen expert and the best other expert are exchanged.
+    # Within the chosen groups, exchange the worst chosen expert and the best other expert.
     inside = judged.view(5, groups, -1).where(
         torch.zeros(5, groups, dtype=torch.bool)
         .scatter(-1, chosen // (count // groups), True)
@@ -257,7 +258,7 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
     """If two experts have almost equal scores, rounding errors can make the graph and torch choose
     different experts.
 
-    The results of whole passes then differ, but this is no error of the graph.
+    The results of whole passes then differ, but the check must accept the graph.
     """
     path = write_checkpoint(tmp_path / "checkpoint", CONFIGS["llada2"], seed=7)
     weight, bias = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"
@@ -282,7 +283,7 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
 
 
 def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dtype) -> Any:
-    """Return the weights of a defective graph, whose router has two experts exchanged."""
+    """Read a parameter, and exchange two experts if the parameter is a router's weight."""
     found = later(parameters, network, parameter, *dtype)
     if not parameter.endswith("router.weight"):
         return found
@@ -306,10 +307,9 @@ def test_a_wrong_router_is_refused(
 def test_a_wrong_expert_is_refused(
     llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the test's graph, one code of one expert is wrong by 16, which is too much for a rounding
-    error.
+    """The test changes one code of one expert by 16, which cannot be a rounding error.
 
-    The error must name the function that computes with the experts' three stacked matrices.
+    The error must name the ONNX function that computes all experts.
     """
     read = Quantisation.expert
 
@@ -366,7 +366,7 @@ def test_auto_holds_all_stacks_of_a_mixture_in_one_format(source: Source) -> Non
     held = dict(found.recipe.layers)
     assert len({held[f"{MIXTURE}.{role}"] for role in ("gate", "up", "down")}) == 1
     sizes = [point.weight_bytes for point in found.curve]
-    # The difference is at least three of the four bytes of each weight, for all experts.
+    # The largest and the smallest size differ by more than 3 bytes per weight of all experts.
     assert max(sizes) - min(sizes) > 3 * 16 * 3 * 64 * 64
 
 
@@ -450,8 +450,8 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
 
 
 def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: Path) -> None:
-    """To quantise a full-precision bundle, the experts' weights are read back from the panels in
-    which the bundle stores them.
+    """A bundle stores the experts' weights as panels. Reading the bundle must give the original
+    matrices, so that it can be quantised.
     """
     bundle = build(llada2, tmp_path / "bundle", BuildOptions(check_parity=False)).output
     ours, theirs = open_source(bundle), open_source(llada2)

@@ -43,7 +43,10 @@ def workers() -> Iterator[RayWorkers]:
 
 
 def squared(folder: Path, number: int, kept: int | None) -> tuple[int, int]:
-    """Count the call in ``folder``. The first call for piece 3 kills its worker."""
+    """Return results for piece ``number``. The first call for piece 3 kills its own worker process.
+
+    Each call creates a file in ``folder``, so that the test can count calls.
+    """
     calls = folder / f"{number}-{time.monotonic_ns()}"
     calls.touch()
     if number == 3 and len(list(folder.glob("3-*"))) == 1:

@@ -25,7 +25,7 @@ from dlm_export.serving.ray_serve import Settings, build  # noqa: E402
 
 TEXTS = ["turn on the kitchen lights", "set a timer for ten minutes", "stop", "lock the front door"]
 CLIENTS = 6
-TIMEOUT = 300  # seconds for a request; other programs may use the same cores
+TIMEOUT = 300  # time limit of a request in seconds; long enough for a busy machine
 
 
 def settings(bundle: Path, **changes: Any) -> Settings:
@@ -78,7 +78,7 @@ def url(demo_bundle: Path) -> Iterator[str]:
 
 
 def send(url: str, text: str, session: str | None = None) -> tuple[str, str]:
-    """Send a message once. Returns the answer and the name of the replica."""
+    """Send a message without retries. Returns the answer and the name of the replica."""
     headers = {} if session is None else {"x-session-id": session}
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
     raw = client.chat.completions.with_raw_response.create(
@@ -90,7 +90,7 @@ def send(url: str, text: str, session: str | None = None) -> tuple[str, str]:
 
 
 class Load:
-    """Clients that send requests one after the other, until the block ends."""
+    """Clients that each send one request after another, until the ``with`` block ends."""
 
     def __init__(self, url: str) -> None:
         self._url, self._ended = url, threading.Event()
@@ -123,7 +123,7 @@ class Load:
 
 
 def replicas() -> set[str]:
-    """Ask Ray for the replicas. Returns an empty set while Ray starts or stops a replica."""
+    """Return the names of the two replicas, or an empty set while Ray starts or stops a replica."""
     found = serve.status().applications["dlm"].deployments["dlm-serve"].replica_states
     counts = {str(state): count for state, count in found.items() if count}
     actors = ray.util.list_named_actors(all_namespaces=True)
@@ -164,8 +164,8 @@ def test_a_killed_replica_loses_only_its_own_requests(url: str) -> None:
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: sum(one[0] > killed_at + 1 for one in load.sent) > 4 * CLIENTS)
     assert all(began <= killed_at <= ended for began, ended, *_ in load.failed())
-    # Clients got all answers of the surviving replica, so all failed requests ran on the killed
-    # replica.
+    # Clients received every answer of the surviving replica, so only requests to the killed replica
+    # failed.
     assert answered(url, survivor) - before == sum(one[4] == survivor for one in load.sent)
     wait_for(lambda: bool(replicas() - {victim, survivor}))
     assert victim not in replicas()
@@ -180,7 +180,7 @@ def test_a_rolling_update_loses_no_request(url: str, demo_bundle: Path) -> None:
         wait_for(lambda: {one[4] for one in load.sent} == old)
         serve.run(build(settings(demo_bundle, max_running=8)), name="dlm", route_prefix="/")
         wait_for(lambda: bool(replicas()) and not replicas() & old)
-        # Requests that start now are answered by the new replicas, and by no other.
+        # From now on, the old replicas must not answer new requests.
         new, updated = replicas(), time.monotonic()
         wait_for(lambda: {one[4] for one in load.sent if one[0] > updated} == new)
     assert load.failed() == []
@@ -214,7 +214,7 @@ def pid_of(replica: str) -> int:
 
 
 def answered(url: str, replica: str) -> int:
-    """The number of chats that a replica has answered with 200, by its own count."""
+    """Return the number of chats that a replica has answered with status 200, from its metrics."""
     while True:
         said = httpx.get(f"{url}/metrics", timeout=TIMEOUT)
         if said.headers["x-replica"] == replica:

@@ -1,10 +1,8 @@
 """Tests of constraints for published JSON Schemas.
 
-Two independent validators must accept random texts that the constraints allow.
-
-$DLM_JSON_SCHEMA_BENCH is the folder ``data`` of github.com/guidance-ai/jsonschemabench. One
-validator is jsonschema. The other is jsonschema-rs (`pip install jsonschema-rs`), which only this
-test needs.
+Two independent validators (jsonschema and jsonschema-rs) must accept random texts that the
+constraints allow. To run the test, install jsonschema-rs, and set $DLM_JSON_SCHEMA_BENCH to the
+folder ``data`` of github.com/guidance-ai/jsonschemabench.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ LIMITS = CompileLimits(seconds=3, states=8000)
 
 
 def real_schemas(seed: int) -> Iterator[tuple[str, Any]]:
-    """The paths and contents of the real schemas, in random order."""
+    """Yield the path and content of each published schema, in random order."""
     given = os.environ.get("DLM_JSON_SCHEMA_BENCH")
     if given is None:
         pytest.skip("$DLM_JSON_SCHEMA_BENCH does not name the data of JSONSchemaBench")

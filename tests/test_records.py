@@ -1,7 +1,7 @@
 """Tests of JSON Lines, CSV and XML as constraints.
 
-Python's parsers must be able to read random texts that a constraint allows, and the parsed values
-must be valid by the schema.
+The tests draw random texts that a constraint allows. Python must be able to parse these texts, and
+the parsed values must be valid according to the schema.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_rows_of_csv_are_valid(delimiter: str, line_end: str) -> None:
             assert not {None} & {*row, *row.values()}, text
             jsonschema.validate(row_of(row), ROW)
         if "\r" in text.replace(line_end, ""):
-            # csv.writer quotes this character only if csv.writer's line terminator contains it.
+            # csv.writer quotes "\r" only if its line terminator contains "\r".
             continue
         again = io.StringIO(newline="")
         writer = csv.writer(again, delimiter=delimiter, lineterminator=line_end)
@@ -218,7 +218,7 @@ def test_properties_in_any_order_and_further_ones_are_options() -> None:
 
 
 class Model:
-    """A class with the method ``model_json_schema``, as in a Pydantic model."""
+    """A class with the method ``model_json_schema``, like a Pydantic model."""
 
     @staticmethod
     def model_json_schema() -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Tests with regular expressions from the public test suites of two engines.
 
-The engines are Python's ``re`` and Rust's ``regex``. The compiled automata must accept the same
-texts as these engines.
+The engines are Python's ``re`` and Rust's ``regex``. A compiled automaton must accept the texts
+that the engines match.
 
-The suite of CPython is ``test.re_tests`` of the standard library. The suite of Rust is the folder
-``testdata`` of https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
+Python's suite is the module ``test.re_tests`` of the standard library. Rust's suite is the folder
+``testdata`` of https://github.com/rust-lang/regex. Set $DLM_REGEX_TESTDATA to this folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits
 
 LIMITS = CompileLimits(seconds=5)
-# Syntax to which Python and Rust give different meanings: nested sets and set operations, \Z, octal
-# escapes, counts without a lower bound, braces that are not a count, and flags that only one of the
-# two engines has. For such an expression, the automaton is not compared with Python.
+# Finds syntax that has different meanings in Python and Rust: nested sets and set operations, \Z,
+# octal escapes, counts without a lower bound, braces that are not a count, and flags that only one
+# of the two engines supports. Expressions with such syntax are not compared with Python.
 OTHER_SYNTAX = re.compile(
     r"\[\^?\]?[^]]*\[|&&|--|~~|\\[ZzbBhHvKXQEpPRGCu<>0-9]|\{,|\{(?!\d+(,\d*)?\})|\(\?[a-zA-Z-]*[^imsx:)]|\$."
 )
@@ -44,15 +44,17 @@ REASONS = (
     "may be no UTF-8",
     "more than",
 )
-# Character classes whose members beyond ASCII depend on the engine's version of Unicode or on its
-# case folding.
+# Finds classes and flags whose meaning for non-ASCII characters depends on the engine. Engines use
+# different versions of Unicode and different case folding.
 BEYOND_ASCII = re.compile(r"\\[wWsSdD]|\(\?[a-z]*i")
 
 
 @dataclass
 class Report:
-    """The result for one test suite: how many expressions and texts were tested, and the texts for
-    which the engine and the automaton disagree.
+    """The result for one test suite.
+
+    ``counts`` contains the numbers of tested expressions and texts. ``mismatches`` contains the
+    texts for which the engine and the automaton disagree.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -78,7 +80,8 @@ class Report:
     ) -> None:
         """Check that the engine matches random texts that the automaton accepts.
 
-        U+001C to U+001F are excluded, because only Python considers them white space.
+        Texts with the characters U+001C to U+001F are skipped if the expression contains ``\\S``,
+        because only Python considers these characters white space.
         """
         is_ascii = BEYOND_ASCII.search(expression) is not None
         for text in drawn_texts(made, random.Random(seed), 40, is_ascii):
@@ -94,8 +97,9 @@ class Report:
 
 
 def python_pattern(expression: str) -> re.Pattern[str] | None:
-    """Return the compiled pattern in Python, or None if Python and Rust read the expression
-    differently.
+    """Compile an expression with Python.
+
+    Returns None if the expression is invalid in Python, or if its meaning in Rust differs.
     """
     if OTHER_SYNTAX.search(expression):
         return None
@@ -124,8 +128,7 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
             report.counts["accepted, without an oracle"] += 1
             continue
         report.check_drawn(expression, made, engine, number)
-        # The texts to test: the suite's texts for this pattern and for neighbouring patterns, and
-        # the parts of these texts that match.
+        # Test the texts of the suite, and the parts of these texts that match.
         candidates = {
             part
             for text in texts
@@ -149,14 +152,15 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
 class RustCase:
     """One test case of Rust's suite.
 
-    ``spans`` contains the start and end of each match in bytes.
+    ``spans`` contains the start and end of matches, in bytes.
     """
 
     name: str
     expression: str
     haystack: bytes
     spans: tuple[tuple[int, int], ...]
-    # True if ``spans`` lists all matches, False if it lists only those that a search reports
+    # If ``is_all`` is true, ``spans`` contains all matches. Otherwise, it contains the matches that
+    # a search reports.
     is_all: bool
 
     @property
@@ -168,7 +172,7 @@ def rust_cases(folder: Path) -> Iterator[RustCase]:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     never = {"bounds", "line-terminator", "anchored", "match-limit"}
     for path in sorted(folder.rglob("*.toml")):
-        # The file regex-lite is for a smaller engine, whose character classes only contain ASCII.
+        # regex-lite.toml is for another engine, whose character classes only contain ASCII.
         if path.stem == "regex-lite":
             continue
         for test in tomllib.loads(path.read_text(encoding="utf-8")).get("test", []):
@@ -221,11 +225,10 @@ def _is_text(text: bytes) -> bool:
     ("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)]
 )
 def test_expressions_of_rusts_suite(every: int, fewest: int) -> None:
-    """The automaton must accept a text of the suite exactly if the suite says that the whole text
-    matches.
+    """The automaton must accept exactly the texts that match completely according to the suite.
 
-    If Python gives the expression the same meaning as Rust, Python must match random texts that the
-    automaton accepts.
+    If an expression has the same meaning in Python and Rust, Python must also match random texts
+    that the automaton accepts.
     """
     folder = os.environ.get("DLM_REGEX_TESTDATA")
     if folder is None:

@@ -1,7 +1,7 @@
 """Tests of ``release/wheels.py``.
 
-The script first names the wheels that it cannot build on this machine, and then builds the other
-wheels.
+``release/wheels.py`` first prints the names of wheels that it cannot build on this machine. Then it
+builds the other wheels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SCRIPT = Path(__file__).parent.parent / "release" / "wheels.py"
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, as on an x86-64 machine.
+    """The script as a module, which behaves as on an x86-64 machine.
 
-    Instead of building, the script only writes files and prints their names.
+    Instead of building wheels, the script writes small files and prints their names.
     """
     spec = importlib.util.spec_from_file_location("wheels", SCRIPT)
     assert spec is not None

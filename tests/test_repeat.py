@@ -1,7 +1,7 @@
-"""Tests of ``repeat``, which traces one layer of each kind with torch and copies it for all other
-layers.
+"""Tests of ``repeat``, which makes a graph from one traced layer of each kind.
 
-The graph must equal a graph for which all layers were traced.
+``repeat`` copies the traced layers for all other layers. The graph must equal a graph for which
+torch traced all layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dlm_export.network.spec import (
 
 
 def mixed() -> NetworkSpec:
-    """A network with three kinds of layers. Layers of the same kind are not next to each other."""
+    """A network with three kinds of layers. Neighbouring layers are of different kinds."""
     turned = AttentionSpec(4, 2, 8, Rope(1e4, 0.5), qk_norm=True, qkv_bias=True, out_bias=True)
     seeing = AttentionSpec(2, 2, 12, Rope(1e5), visibility="block", block_length=4)
     still = AttentionSpec(2, 1, 12, None, visibility="causal")
@@ -58,9 +58,9 @@ EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
 
 def described(graph: ir.Graph) -> dict[str, Any]:
-    """Return a description of a graph for comparing it with another graph.
+    """Return a description of a graph that can be compared with other graphs.
 
-    Names of intermediate results are replaced by numbers.
+    The names of intermediate results are replaced by numbers.
     """
     number = {value: i for i, value in enumerate(value for node in graph for value in node.outputs)}
 
@@ -192,7 +192,7 @@ def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
 
 @pytest.mark.slow
 def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
-    """The audit of an engine finds each layer by the paths of these nodes."""
+    """The audit of an engine uses the paths of the nodes to find the experts' matrices."""
     model = trace_once(EVERY, "bf16", is_plain=True).model
     experts.spread(model, EVERY)
     paths = {node.metadata_props[LAYER_KEY] for node in model.graph}
@@ -203,9 +203,7 @@ def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
 
 @pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_that_turn_alike_read_one_rotary_table(is_plain: bool) -> None:
-    """Two kinds of layers with different rotary embeddings use separate tables, in any order of the
-    layers.
-    """
+    """Layers with the same rotary embedding share one table. Other layers have separate tables."""
     graph = trace_once(MIXED, "fp32", is_plain=is_plain).model.graph
     shapes = {
         name: tuple(value.shape or ())

@@ -1,6 +1,6 @@
 """Tests of report.html, made from made-up results.
 
-The page is complete, contains no script, and fits a width of 360 px in a real browser.
+The report must be complete, contain no script, and fit a width of 360 px in a real browser.
 """
 
 from __future__ import annotations
@@ -89,10 +89,7 @@ def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let reports leave out their charts, which take the most time to draw.
-
-    Tests of the text do not need charts.
-    """
+    """Make reports without charts, because drawing charts is slow."""
     monkeypatch.setattr(
         figures,
         "draw",
@@ -487,8 +484,9 @@ def luminance(colour: str) -> float:
 
 
 def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "light") -> list[str]:
-    """Show a page in a frame of ``width`` pixels, run the script ``measure``, and return the
-    script's output as lines.
+    """Show a page in a frame of ``width`` pixels, and run the JavaScript ``measure``.
+
+    Returns the lines that the script prints.
     """
     assert BROWSER is not None
     # Windows of Chromium are at least 500 pixels wide, but a frame in a window can be narrower.

@@ -1,5 +1,7 @@
-"""Tests of the options of requests: wrong values, the types for type checkers, stored constraints,
-and tool calls in incomplete texts.
+"""Tests of the options of requests.
+
+The tests cover wrong values, type annotations, stored constraints, and tool calls in incomplete
+texts.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from dlm_runtime.constraints.compiled import CompileLimits
 from dlm_runtime.generation.request import OPTION_NAMES, RequestOptions
 
 HALF = "\ud800"
-# HUGE is larger than the largest double. LONGER has more digits than Python is willing to print.
+# HUGE is larger than the largest double. LONGER has more digits than Python converts to a string.
 HUGE, LONGER = 10**400, 10**5000
 LOCK = {
     "type": "object",
@@ -62,7 +64,7 @@ SCHEMA = {
 def unrun(demo_bundle: Path) -> Iterator[Bundle]:
     """The demo, opened without an engine.
 
-    A request that passes all checks of its options therefore fails at once.
+    Without an engine, a request with valid options fails before its first pass.
     """
     with dlm_runtime.open(demo_bundle, engine="none") as bundle:
         yield bundle
@@ -546,8 +548,8 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(
         "of constrained requests alone"
     )
     for out in (*outs, event.result):
-        # The longest text of the constraint ends two positions before the canvas ends. The last two
-        # positions are filled before the first pass, so they are not part of the loss.
+        # The longest text of the constraint does not reach the last two positions of the canvas.
+        # These positions are filled before the first pass, so they do not count for the loss.
         rows = [logits_of(at) for at in range(2, 8)]
         wanted = sum(
             float(row.max()) - float(row[token])

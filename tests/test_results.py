@@ -1,4 +1,4 @@
-"""Tests of how requests end, how results report the end, and the text during generation."""
+"""Tests of how requests end, how results report this, and of the text of streamed events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def scripted(
 
 
 def steady(position: int) -> tuple[int, float]:
-    """A prediction whose probability decreases from left to right, so that positions are decided in
+    """Predict a token. Its probability decreases from left to right, so positions are decided in
     order.
     """
     return 10 + position % 20, 1 / (2 + position)
@@ -195,7 +195,7 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
 
     def on_pass(number: int) -> None:
-        if number == 3 * 5:  # fifth pass of the batch; called three times per pass
+        if number == 3 * 5:  # pass 5; ``on_pass`` is called once for each of three requests
             assert cancels[1] is not None
             cancels[1].set()
 
@@ -294,9 +294,7 @@ drawing = st.builds(
 def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
     each: list[Policy], cache: str, new: int, shift: int
 ) -> None:
-    """The requests of the batch differ in sampling, commit rules, scores and seeds, but use the
-    same kind of cache.
-    """
+    """The requests of a batch have different policies, for example different commit rules."""
     changes = [
         policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0})
         for policy in each
@@ -324,7 +322,7 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
 def test_every_way_to_run_a_request_gives_the_same_result(
     policy: Policy, request: dict[str, Any], shift: int, max_steps: int
 ) -> None:
-    """Canvases, finish reasons and statistics must be equal, except times."""
+    """Canvases, finish reasons and statistics must be equal. Times may differ."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
     given_tokens = request["tokens"]
     new = request["max_new_tokens"]
@@ -351,7 +349,7 @@ BROKEN = "\ufffd"
 
 
 class Bytes:
-    """A tokenizer with one token per byte. It counts how many tokens it decodes."""
+    """A tokenizer with one token per byte. ``decoded`` is the number of tokens it has decoded."""
 
     template = None
 
@@ -368,9 +366,9 @@ class Bytes:
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """Each token is one byte, and each event adds any number of bytes to the text.
+    """Each token is one byte of a UTF-8 text, and an event may end inside a character.
 
-    No token is decoded more than a few times.
+    The test also checks that tokens are not decoded again in every event.
     """
     stops = data.draw(
         st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2)
@@ -449,7 +447,7 @@ def test_a_stop_string_ends_text_and_passes() -> None:
             "f",
             "",
             "",
-        ]  # g is held back, because it may be the start of a stop string
+        ]  # "g" is not reported yet, because a stop string may start with it
         out = bundle.generate(tokens=[1], **fields)
         assert events[-1].result is not None
         assert (

@@ -1,5 +1,7 @@
-"""Counts in how many files names of several kinds occur, such as the name of a layer format.
-docs/guides/developing.md must contain the same numbers.
+"""Tests of a table in docs/guides/developing.md.
+
+The table says in how many files names of a kind occur, for example names of layer formats. The
+tests count these files.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ def _quoted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _check(kind: str, found: dict[str, int]) -> None:
-    """Check the row of the page that begins with ``kind``.
+    """Check the table row that begins with ``kind``.
 
-    The row must contain the smallest and the largest number in ``found``.
+    The row must contain the smallest and the largest number of files in ``found``.
     """
     fewest, most = min(found.values()), max(found.values())
     said = re.search(rf"^\| {re.escape(kind)} \| (\d+) to (\d+) \|", PAGE, re.MULTILINE)
@@ -54,13 +56,13 @@ def test_a_layer_format_stands_in_as_many_files_as_the_page_says() -> None:
 
 
 def test_a_number_format_stands_in_as_many_files_as_the_page_says() -> None:
-    """int8 is not counted, because int8 is also an element type of numpy and of caches."""
+    """int8 is left out, because it is also an element type of numpy and of caches."""
     _check("a number format", _quoted({*NUMBER_FORMATS} - {"int8"}))
 
 
 def test_an_engine_builder_stands_in_as_many_files_as_the_page_says() -> None:
-    """tensorrt is not counted, because tensorrt is also an engine of the runtime and a provider of
-    ONNX Runtime.
+    """tensorrt is left out, because it is also an engine of the runtime and a provider of ONNX
+    Runtime.
     """
     _check("an engine's builder", _quoted({*ENGINE_BUILDERS} - {"tensorrt"}))
 

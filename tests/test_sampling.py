@@ -1,7 +1,7 @@
 """Tests of sampling.
 
-The sampled tokens of a position must follow the position's distribution, and a seed must give the
-same text on every engine and number of threads.
+Sampled tokens must follow the distribution that the denoiser predicts. A seed must give the same
+text on every engine and with any number of threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -
 def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
     """Return the distribution ``[V]`` after ``top_p`` and ``top_k``.
 
-    As the definition says, tokens are added one by one, the most likely token first.
+    The function adds tokens one by one, the most likely token first.
     """
     weights = np.exp(LOGITS.astype(np.float64) / temperature)
     weights[MASK] = 0
@@ -76,11 +76,10 @@ def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
 def test_single_positions_are_drawn_from_the_softmax(
     temperature: float, top_p: float, top_k: int
 ) -> None:
-    """A chi-squared test compares the counts of tokens with the softmax, for 16 seeds with 512
-    positions each.
+    """A chi-squared test compares the counts of sampled tokens with the softmax.
 
-    The limit is chosen so that a correct sampler exceeds it once in 10^5 tests (approximation of
-    Wilson and Hilferty).
+    It uses 16 seeds with 512 positions each. A correct sampler exceeds the limit once in 10^5 tests
+    (approximation of Wilson and Hilferty).
     """
     counts = np.zeros(VOCAB)
     with fixed(LOGITS) as bundle:
@@ -103,10 +102,9 @@ def test_single_positions_are_drawn_from_the_softmax(
 
 
 def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
-    """All positions have the same logits, and each pass commits one token.
+    """Sampled tokens of different positions, passes or seeds must be independent.
 
-    Two tokens from neighbouring positions, from two passes or from two seeds must not be equal more
-    often than by chance.
+    All tokens have the same probability, so two sampled tokens may only be equal by chance.
     """
     with fixed(np.zeros(VOCAB, np.float32)) as bundle:
         fields: dict[str, Any] = {
@@ -186,10 +184,9 @@ def test_a_draw_of_one_token_is_the_best_one() -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e37, 1e45, 1e300])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.999999}, {"top_k": 1000}])
 def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> None:
-    """Two tokens have the highest logit.
+    """Two tokens have the highest logit. One token has the logit -inf.
 
-    The difference between these and all other logits overflows a float, and one token has the logit
-    -inf.
+    The difference between the highest logit and each other logit overflows a float.
     """
     logits = np.full(VOCAB, -3.4e38, np.float32)
     logits[[1, 2]], logits[5] = 3.4e38, -np.inf
@@ -238,10 +235,9 @@ def test_candidates_outside_the_vocabulary_are_refused_before_they_are_looked_up
 
 
 def test_a_seed_gives_one_text_whatever_runs_it(dream_bundle: Path, dream_checkpoint: Path) -> None:
-    """The same request runs on ONNX Runtime with one thread and with two threads, and on torch
-    through ``from_callback``.
+    """The test runs the same requests in ONNX Runtime with one and with two threads, and in torch.
 
-    Each time, it runs alone and in a batch of eight requests.
+    Each request runs alone and in a batch of eight requests.
     """
     prompts = np.random.default_rng(1).integers(5, 60, (8, 7)).tolist()
     fields: dict[str, Any] = {

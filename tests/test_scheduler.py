@@ -1,7 +1,7 @@
 """Tests of schedulers.
 
-Requests of all kinds and from any thread share passes, and each gives the same result as a request
-that runs alone.
+Requests of different kinds and from different threads share passes. The result of each request must
+be the same as if it ran alone.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def same(one: Generation, other: Generation) -> bool:
 
 
 def wishes(count: int) -> list[dict[str, Any]]:
-    """Strategy for requests with different prompts, lengths, policies, seeds, blocks and
-    constraints.
-    """
+    """Return ``count`` requests with different prompts, lengths, policies and constraints."""
     draw = random.Random(4)
     kinds: list[dict[str, Any]] = [
         {"preset": "fast-dllm"},

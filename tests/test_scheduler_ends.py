@@ -1,5 +1,6 @@
-"""Tests of schedulers and requests that end early: every call that waits for them returns, and
-other requests go on.
+"""Tests of schedulers and requests that end early.
+
+Every call that waits for such a scheduler or request must return. Other requests must continue.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 
 def threads() -> int:
-    """The number of threads of this process, including native ones."""
+    """Return the number of threads of this process, including threads of native libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def in_fork(body: Callable[[], object]) -> int:
-    """Run ``body`` in a forked process and return its exit code. The code is 0 if ``body`` returns.
-    A process that hangs is killed, and the code is -14.
+    """Run ``body`` in a forked process, and return the exit code of this process.
+
+    The exit code is 0 if ``body`` returns. If the process hangs, a signal ends it, and the code is
+    -14.
     """
     process = os.fork()
     if process == 0:
@@ -162,7 +165,7 @@ SWEEP = (
 
 @pytest.fixture(scope="module")
 def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a library for LD_PRELOAD that makes one allocation of the native library fail."""
+    """Build a library for LD_PRELOAD. It makes one memory allocation of the native library fail."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
@@ -196,9 +199,9 @@ def test_an_allocation_that_fails_in_the_thread_ends_jobs_with_the_cause(failing
 
 
 def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mock of the native library makes the scheduler's thread end at once with an error.
+    """A mock of the native library makes the scheduler's thread fail.
 
-    All calls must raise this error.
+    Later calls must raise the error of this thread.
     """
 
     class Library:
@@ -226,9 +229,7 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
-    """In this invalid constraint, a token leads to two states, and from one of these states no text
-    can end.
-    """
+    """The constraint is invalid: its automaton has two next states for the same token."""
     denoiser = ArithmeticDenoiser(eos=0)
     try:
         lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
@@ -325,8 +326,7 @@ def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itsel
     job._step = lambda _: kept.clear()
     armed.set()
     del scheduler, job
-    # Threads of earlier tests may still be ending, so the number of threads may be lower than
-    # before.
+    # The number of threads may become lower than before, because threads of earlier tests may end.
     wait_for(lambda: gc.collect() >= 0 and threading.active_count() <= before)
 
 
@@ -444,7 +444,7 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
 
 
 class _Failing:
-    """A callback for the steps of a job. It raises an error after some steps."""
+    """A step callback of a job that raises an error after ``steps`` calls."""
 
     def __init__(self, job: Job, steps: int) -> None:
         self._step, self._left = job._step, steps

@@ -1,5 +1,7 @@
-"""Tests of schemas that combine and nest all keywords. jsonschema must accept every text that the
-constraint accepts, with and without checks of formats.
+"""Tests of constraints for random schemas that combine and nest all keywords.
+
+The package jsonschema must accept every text that the constraint accepts, with and without its
+checks of the keyword ``format``.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from dlm_runtime.constraints.compiled import CompileLimits
 LIMITS = CompileLimits(seconds=1, memory_bytes=256 << 20, states=4000)
 WANTED = os.environ.get("DLM_SCHEMA_EXAMPLES")
 EXAMPLES = int(WANTED or 60)
-# About once in a thousand random examples, the test finds a defect of jsonschema. For instance, in
+# About one in a thousand random examples fails because of a defect of jsonschema. For instance, in
 # draft 2019-09, jsonschema ignores additionalProperties in an anyOf when it evaluates
-# unevaluatedProperties. A test run for an unrelated change must not fail because of such a defect.
-# Every run therefore uses the same examples, unless a number of examples is passed.
+# unevaluatedProperties. Every test run therefore uses the same examples, unless a number of
+# examples is passed.
 
 
 def judged_invalid(found: Any, text: str) -> str:
-    """Return the name of a validator that rejects the text, or "" if both validators accept the
-    text.
+    """Return how a validator that rejects the text treats ``format``.
+
+    Returns "" if both validators (with and without checks of ``format``) accept the text.
     """
     value = json.loads(text)
     kind = validator_for(found)
@@ -42,9 +45,9 @@ def judged_invalid(found: Any, text: str) -> str:
             if not validator.is_valid(value):
                 return f"formats are {name}"
         except (RecursionError, TypeError, Unresolvable):
-            # In three cases, jsonschema itself fails: it does not end for some recursive schemas,
-            # it cannot handle additionalItems if items is a boolean, and it follows a missing
-            # reference in an `if` without `then` and `else`, although such an `if` has no effect.
+            # jsonschema itself fails in three cases. It recurses endlessly for some recursive
+            # schemas. It cannot handle additionalItems if items is a boolean. It resolves missing
+            # references in an `if` without `then` and `else`, although such an `if` has no effect.
             return ""
     return ""
 

@@ -1,10 +1,10 @@
 """Runs the official test suite of JSON Schema.
 
-A constraint must never accept a value that the suite calls invalid.
+A constraint must never accept a value that is invalid according to the suite.
 
-$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. If this
-variable is not set, the tests use the copy of the suite in the source distribution of jsonschema on
-PyPI.
+The environment variable DLM_JSON_SCHEMA_SUITE names a folder with a checkout of
+github.com/json-schema-org/JSON-Schema-Test-Suite. If it is not set, the tests use the copy in the
+source distribution of jsonschema on PyPI.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cases(suite: Path, draft: str) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
     """Yield the cases of the suite.
 
-    A case consists of a name, a schema that names its draft, and instances with the suite's
-    verdicts.
+    A case consists of a name, a schema with the URI of its draft, and values. The suite says which
+    of the values are valid.
     """
     for file in sorted((suite / "tests" / draft).glob("*.json")):
         for case in json.loads(file.read_text(encoding="utf-8")):
@@ -91,11 +91,11 @@ def compact(instance: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# Maps a part of an error message to the reason in docs/guides/constraints.md.
+# Maps a part of an error message to the reason that docs/guides/constraints.md gives.
 REJECTIONS = {
     "other documents are never retrieved": "other document",
     "contains NUL": "NUL",
-    "no value is valid by it": "type",  # no value of the types to which the keywords apply is valid
+    "no value is valid by it": "type",  # the keywords allow no value of their types
     "leads to different schemas": "dynamic reference",
     "within a negation": "negation",
     "of more than 1 is not supported without properties": "minProperties",
@@ -107,7 +107,7 @@ def why_rejected(message: str) -> str:
 
 
 def names_in(value: Any) -> set[str]:
-    """Return the names of all properties in a value, at any depth."""
+    """Return the names of all properties in a JSON value and in its nested values."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return set(value if isinstance(value, dict) else ()).union(*map(names_in, inner))
 
@@ -118,7 +118,7 @@ def type_of(instance: Any) -> str:
 
 
 def why_left_out(keyword: str, found: Any, instance: Any) -> str:
-    """Return the reason why the constraint does not allow this instance, which is valid."""
+    """Return the reason why the constraint does not allow a valid value."""
     if isinstance(found, dict):
         if "uniqueItems" in found and isinstance(instance, list):
             return "uniqueItems"
@@ -167,7 +167,7 @@ def test_no_text_is_accepted_or_drawn_that_is_invalid(suite: Path, draft: str) -
             try:
                 is_valid = validator.is_valid(json.loads(text))
             except re.error:
-                break  # this pattern of ECMA-262 is not valid in Python's re
+                break  # Python's re does not support this pattern
             if not is_valid:
                 wrong.append(f"{name}: {text}")
     print(draft, dict(counts), "valid and not generated, by keyword:")

@@ -1,6 +1,6 @@
-"""Tests of passes in which several requests are placed one after another in one row of tokens.
+"""Tests of passes that compute several requests in one sequence of tokens.
 
-The tokens of each request form a segment, and each request only sees its own tokens.
+The tokens of each request form a segment. A token only attends to tokens in the same segment.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from engine_bundles import read_manifest
 
 import dlm_runtime
 
-# Allowed difference of logits. Matrix products with another number of rows add numbers in another
-# order.
+# Allowed difference of logits. The order in which matrix products add numbers depends on the number
+# of rows.
 TOLERANCE = 1e-4
 
 
 def session(bundle: Path) -> onnxruntime.InferenceSession:
-    """Return a session that computes the ONNX functions in the graph, instead of this project's
-    kernels.
-    """
+    """Return a session that computes a graph's ONNX functions without this project's kernels."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     return onnxruntime.InferenceSession(
@@ -33,7 +31,7 @@ def session(bundle: Path) -> onnxruntime.InferenceSession:
 
 
 class Graph:
-    """Runs passes of a bundle's graph, with one request or with several requests in a row."""
+    """Runs passes of a bundle's graph with one or several requests."""
 
     def __init__(self, bundle: Path) -> None:
         self.session = session(bundle)
@@ -88,8 +86,8 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
         before = {"first": 0, "tokens": rng.integers(2, 150, part["cached"]).tolist()}
         pasts.append(graph.past(graph.run([before], graph.past()) if part["cached"] else None))
         alone.append(graph.run([part], pasts[-1]))
-    # Huge and invalid numbers are written to cache rows that belong to no request. They must have
-    # no effect.
+    # Cache rows that do not belong to a request contain huge and invalid numbers. These numbers
+    # must have no effect.
     noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)
     starts = [21, 0, 40]
     arena = {}
@@ -141,6 +139,6 @@ def test_a_batch_of_any_lengths_shares_its_passes(
                     (out.tokens, out.nfe, out.passes) for out in alone
                 ]
             assert stats.shares == sum(out.nfe for out in alone)
-            # Without kernels, attention would compute scores between the tokens of all requests,
-            # which wastes time. The requests therefore take turns, one request per pass.
+            # Without kernels, each pass computes only one request. A pass with several requests
+            # would waste time on attention scores between tokens of different requests.
             assert stats.passes < stats.shares if not kernels else stats.passes == stats.shares

@@ -1,4 +1,4 @@
-"""Tests of the estimate of how much quantising a single layer increases the loss.
+"""Tests of an estimate: how much does quantising a single layer increase the loss?
 
 The estimates are compared with exact values.
 """
@@ -64,7 +64,7 @@ def test_directions_have_the_fisher_information_as_their_covariance() -> None:
     for found, p in zip(torch.einsum("dnri,dnrj->rij", drawn, drawn) / count, probs, strict=True):
         assert (
             found - (p.diag() - torch.outer(p, p))
-        ).abs().max() < 0.01  # the limit is for a mean of 20,000 draws, with entries up to 0.21
+        ).abs().max() < 0.01  # limit for the mean of 20,000 draws
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
@@ -78,8 +78,8 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 ) -> None:
     """The estimate computes gradients layer by layer.
 
-    For the same random directions, it must equal an estimate with torch's autograd through all
-    layers.
+    The result must equal an estimate with gradients that torch's autograd computes through all
+    layers. Both estimates use the same directions.
     """
 
     def known(probs: Tensor, draws: int, _: torch.Generator) -> Iterator[Tensor]:
@@ -129,7 +129,7 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
                         expected[layer]
                         + np.eye(2)[part] * float((gradient * added[layer][1]).sum()) ** 2 / 2
                     )
-    assert found.pop("head")[0] > 0  # for the head, the value is computed exactly and not estimated
+    assert found.pop("head")[0] > 0  # the loss of a quantised head is computed exactly
     for layer, (kl, frontier_kl) in found.items():
         assert kl == pytest.approx(expected[layer].sum() / counts.sum(), rel=2e-3), layer
         assert frontier_kl == pytest.approx(expected[layer][0] / counts[0], rel=2e-3), layer
@@ -139,10 +139,8 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 
 @dataclass
 class Blended(Quantisation):
-    """Weights that lie between the full-precision weights and the quantised weights.
-
-    With ``share`` 0, they equal the full-precision weights. With ``share`` 1, they equal the
-    quantised weights.
+    """Weights between the full-precision weights (``share`` 0) and the quantised weights
+    (``share`` 1).
     """
 
     share: float = 1.0
@@ -164,8 +162,8 @@ def test_the_estimate_tends_to_the_exact_loss_as_errors_become_small(
     done = Blended(plain.recipe, plain.formats, plain.parameters, share=0.1)
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
     ratios = np.array([found[layer][0] / exact[layer][0] for layer in exact])
-    # With 8 canvases and 2 x 48 draws per canvas, the standard error is sqrt(2 / 768), which is 5%.
-    # For canvases with few positions, the error is larger, so the limit is 25%.
+    # The estimate uses 8 canvases with 2 x 48 draws each. The standard error is sqrt(2 / 768) = 5%.
+    # The error is larger for canvases with few positions, so the limit is 25%.
     assert np.abs(ratios - 1).max() < 0.25, ratios
     assert abs(ratios.mean() - 1) < 0.07, ratios
 
@@ -187,8 +185,8 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
     (found,), (exact,) = (
         _losses(source, done, states, exact=is_exact).values() for is_exact in (False, True)
     )
-    # The tied matrix is used in two places. The estimate adds their effects as if they were
-    # independent. The exact value is measured with the matrix quantised in both places.
+    # The tied matrix is both the embedding and the output head. The estimate adds the effects of
+    # both uses as if they were independent, so it differs from the exact value.
     assert 0.6 < found[0] / exact[0] < 1.6
     untied = {**config, "tie_word_embeddings": False}
     assert search.searched(source.network).keys() - search.searched(
@@ -197,10 +195,9 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
 
 
 def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: Path) -> None:
-    """The canvases of this test are commands whose answers are masked.
+    """The canvases contain commands of the demo, and masked answers.
 
-    When this test was written, the correlation between estimates and exact values was 0.968 in
-    int8.
+    The measured correlation between estimates and exact values was 0.968 in int8.
     """
     source = open_source(DEMO_CHECKPOINT)
     options = samples.CalibrationOptions(samples=4)
@@ -213,8 +210,7 @@ def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: P
         canvas = np.where(is_prompt, sample.tokens, source.network.mask_token_id)
         states.append(State(canvas, "random", 1.0, sample.prompt_length))
     done = _quantised(source, "int8")
-    # Only half of the blocks are measured, because the exact values need a separate run for each of
-    # these 21 layers.
+    # Only 21 layers are measured, because the exact value of each layer needs a separate run.
     done.formats = {
         layer: name
         for layer, name in done.formats.items()

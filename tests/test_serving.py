@@ -151,7 +151,7 @@ def test_a_denoising_stream_replaces_its_text_until_all_is_decided(served: Serve
 
 
 def test_several_answers_differ_in_their_seeds_only(served: Served) -> None:
-    # The demo is so sure of its tokens that a temperature of 2 would change nothing.
+    # The demo's probabilities are close to 1, so a temperature of 2 would not change its answers.
     sampling = {"dlm": {"policy": {"temperature": 30.0}}, "seed": 5, "max_tokens": 16}
     first = chat(served, n=3, **sampling).json()["choices"]
     again = chat(served, n=3, **sampling).json()["choices"]
@@ -404,7 +404,7 @@ def test_the_samples_of_the_page_run(
     (tmp_path / "build" / "demo").symlink_to(demo_bundle)
     (tmp_path / "examples").symlink_to(Path(__file__).parent.parent / "examples")
     monkeypatch.chdir(tmp_path)
-    # A code sample of the page adds a folder to sys.path, so the test replaces sys.path by a copy.
+    # Replace sys.path by a copy, because a code sample of the documentation adds a folder to it.
     monkeypatch.setattr(sys, "path", [*sys.path])
     with serving(demo_bundle) as served:
         shell = next(text for kind, text in blocks if kind == "sh" and "curl" in text)

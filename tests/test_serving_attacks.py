@@ -1,6 +1,6 @@
 """Tests of ``dlm-export serve`` with hostile and slow clients.
 
-In each test, other clients must still get their answers.
+The server must still answer other clients.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def connect(served: Served) -> socket.socket:
 def is_polite_client_answered(served: Served) -> bool:
     import httpx
 
-    # The test opens a new connection, because the server may be about to close an idle connection
-    # of ``served.client``.
+    # Open a new connection, because the server may close idle connections of ``served.client``.
     body = {"model": served.model, "messages": [{"role": "user", "content": "play jazz"}]}
     url = f"{served.url}/v1/chat/completions"
     return httpx.post(url, json=body, timeout=WAIT_S).status_code == 200
@@ -280,7 +279,7 @@ def test_the_limit_of_numbers_depends_on_the_longest_context(served: Served) -> 
     assert fields.MOST_PROMPTS * 512 < limit < fields.MOST_COMMAS
     assert fields.commas_for(1 << 17) == fields.MOST_COMMAS
     for more, code in ((0, "invalid_value"), (1, "too_many_values")):
-        prompt = [1] * (limit + more)  # the body has as many commas, because of the model's name
+        prompt = [1] * (limit + more)  # the commas in the body are counted
         body = {"model": served.model, "prompt": prompt}
         response = served.client.post("/v1/completions", json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (400, code)
@@ -411,7 +410,7 @@ def test_a_schema_that_failed_is_not_compiled_again_for_a_while(
     assert [each.status_code for each in found] == [400] * 10
     assert found[0].json()["error"]["param"] == "dlm"
     assert len({each.text for each in [*found[:8], found[9]]}) == 1
-    # All requests have the same schema, whose compilation fails. Two requests compile it at the
-    # same time. The others wait, and then get the stored failure.
+    # All requests have the same schema, which cannot be compiled. Two requests try to compile it at
+    # the same time. The other requests wait, and then get the stored error.
     assert compiled.count("(") in (2, 3)
     assert compiled.count("[") == 1

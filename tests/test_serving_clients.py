@@ -44,7 +44,7 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 def clients() -> list[Any]:
     """Return the clients that can request chat completions.
 
-    Each entry contains a client's package and the path that its base URL must have.
+    An entry contains the client's package, its class, and the path in the base URL.
     """
     return [
         pytest.param(("openai", "OpenAI", "/v1"), id="openai"),
@@ -130,7 +130,7 @@ def test_an_earlier_call_and_its_result_reach_the_chat_template(
 ) -> None:
     """The demo's chat template only accepts a single message.
 
-    The error of the template shows that all messages reached it.
+    The template's error shows that it received all messages.
     """
     call = {"id": "call_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
     messages = [

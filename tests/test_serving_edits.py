@@ -1,5 +1,7 @@
-"""Tests of the server's address ``/v1/edit/completions``: how its message is read, the text with
-mask tokens that results, and the answer.
+"""Tests of the server's endpoint ``/v1/edit/completions``.
+
+The tests check how a message is parsed, the text with mask tokens that is made from it, and the
+answer.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def test_max_tokens_limits_the_region(served: Served) -> None:
         assert small["prompt_tokens"] == large["prompt_tokens"]
 
 
-# The text has no "\r", because "\r" before a line feed is part of the line ending.
+# Texts do not contain "\r", because "\r\n" is a line ending.
 TEXT = st.text(st.characters(exclude_characters="|\r", exclude_categories=["Cs"]), max_size=20)
 
 

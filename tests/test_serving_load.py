@@ -1,6 +1,6 @@
 """Tests of ``dlm-export serve`` under load.
 
-No request is lost because of signals or full queues.
+No request may be lost because of a signal or a full queue.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BODY = {
 class Load:
     """Several clients. Each client sends one request after another until ``is_over`` is set.
 
-    ``statuses`` maps the id of each answered request to the status. ``lost`` contains the ids of
-    requests without a complete answer.
+    ``statuses`` maps the ids of answered requests to HTTP status codes. ``lost`` contains the ids
+    of requests without a complete answer.
     """
 
     def __init__(self, served: Served) -> None:

@@ -1,5 +1,7 @@
-"""Tests of the web page that the server shows at ``/``: its files, the fields of the API that it
-uses, and its behaviour in a headless browser.
+"""Tests of the server's web page at ``/``.
+
+The tests check the files of the page, the API fields that the page uses, and its behaviour in a
+headless browser.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def turns_bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo with effort levels, and with a chat template that accepts earlier messages."""
+    """The demo with effort levels, and with a chat template for several messages."""
     folder = Path(shutil.copytree(demo_bundle, tmp_path_factory.mktemp("page") / "turns"))
     manifest = json.loads((folder / "manifest.json").read_text())
     loop = manifest["loop"]
@@ -83,9 +85,9 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, served: Served) -> Iterator[Browser]:
-    """Load the page anew.
+    """Load the page again for each test.
 
-    During the test, the browser's console must stay empty, except for HTTP errors.
+    After the test, the browser's console must not contain messages, except for HTTP errors.
     """
     window.show(1280, 800, "light")
     opened(window, served)
@@ -110,7 +112,7 @@ def set_value(page: Browser, name: str, value: str) -> None:
 
 
 def watch(page: Browser) -> None:
-    """Let the page record the number of masked positions in its canvas whenever it changes."""
+    """Make the page record the number of masked positions whenever the page changes."""
     page.run(
         "window.masks = [];"
         "const count = () => masks.push(document.querySelectorAll('.canvas .mask').length);"
@@ -126,7 +128,7 @@ def text_of(page: Browser, selector: str) -> str:
 
 
 def figures(page: Browser) -> dict[str, str]:
-    """Return the numbers that the page shows for the newest answer, by their names."""
+    """Return the statistics that the page shows below the newest answer, by name."""
     rows: list[list[str]] = page.run(
         "return [...[...document.querySelectorAll('.figures')].at(-1).children]"
         ".map((row) => [...row.children].map((each) => each.textContent))"
@@ -140,7 +142,7 @@ def wait_for_answer(page: Browser, count: int = 1) -> None:
 
 
 def ask(page: Browser, text: str, count: int = 1) -> str:
-    """Send a message, and return the text of the answer, which is number ``count``."""
+    """Send a message, wait for answer number ``count``, and return its text."""
     page.find("#message").send_keys(text + "\n")
     wait_for_answer(page, count)
     return text_of(page, ".canvas")
@@ -192,8 +194,7 @@ def test_each_named_file_exists_and_no_file_names_another_host(served: Served) -
     assert {f"/{name}" for name in named} == set(page_routes.PATHS) - {"/"}
     for path, text in texts.items():
         addresses = re.findall(r"https?://[^\s\"']+", text)
-        # The only address in the files is the name of an XML namespace, to which no request is
-        # sent.
+        # The only URL in the files is the name of an XML namespace. Browsers do not load it.
         assert set(addresses) <= {"http://www.w3.org/2000/svg"}, path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text), path
     assert not re.search(r"\son\w+=|\sstyle=|<script>|<style>", texts["/"])
@@ -300,7 +301,7 @@ def test_an_answer_denoises_on_the_page(
     assert int(found["tokens"]) == expected["usage"]["completion_tokens"]
     assert {"tokens/s", "to the first pass", "in total"} <= found.keys()
     assert page.run("return document.documentElement.scrollWidth") == screen[0]
-    # No text is cut off, and the field for messages stays on the screen.
+    # The input field for messages must be on the screen.
     assert (
         page.run("return document.getElementById('message').getBoundingClientRect().bottom")
         <= (screen[1])
@@ -335,7 +336,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def tab_to(page: Browser, selector: str) -> None:
-    """Press Tab until an element has the focus, whose outline must then be visible."""
+    """Press Tab until an element has the focus. The element's outline must then be visible."""
     from selenium.webdriver.common.keys import Keys
 
     for _ in range(40):
@@ -449,7 +450,7 @@ def test_an_error_is_shown_as_text_and_the_message_comes_back(page: Browser) -> 
     set_value(page, "passes", "0")
     page.find("#message").send_keys("\n")
     assert "whole number from 1 to 4096" in text_of(page, "#chat-note")
-    # The page's security policy makes the browser refuse to parse text as HTML.
+    # The page's Content-Security-Policy forbids setting innerHTML to a string.
     refused = "try { document.body.innerHTML = '<b>'; } catch (error) { return error.name; }"
     assert page.run(refused) == "TypeError"
     assert "TrustedHTML" in page.console()[-1]
@@ -466,7 +467,7 @@ def test_marked_text_is_written_again(page: Browser, served: Served) -> None:
     watch(page)
     page.find("#fill-form [type=submit]").click()
     page.wait("!document.getElementById('undo').hidden")
-    # At most one position is masked, because the marked word "hall" is one token.
+    # The selected word "hall" is one token, so at most one position is masked.
     assert max(page.run("return masks")) == 1
     expected = GAP.replace("hall", "kitchen")
     assert page.run("return document.getElementById('text').value") == expected
@@ -617,6 +618,6 @@ import('./page/api.js').then(async ({ stream }) => {
 
 @pytest.fixture(scope="module")
 def parts(window: Browser, served: Served) -> Browser:
-    """A page of the server, from which tests import the page's modules."""
+    """An open page of the server, in which tests import the page's JavaScript modules."""
     opened(window, served)
     return window

@@ -1,9 +1,10 @@
 """Tests of ``dlm-export serve`` with unchanged public clients of OpenAI's API.
 
 The clients are LiteLLM, LangChain, instructor, OpenAI's package for Node, and the load generator
-GuideLLM. The Python packages are in tests/requirements.txt. For Node, set DLM_NODE_MODULES to a
-folder ``node_modules`` with the package openai. GuideLLM has many dependencies, so install GuideLLM
-in a separate environment, and set DLM_GUIDELLM to its program.
+GuideLLM. tests/requirements.txt lists the Python packages except GuideLLM. For Node, set
+DLM_NODE_MODULES to a folder ``node_modules`` with the package openai. GuideLLM has many
+dependencies, so install it in a separate environment, and set DLM_GUIDELLM to the path of its
+program.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=["openai", "inception"])
 def lite(litellm: Any, served: Served, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments that make ``litellm.completion`` send requests to the server, for one of
-    LiteLLM's providers.
+    """Arguments of ``litellm.completion`` for requests to the server.
+
+    The test runs once for each of several providers of LiteLLM.
     """
     if request.param not in litellm.provider_list:
         pytest.skip(f"this LiteLLM has no provider {request.param}")

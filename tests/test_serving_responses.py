@@ -1,5 +1,7 @@
-"""Tests of the server's address ``/v1/responses``: plain requests, a comparison with the same
-requests to ``/v1/chat/completions``, and OpenAI's official client.
+"""Tests of the server's endpoint ``/v1/responses``.
+
+The tests send plain HTTP requests, send the same requests to ``/v1/chat/completions``, and use
+OpenAI's official client.
 """
 
 from __future__ import annotations
@@ -309,7 +311,7 @@ def test_the_client_parses_a_pydantic_class(openai: Any, served: Served) -> None
 def test_the_client_reads_calls_and_sends_them_back(openai: Any, served: Served) -> None:
     """The demo's chat template only accepts a single message.
 
-    The error of the template shows that all messages reached it.
+    The template's error shows that it received all messages.
     """
     module = pytest.importorskip("openai")
     arguments: Any = {"model": served.model, "tools": TOOLS, "tool_choice": "required"}

@@ -1,10 +1,11 @@
-"""Tests of signals: a signal ends the generation of a text within one pass.
+"""Tests of signals.
 
-A signal also ends a command. Its exit status shows the signal, and it leaves no temporary files.
+A signal must end the generation of a text within one pass. A signal must also end a command. The
+exit status of the command must show the signal, and the command must not leave temporary files.
 
-In some tests, a C function computes the passes. The function counts the passes, and raises a signal
-during one of them. In these tests, no Python code runs between passes except the code that the
-runtime itself calls for signals.
+In some tests, a C function is the denoiser. It counts passes and raises a signal during one pass.
+Between passes, the only Python code that runs is the code with which the runtime checks for
+signals.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ dlm_status run(void *user, const dlm_pass *pass) {
 }
 """
 REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # each pass commits one token
-# Maps a kind of call to its number of passes and to a function that makes the call.
+# Maps a name to (number of passes, function that runs the passes).
 CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {
     "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
     "generate over a cache": (
@@ -79,9 +80,9 @@ class Native:
         self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """Make a call, and let the C function raise a signal in pass number ``at``.
+        """Run ``call``. The C function that computes passes raises a signal in pass number ``at``.
 
-        Returns how many passes ran. Exceptions of the call are not handled here.
+        Returns the number of passes. Exceptions of ``call`` are not caught.
         """
         self.start(at)
         call(self.bundle)
@@ -229,7 +230,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endless(checkpoint: Path) -> Path:
-    """A bundle with a very long canvas. With one token per pass, filling it takes many minutes."""
+    """A bundle with a very long canvas. Filling it with one token per pass takes many minutes."""
     build(checkpoint, checkpoint.parent / "bundle", BuildOptions(check_parity=False))
     return checkpoint.parent / "bundle"
 
@@ -249,10 +250,9 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> No
 
 
 def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime") -> None:
-    """Wait until a process has loaded a file.
+    """Wait until a process has loaded a file and is computing.
 
-    Then wait until the process has used more processor time, so that it must be computing with the
-    file.
+    The process is computing if it has used 0.5 s of processor time after it loaded the file.
     """
     _wait_until(lambda: mapped in Path(f"/proc/{process.pid}/maps").read_text(), process)
     loaded = _cpu_seconds(process.pid)
@@ -264,8 +264,9 @@ def _ended_by(
     arguments: tuple[object, ...],
     is_inside: Callable[[subprocess.Popen[str]], None],
 ) -> str:
-    """Run a command and send it a signal while it works. The command must end by this signal.
-    Returns its standard output.
+    """Run a command, and send a signal to it when ``is_inside`` returns.
+
+    The signal must end the command. Returns the standard output of the command.
     """
     command = [sys.executable, "-m", "dlm_export.cli", *map(str, arguments)]
     started = subprocess.Popen(
@@ -273,7 +274,7 @@ def _ended_by(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # If the tests' own process ignores this signal, the command would inherit that.
+        # Without this call, the command would ignore the signal if the test's process ignores it.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,
     )
     with started as process:

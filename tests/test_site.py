@@ -1,5 +1,6 @@
-"""Tests of the documentation site: it builds without warnings, contains every page, and sends no
-requests to other hosts.
+"""Tests of the documentation site.
+
+The site must build without warnings, contain every page, and not send requests to other hosts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of smoothing, AWQ, GPTQ and rotation.
 
-These methods must reduce the loss from quantising, and must not change what the network computes
-without quantising.
+Each method must reduce the loss from quantising. Without quantising, the method must not change the
+results of the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlm_export.quantising import gptq as solver
 def gptq(
     w: np.ndarray, gram: np.ndarray, *, damping: float = 0.01, **format: Any
 ) -> QuantisedWeight:
-    """Quantise a weight matrix with GPTQ, for the Gram matrix of its inputs."""
+    """Quantise a weight matrix with GPTQ. ``gram`` is the Gram matrix of the layer's inputs."""
     return solver.gptq(
         w, solver.inverse_factor(torch.from_numpy(np.float32(gram)), damping), **format
     )
@@ -151,8 +151,8 @@ def _gptq_by_elimination(
 ) -> np.ndarray:
     """Compute GPTQ with the recurrence of OBQ, in float64 and without batches.
 
-    Rows are processed in order. After each row of weights, the row's entries are removed from the
-    inverse matrix.
+    The function quantises the rows in order. After each row, it removes the row and the column with
+    the same index from the inverse of ``hessian``.
     """
     low, high, levels = (
         (-8, 7, (7, 7.5, 8, 8.5, 9, 9.5)) if format == "int4" else (-127, 127, (127,))
@@ -161,7 +161,7 @@ def _gptq_by_elimination(
     for _ in range(len(w) - 1):
         inverse = inverses[-1]
         inverses.append((inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:])
-    # The bound is on the squared error of a row over the whole matrix.
+    # A scale is chosen by a sum of squared errors. ``counts`` contains the factor for each row.
     counts = 1 / np.array([[inverse[0, 0]] for inverse in inverses])
     left, out = w.astype(np.float64), np.zeros(w.shape)
     for i, inverse in enumerate(inverses):
@@ -203,8 +203,8 @@ def test_gptq_equals_the_recurrence_it_reorders(
     ours = gptq(w, gram, format=format, group_size=group_size, is_signed=is_signed).dequantise()
     damped = gram.astype(np.float64) + 0.01 * np.mean(np.diag(gram)) * np.eye(rows)
     expected = _gptq_by_elimination(w, damped, group_size or rows, format, is_signed=is_signed)
-    # In fp32, a value almost halfway between two codes may be rounded differently. This changes all
-    # later rows of its column, so only 80% of the columns must agree.
+    # The tested code uses fp32, so it may round a value near the middle of two codes differently.
+    # This changes all later rows of the column, so only 80% of the columns must agree.
     assert (np.abs(ours - expected).max(axis=0) < 1e-4).mean() >= 0.8
 
 

@@ -1,7 +1,7 @@
 """Tests of ``NetworkSpec``, the description of a network.
 
-The shapes in a description equal the shapes of the torch network, and a manifest stores a
-description exactly.
+The shapes in a description must equal the shapes of the torch network. A manifest must store a
+description without changes.
 """
 
 from __future__ import annotations
@@ -179,10 +179,9 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
 def test_every_described_network_runs_and_its_cache_is_exact(
     network: NetworkSpec, seed: int
 ) -> None:
-    """A pass with a cache gives the same rows as a pass over the whole canvas.
+    """A pass with cached keys and values must give the same rows as a pass over the whole canvas.
 
-    The cached keys and values come from the pass over the whole canvas, and end at the end of a
-    block.
+    The cached keys and values are the first rows of the pass over the whole canvas.
     """
     torch.manual_seed(seed)
     denoiser = Denoiser(network).eval()
@@ -253,8 +252,8 @@ def test_blocks_of_no_tokens_are_refused() -> None:
 def test_experts_are_described_and_counted() -> None:
     """Each token uses 8 of 64 experts.
 
-    The work for a token is therefore the work of 8 experts, and a pass over few tokens reads the
-    weights of few experts. No recipe quantises the router.
+    The work for a token is the work of 8 experts. A pass over few tokens only reads the weights of
+    few experts. No recipe quantises the router.
     """
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))
@@ -291,10 +290,10 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
 
 @torch.no_grad()
 def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
-    """The expected result was computed by hand from DeepSeek-V3's definition.
+    """The router is defined as in DeepSeek-V3. The expected values were computed by hand.
 
-    The score of a group of experts is the sum of its two highest biased scores. Two of three groups
-    are chosen, and then the three best experts in these two groups.
+    The score of a group of experts is the sum of its two highest biased scores. The router chooses
+    the two best of three groups, and then the three best experts in these two groups.
     """
     spec = ExpertsSpec(
         6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)
@@ -304,8 +303,8 @@ def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights(
     router.weight.copy_(products[None])
     router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
     chosen, weights = router(torch.ones(1, 1, 1))
-    # With the bias, the groups have the scores 1.61, 2.77 and 0.86. The last group is not chosen,
-    # so its expert with the score 0.82 is not chosen either.
+    # The groups have the scores 1.61, 2.77 and 0.86. The last group is not chosen, so its expert
+    # with the high score 0.82 is not chosen either.
     scores = products.sigmoid()
     assert chosen.flatten().tolist() == [3, 0, 1]
     kept = scores[[3, 0, 1]]

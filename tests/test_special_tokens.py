@@ -1,7 +1,7 @@
-"""Tests that the text of a special token in a request is treated as ordinary text, unless the
-request allows special tokens.
+"""Tests of texts of special tokens (like "<|end|>") in requests.
 
-Python's tokenizer and the compiled text file for C programs must behave in the same way.
+The text of a special token must be treated as ordinary text, unless the request allows special
+tokens. The Python tokenizer and the compiled text file for C programs must give the same tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<pad>", "<sep>")
 TURNS = "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}<|user|>"
-# The template joins these parts. Two joined parts may contain the text of a special token that
-# neither part contains.
+# A template that joins parts of a message. The joined text may contain a special token that none of
+# the parts contains.
 PARTS = (
     "{% for m in messages %}<|user|>{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
     "{{ part.text }}{% endfor %}{% endif %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
@@ -60,8 +60,9 @@ TEXTS = st.lists(
 
 
 class Both:
-    """A tokenizer in two forms: running in a separate process for Python, and compiled to a file
-    for C programs.
+    """The same tokenizer in two forms.
+
+    ``python`` runs in a separate process. ``native`` is compiled to a file for C programs.
     """
 
     def __init__(self, data: str, template: str) -> None:
@@ -102,7 +103,7 @@ def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text:
     assert both.python.decode(ids) == both.native.decode(ids)
     if both.library.normalizer is None:
         assert both.python.decode(ids) == text
-    # ``around`` contains the tokens that the tokenizer itself adds to a prompt.
+    # ``around`` contains the special tokens that the tokenizer adds to every prompt.
     around = both.spelled(both.python.encode(""))
     assert both.spelled(both.python.encode(text)) == around
     assert both.python.encode(text) == both.native.encode(text, is_prompt=True)
@@ -189,7 +190,7 @@ def test_a_text_with_no_other_spelling_is_refused() -> None:
 
 
 def test_the_unknown_token_is_ordinary_text_if_a_message_spells_it() -> None:
-    """Gemma's unknown token is special, and ordinary tokens exist for its letters."""
+    """As in Gemma, the unknown token is special, and its letters also have ordinary tokens."""
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE(
             {"<unk>": 0, "<": 1, "u": 2, "n": 3, "k": 4, ">": 5, "a": 6}, [], unk_token="<unk>"
@@ -257,7 +258,7 @@ def test_a_prompt_cannot_end_or_mask_its_answer(demo: Bundle, spelled: str) -> N
 def _given(
     bundle: Bundle, prompt: str | None = None, chat: Any = None, **options: Any
 ) -> list[int]:
-    """Return the token ids that the denoiser gets for a request."""
+    """Return the token ids of a request's prompt or chat."""
     return bundle._request("generate", (prompt, None, chat), Options.of(options)).given
 
 

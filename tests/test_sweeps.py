@@ -1,6 +1,7 @@
 """Tests of calibration layer by layer.
 
-It must give the same codes as calibration with the whole denoiser in memory.
+Calibration layer by layer and calibration with the whole denoiser in memory must give the same
+codes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _states(source: Source) -> list[State]:
 
 @torch.no_grad()
 def _whole(source: Source, states: list[State], formats: dict[str, str]) -> dict[str, Any]:
-    """Return the codes of GPTQ if all layers of a denoiser are in memory at the same time."""
+    """Calibrate a denoiser whose layers are all in memory. Returns the codes of GPTQ."""
     c = source.network
     denoiser = families.load(source.parameters, c)
     grams: dict[str, gptq.Gram] = {}
@@ -107,7 +108,7 @@ def test_codes_are_those_of_a_denoiser_held_whole(
     assert len(done) == calibrate.units(recipe, formats, source.network, len(states))
     for path, expected in _whole(source, states, formats).items():
         ours = found.weight(path)
-        # The sums over states are added in another order, so a code near a limit may differ.
+        # Sums are added in another order, so rounding errors may change a few codes.
         assert np.mean(ours.codes != expected.codes) <= 0.01, path
         np.testing.assert_allclose(ours.scales, expected.scales, rtol=1e-4, err_msg=path)
         assert ours.global_scale == expected.global_scale

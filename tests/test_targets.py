@@ -1,5 +1,7 @@
-"""Tests of the table of target devices: the precisions that a device supports, errors with their
-reasons, and the machines on which engines can be built.
+"""Tests of the table of target devices.
+
+The tests check which precisions a device supports, error messages, and on which machines engines
+can be built.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from dlm_runtime.abi import native as _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 
-# For each device: the SM version, three flags (the device supports INT8 and INT4; FP8; NVFP4), and
-# whether TensorRT-RTX can build its engines ahead of time.
+# For each device: SM version; supports INT8 and INT4; supports FP8; supports NVFP4; TensorRT-RTX
+# can build its engines ahead of time.
 DEVICES = {
     "orin-nano": (87, True, False, False, False),
     "orin-nx": (87, True, False, False, False),
@@ -40,8 +42,8 @@ DEVICES = {
     "rtx5090": (120, True, True, True, True),
     "rtx-pro-6000": (120, True, True, True, True),
     "gb10": (121, True, True, True, True),
-    # The following GPUs are not in the table of devices. With TensorRT-RTX 1.7, INT4 and bf16 do
-    # not compile for SM 7.5.
+    # GPUs that are not in the table of devices. TensorRT-RTX 1.7 cannot compile INT4 and bf16 for
+    # SM 7.5.
     "sm75": (75, False, False, False, True),
     "sm80": (80, True, False, False, True),
     "sm86": (86, True, False, False, True),
@@ -268,8 +270,7 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
     assert 50e9 < target.bandwidth_bytes_per_s < 20e12
     assert target.tensorrt
     assert (target.jetpack is not None) == (target.memory_is_shared and name != "gb10")
-    # A rate in the wrong unit would be outside these limits. The first assertion detects rates of
-    # precisions that the device does not have.
+    # A rate in a wrong unit would be outside these limits.
     assert all(1e12 < rate < 1e17 for rate in target.rates.values())
     assert set(target.rates) <= {"fp16", "int8", "int4", "fp8", "nvfp4"}
     for number in ("fp8", "nvfp4"):
@@ -279,7 +280,7 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rate", "figure"),
     [
-        # This is NVIDIA's value for sums in fp32. NVIDIA also published 330.3, for sums in fp16.
+        # NVIDIA's value for sums in fp32. The value for sums in fp16 is 330.3.
         ("rtx4090", "fp16", 165.2e12),
         ("l4", "int8", 242.5e12),  # for dense matrices; 485 is for sparse matrices
         ("h100", "fp8", 1978.9e12),

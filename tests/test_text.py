@@ -1,7 +1,7 @@
 """Tests of compiled text files, which contain a tokenizer and a chat template for C programs.
 
-A compiled text file gives the same results as the libraries tokenizers and Jinja. What cannot be
-compiled is rejected with a reason.
+A compiled text file must give the same results as the libraries tokenizers and Jinja. The compiler
+must reject tokenizers and templates that it does not support, and give the reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ PAIRS = (
 
 
 class Pair:
-    """A tokenizer in two forms: as an object of the library ``tokenizers``, and compiled."""
+    """The same tokenizer in two forms.
+
+    ``oracle`` uses the library ``tokenizers``. ``native`` is the compiled text file.
+    """
 
     def __init__(self, data: str, template: str | None = None) -> None:
         self.oracle = Oracle(data.encode(), template, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -110,9 +113,9 @@ PIECES = st.sampled_from(
         "\u1100\u1161\u11a8",
         "\r\n",
         "[MASK]",
-        "\u302e\U0001d165",  # NFD sorts these marks, and stripping accents does not remove them
+        "\u302e\U0001d165",  # NFD sorts these combining marks, and they are not removed as accents
         "\u0301",
-        "\u0488",  # NFD does not move this mark, and stripping accents does not remove it
+        "\u0488",  # NFD does not move this mark, and it is not removed as an accent
         "##",
     ]
 )
@@ -183,7 +186,7 @@ def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pai
 
 
 def cut(splits: Splits, text: str) -> list[str]:
-    """Split a text in Python in the same way as the native library's first step."""
+    """Split a text like the first step of the native tokenizer, but in Python."""
     table, pieces, at, done = splits.tables[0], [], 0, 0
     columns = [*(int(splits.classes[ord(letter)]) for letter in text), splits.count]
     while at < len(text):
@@ -329,8 +332,9 @@ def test_what_is_not_compiled_is_told_by_name(reason: str) -> None:
 
 
 def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test, the compiled form lacks one merge of the tokenizer, so its results differ and
-    no file may be written.
+    """The test removes one merge from the compiled tokenizer, which makes its results wrong.
+
+    The compiler must detect the wrong results and must not write a file.
     """
     from dlm_export.text import compiled
 
@@ -356,7 +360,7 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
 
 
 def check_chats(pair: Pair, fewest: int) -> None:
-    """Check that the compiled template renders each chat as Jinja does, or rejects the chat.
+    """Check that the compiled template renders each chat like Jinja, or rejects the chat.
 
     At least ``fewest`` chats must not be rejected.
     """
@@ -558,7 +562,7 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 
 class Run:
-    """The result of ``dlm_session_generate`` for a prompt or a chat."""
+    """Runs ``dlm_session_generate`` for a prompt or a chat, and contains the result."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Tests of the process that runs a bundle's tokenizer and chat template: its answers, its limits
-and how it ends.
+"""Tests of the process that runs a bundle's tokenizer and chat template.
+
+The tests cover the results of the process, its limits and its end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TEMPLATE = "{{ messages[0].content }}{% if messages | length > 1 %}{% for i in r
     "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
 HELLO = [{"role": "user", "content": "lock the front door"}]
-LONG = [*HELLO, *HELLO]  # with these messages, the template runs until its time limit
+LONG = [*HELLO, *HELLO]  # the template exceeds its time limit for these messages
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
-"""Tests of embedding tables: tables that the output head shares (tied heads), lookups in all
-formats, and tables in the number type of the checkpoint.
+"""Tests of embedding tables.
+
+The tests cover tables that are also the output head (tied heads), lookups in all formats, and
+tables in the number type of the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from engine_bundles import SMALL, gpu_bundle, read_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
 from test_kernels import choices
 
 import dlm_runtime
@@ -49,9 +52,9 @@ VOCABULARY, HIDDEN = 100, 48
 
 
 def table_of(group_size: int, seed: int) -> QuantisedWeight:
-    """Return a random quantised table, in the form of a head's weight ``[HIDDEN, VOCABULARY]``.
+    """Return a random quantised table ``[HIDDEN, VOCABULARY]``, the shape of an output head.
 
-    A ``group_size`` of 0 means INT8, and other sizes mean INT4.
+    The format is INT8 if ``group_size`` is 0, otherwise INT4.
     """
     w = np.random.default_rng(seed).normal(size=(HIDDEN, VOCABULARY)).astype(np.float32)
     if group_size == 0:
@@ -232,26 +235,29 @@ RECIPES = {
 }
 
 
+STORED: list[tuple[str, str, list[str]]] = [
+    ("fp32", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+    ("fp16", "FLOAT16", ["Fp16TiedHead", "Gather"]),
+    ("fp8", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+    ("nvfp4-weight", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+    ("int8", "UINT8", ["Int8Embedding", "Int8Linear"]),
+    # int4 recipes store the table in INT8
+    ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),
+    ("head in int4", "UINT8", ["Int4Embedding", "Int4Linear"]),
+    ("head in fp8", "UINT8", ["Fp8TiedHead", "Gather"]),
+]
+
+
 @pytest.mark.parametrize(
     ("precision", "stored", "users"),
-    [
-        ("fp32", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
-        ("fp16", "FLOAT16", ["Fp16TiedHead", "Gather"]),
-        ("fp8", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
-        ("nvfp4-weight", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
-        ("int8", "UINT8", ["Int8Embedding", "Int8Linear"]),
-        # int4 recipes store the table in INT8
-        ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),
-        ("head in int4", "UINT8", ["Int4Embedding", "Int4Linear"]),
-        ("head in fp8", "UINT8", ["Fp8TiedHead", "Gather"]),
-    ],
+    slow_except(STORED[:1] + STORED[-3:], STORED),
 )
 def test_a_tied_bundle_holds_its_table_once_with_parity(
     tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
 ) -> None:
-    """The build of a tied bundle compares every layer with torch.
+    """The build fails if the results of a layer differ from torch.
 
-    In fp32, the build compares whole canvases too. The build fails if results differ.
+    In fp32, the build also compares whole canvases.
     """
     recipe = precision
     if precision in RECIPES:
@@ -304,7 +310,9 @@ with dlm_runtime.open(sys.argv[1], threads=1) as bundle:
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "head in fp8"])
+@pytest.mark.parametrize(
+    "precision", slow_except(["fp32", "int8"], ["fp32", "fp16", "int8", "head in fp8"])
+)
 def test_opening_a_tied_bundle_makes_no_copy_of_its_table(
     tmp_path: Path, llada_bundle: Path, precision: str
 ) -> None:
@@ -327,8 +335,8 @@ def test_opening_a_tied_bundle_makes_no_copy_of_its_table(
         capture_output=True,
         text=True,
     ).stdout
-    # Opening a bundle takes 10 MiB for any size of the table. A copy of the table's INT8 codes
-    # would take another 15 MiB, and a copy of the table in fp32 would take 59 MiB.
+    # An opened bundle uses 10 MiB of memory, whatever the size of the table. A copy of the INT8
+    # codes would take another 15 MiB, and a copy of the table in fp32 would take 59 MiB.
     assert int(out) < (10 << 20) + rows * hidden // 2
 
 
@@ -393,9 +401,9 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
 def test_auto_chooses_the_format_of_a_tied_table(
     tied_checkpoint: Path, tmp_path: Path, table: str
 ) -> None:
-    """All formats are within the loss budget, so the build chooses the smallest format.
+    """All formats meet the loss budget, so the build chooses the smallest format.
 
-    The build then compares the bundle with full precision.
+    The build then judges the bundle against full precision.
     """
     quantise = replace(
         SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=(table,))
@@ -457,7 +465,7 @@ def test_an_engine_of_a_tied_denoiser_holds_the_table_once(tmp_path: Path) -> No
         folder = gpu_bundle("fp16", "rtx5090", source=source, engines=True)
         (file,) = (folder / "engines").iterdir()
         sizes.append(file.stat().st_size)
-    more = 2 * 40_000 * hidden  # bytes of one table in fp16; a second copy would add as much again
+    more = 2 * 40_000 * hidden  # bytes of the table in fp16; two copies would need twice as much
     assert 0.95 * more < sizes[1] - sizes[0] < 1.1 * more
 
 
@@ -483,13 +491,14 @@ def test_onnxruntime_on_a_gpu_multiplies_by_the_table_as_it_is_stored(
         )[0]
         for name in ("denoiser.onnx", "device.onnx")
     )
-    # ONNX Runtime's Gemm on the CPU adds in fp16, and its MatMul adds in fp32.
+    # On the CPU, ONNX Runtime's Gemm adds in fp16, but its MatMul adds in fp32.
     np.testing.assert_allclose(device, judged, atol=0.01 * np.abs(judged).max())
 
 
 def untied_twin(tied: Path, folder: Path) -> Path:
-    """Write a checkpoint of the same denoiser that stores the table twice: once for looking up
-    tokens, and once as the head.
+    """Write a checkpoint of the same denoiser that stores the table twice.
+
+    One copy is the embedding, and the other copy is the output head.
     """
     config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": False}
     tensors = load_file(tied / "model.safetensors")
@@ -504,9 +513,9 @@ def untied_twin(tied: Path, folder: Path) -> Path:
 def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
     """Return how much quantising increases the loss, in nats per masked position.
 
-    If the text is sampled from the full-precision denoiser, the mean increase of the loss equals
-    the divergence between the two denoisers. This function computes the divergence, so it does not
-    need to sample.
+    The result is the mean Kullback-Leibler divergence between the predictions of the full-precision
+    and the quantised denoiser. It equals the mean increase of the loss on texts that are sampled
+    from the full-precision denoiser.
     """
     options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
     build_bundle(checkpoint, folder, options)
@@ -526,7 +535,6 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
     return float(np.concatenate(found).mean())
 
 
-# The first formats quantise the table. The last formats leave the table unchanged.
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
@@ -541,15 +549,11 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
 def test_sharing_a_table_costs_as_much_as_rounding_its_rows_once(
     family: Callable[..., dict[str, Any]], precision: str, tmp_path: Path
 ) -> None:
-    """With a tied table, the rows that are looked up are rounded as well.
+    """If the table is tied, the embedding rows are rounded. Otherwise, they are exact.
 
-    With an untied table, the rows are exact.
-
-    The relative error of the rounded rows is as large as that of other rounded operands. All layers
-    depend on these rows, so rounding them increases the loss by up to 0.9 times the increase from
-    all other roundings. The test allows 1.5 times. The increase of the loss grows with the square
-    of the error. If the rows were rounded twice as coarsely, the increase would be four times as
-    large and exceed the limit.
+    Rounding the rows increases the loss by up to 0.9 times the increase from all other roundings.
+    The test allows 1.5 times. The increase grows with the square of the rounding error. If the rows
+    were rounded twice as coarsely, the increase would be four times as large and exceed this limit.
     """
     recipe = precision
     if precision == "head in int4":

@@ -1,5 +1,7 @@
-"""Tests of tools: what the chat template receives, which texts the constraint allows, and which
-calls are read from a text.
+"""Tests of tool calls.
+
+The tests check what the chat template receives, which texts the constraint allows, and which calls
+are parsed from a text.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
-# A template like the templates of Hermes and Qwen. Tools are in the system message, calls are
-# between marks, and results are separate messages.
+# A chat template like those of Hermes and Qwen. The system message contains the tools. Calls are
+# written between tags, and results are separate messages.
 TEMPLATE = """{%- if tools %}
 {{- '<|user|>' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
@@ -80,7 +82,7 @@ def tools(choice: str = "required", form: str = "object", *, is_parallel: bool =
 
 
 def _accepts(given: Tools, text: str) -> bool:
-    """Return whether the constraint on calls of these tools allows a text."""
+    """Return whether the constraint for calls of ``given`` allows a text."""
     return byte_automaton(Content("tree", json.dumps(given.tree()))).matches(text)
 
 

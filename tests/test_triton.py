@@ -1,6 +1,7 @@
 """Tests of ``dlm-export triton``, and of both backends in a real tritonserver.
 
-The tests of the backends need nvidia-pytriton and tritonclient, see tests/triton_process.py.
+The tests of the backends need nvidia-pytriton and tritonclient. tests/triton_process.py explains
+how to install nvidia-pytriton.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def test_a_configuration_behind_a_broken_link_is_not_replaced(
 
 @pytest.fixture(scope="module")
 def server(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    """A server that has loaded one model per backend. The model has the name of the backend."""
+    """A tritonserver with one loaded model per backend. The model has the name of the backend."""
     why = triton_process.missing()
     if why is not None:
         pytest.skip(why)
@@ -187,7 +188,7 @@ def _over_http(server: Triton, model: str, prompt: str) -> tuple[str, list[int],
 
 
 class Grpc:
-    """Sends requests over one gRPC stream, without waiting for earlier responses."""
+    """A gRPC stream that sends requests without waiting for earlier responses."""
 
     def __init__(self, server: Triton) -> None:
         import tritonclient.grpc as client
@@ -198,7 +199,7 @@ class Grpc:
         self.connection.start_stream(lambda result, error: self.results.put((result, error)))
 
     def ask(self, model: str, name: str, **parameters: Any) -> None:
-        """Send a request for the text ``name``, which is also its ID."""
+        """Send a request. ``name`` is both the input text and the ID of the request."""
         tensor = self._client.InferInput("TEXT", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([name.encode()], dtype=object))
         self.connection.async_stream_infer(
@@ -206,7 +207,7 @@ class Grpc:
         )
 
     def next(self) -> Any:
-        """Return the next response. If Triton reported an error instead, raises this error."""
+        """Return the next response. Raises an error that Triton reports instead of a response."""
         result, error = self.results.get(timeout=WAIT_S)
         if error is not None:
             raise error
@@ -304,7 +305,8 @@ def test_ids_and_messages_are_inputs_too(
     assert (found["TEXT"], found["PROMPT_TOKENS"]) == (wanted.text, wanted.prompt_tokens)
     ids = wanted.tokens[: wanted.prompt_tokens]
     assert _ask(server, model, {"INPUT_IDS": ids}).json()["TEXT"] == wanted.text
-    # Mask tokens among the ids are filled. With max_new_tokens 0, OUTPUT_IDS is the whole canvas.
+    # If INPUT_IDS contains mask tokens, they are filled. With max_new_tokens 0, OUTPUT_IDS is the
+    # whole canvas.
     masked = [*ids, *[bundle.mask_token_id] * 8]
     filled = bundle.generate(tokens=masked, max_new_tokens=0)
     found = _ask(server, model, {"INPUT_IDS": masked, "max_new_tokens": 0}).json()
@@ -419,16 +421,16 @@ def test_a_cancelled_request_makes_no_more_passes(server: Triton, model: str) ->
 
 
 def _idle(server: Triton, model: str) -> bool:
-    """Return True if no request runs.
+    """Return whether the model runs no requests.
 
-    The metrics are only updated when a request ends, so the function first sends a short request.
+    The function first sends a short request, because metrics are only updated when a request ends.
     """
     assert _ask(server, model, {"TEXT": PROMPT}).status_code == 200
     return _metric(server, "dlm_requests_running", model) == 0
 
 
 class Load:
-    """Clients that send one request after another until the block ends."""
+    """Clients that each send one request after another until the ``with`` block ends."""
 
     def __init__(self, server: Triton, model: str) -> None:
         self._server, self._model = server, model
@@ -484,7 +486,8 @@ def test_unload_finishes_running_requests(server: Triton, model: str) -> None:
         _until(lambda: len(load.versions) > CLIENTS)
         server.unload(f"{model}-single")
         _until(lambda: len(load.wrong) > CLIENTS)
-    # Triton itself refuses later requests. Each earlier request got its answer.
+    # Requests that started before the model was unloaded are answered. Triton itself refuses later
+    # requests.
     refusal = f"Request for unknown model: '{model}-single' has no available versions"
     assert {*load.wrong} == {json.dumps({"error": refusal}, separators=(",", ":"))}
     _until(lambda: f"successfully unloaded '{model}-single'" in server.said())

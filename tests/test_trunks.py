@@ -1,9 +1,9 @@
-"""Tests of denoisers with the layers of Llama, Qwen2 or Qwen3: SDAR, Fast-dLLM v2, A2D and
-Stable-DiffCoder.
+"""Tests of SDAR, Fast-dLLM v2, A2D and Stable-DiffCoder.
 
-The logits are compared with those of the transformers class with the same layers. The test passes
-the block-causal attention mask to this class. The other side of the comparison uses none of this
-project's code. ``test_capture`` makes the same comparison through the command ``capture``.
+These denoisers have the layers of Llama, Qwen2 or Qwen3. The tests compare their logits with the
+logits of the transformers class with the same layers, which gets a block-causal attention mask. The
+expected logits are computed without this project's code. ``test_capture`` makes the same comparison
+with the command ``capture``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from checkpoints import (
 )
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
 from trunk_logits import trunk_logits
 
 import dlm_runtime
@@ -38,8 +39,8 @@ from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 
 MASK = 150  # the mask token of every denoiser below
-# For each denoiser: config.json, the transformers class with the same layers, the options that the
-# user passes, and the block length of attention (None: full attention).
+# For each denoiser: config.json, the transformers class with the same layers, the user's options,
+# and the block length of block-causal attention (None for full attention).
 LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
     "SDAR": (sdar_config(), "Qwen3ForCausalLM", Overrides(), 4),
     "SDAR, tied, blocks of 64": (
@@ -99,7 +100,12 @@ def test_logits_equal_the_trunks_under_a_mask(name: str, tmp_path: Path) -> None
     assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 2e-4
 
 
-@pytest.mark.parametrize("name", ["SDAR", "Fast-dLLM v2", "A2D Llama", "Stable-DiffCoder"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["SDAR", "Fast-dLLM v2"], ["SDAR", "Fast-dLLM v2", "A2D Llama", "Stable-DiffCoder"]
+    ),
+)
 def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path: Path) -> None:
     config, _, overrides, block = LAYOUTS[name]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config, seed=5)
@@ -187,7 +193,9 @@ def test_an_int8_bundle_of_stable_diffcoder_is_built_and_runs(tmp_path: Path) ->
 
 
 def test_stable_diffcoder_8b_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> None:
-    """The sizes are those of the released config.json. Seed-Coder 8B has as many parameters."""
+    """The sizes come from the released config.json. The number of parameters is that of Seed-Coder
+    8B.
+    """
     config = stable_diffcoder_config(
         hidden_size=4096,
         num_hidden_layers=32,
@@ -209,7 +217,7 @@ def test_stable_diffcoder_8b_is_inspected_and_planned_from_its_headers(tmp_path:
 def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
     """``inspect`` only reads the headers of the weight files.
 
-    The command must not import torch, because the import would take longer than the reading.
+    The command must not import torch, because the import is slow.
     """
     path = write_checkpoint(tmp_path, sdar_config(), shards=3)
     script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"

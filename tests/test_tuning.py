@@ -1,5 +1,6 @@
-"""Tests of ``--tune``, which measures matrix products as the runtime computes them, so that
-``auto`` can choose the fastest formats.
+"""Tests of the option ``--tune``.
+
+``--tune`` measures the runtime's matrix products, so that ``auto`` can choose the fastest formats.
 """
 
 from __future__ import annotations

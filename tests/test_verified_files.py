@@ -1,11 +1,10 @@
-"""Tests of records that remember which large files had the right hash.
+"""Tests of the runtime's records of verified files.
 
-A large file with a record is not hashed again as long as it does not change. A damaged file is
-always rejected.
+When the hash of a large file is right, the runtime stores a record. With a record, the runtime does
+not hash the file again until the file changes. Damaged files must be rejected.
 
-To see whether the runtime uses a record, the tests forge a record. The forged record says that a
-damaged file has the hash in the manifest. If the bundle opens, the runtime used the record. In
-tests in which the record must not be trusted, opening the bundle must fail.
+The tests forge a record, which says that a damaged file has the hash in the manifest. If the bundle
+can be opened, the runtime trusted the record. Otherwise, the runtime hashed the file.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from dlm_runtime import BundleError, RequestError
 LARGE = "large.bin"
 BYTES = (16 << 20) + 1  # smaller files are always hashed
 OFFSET = BYTES // 2
-SETTLED_S = 2.1  # a file that changed less than two seconds ago is not recorded
+SETTLED_S = 2.1  # seconds; the runtime does not record a file that changed in the last two seconds
 LISTED = ("ext2/ext3", "xfs", "btrfs", "f2fs", "overlayfs")  # file systems, as `stat -f` names them
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
 
 
 @pytest.fixture
 def bundle(llada_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle with a large file, and a separate cache folder for the records."""
+    """A bundle with a large file. $XDG_CACHE_HOME names an empty folder for the records."""
     copied = Path(shutil.copytree(llada_bundle, tmp_path / "bundle"))
     add_large_file(copied)
     (tmp_path / "cache").mkdir(mode=0o700)
@@ -59,8 +58,8 @@ def add_large_file(bundle: Path) -> None:
 def recorded(bundle: Path, tmp_path: Path) -> Path:
     """A bundle whose large file has a record.
 
-    The fixture waits until the file is old enough for a record. Then it opens the bundle, which
-    writes the record.
+    The fixture waits until the file is old enough for a record. Then it opens the bundle, and the
+    runtime writes the record.
     """
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True
@@ -93,13 +92,13 @@ def folder_of(bundle: Path) -> Path:
 
 
 def record_of(bundle: Path) -> Path:
-    """The path at which verified_files.cc stores the record of the large file."""
+    """Return the path at which verified_files.cc stores the record of the large file."""
     found = (bundle / LARGE).stat()
     return folder_of(bundle) / f"{(found.st_dev + found.st_ino) & 0xFFFF:04x}"
 
 
 def record_text(bundle: Path) -> str:
-    """The text of the record for the current state of the file and the hash in the manifest."""
+    """Return a record that says that the large file, as it is now, has the hash in the manifest."""
     found = (bundle / LARGE).stat()
     modified, changed = (divmod(ns, 10**9) for ns in (found.st_mtime_ns, found.st_ctime_ns))
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -117,7 +116,7 @@ def damage(bundle: Path) -> None:
 
 
 def forge(bundle: Path) -> Path:
-    """Damage the large file, and write a record that says that its hash is right."""
+    """Damage the large file, and write a record that says that the file's hash is right."""
     damage(bundle)
     folder_of(bundle).mkdir(mode=0o700, exist_ok=True)
     record = record_of(bundle)
@@ -157,8 +156,8 @@ def test_a_moved_bundle_keeps_its_record(recorded: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("engine", ["none", "onnxruntime"])
 def test_a_file_that_just_changed_is_not_recorded(bundle: Path, engine: str) -> None:
-    # The file must be opened before it is old enough for a record. A slow machine may miss this
-    # time, so the test tries several times.
+    # On a slow machine, the file may already be old enough for a record when it is opened. The test
+    # therefore tries several times.
     for _ in range(10):
         (bundle / LARGE).touch()
         dlm_runtime.open(bundle, engine=engine, threads=1).close()
@@ -248,13 +247,13 @@ def test_a_file_written_through_a_mapping_is_refused(recorded: Path) -> None:
 def test_a_page_that_was_dirty_before_the_record_is_not_written_unseen(
     recorded: Path,
 ) -> None:
-    """If a page of a mapped file is dirty (written but not yet flushed to disk), further writes to
-    this page do not change the file's time.
+    """A page of a mapped file is dirty if it was written but not yet flushed to disk.
 
-    The runtime therefore flushes a file to disk before it records the file.
+    Further writes to a dirty page do not change the file's modification time. The runtime must
+    therefore flush a file to disk before it records the file.
     """
     with (recorded / LARGE).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        mapped[OFFSET] = 0x5A  # the file already contains this byte, so the file stays correct
+        mapped[OFFSET] = 0x5A  # this byte does not change the content of the file
         time.sleep(SETTLED_S)
         open_bundle(recorded)
         assert record_of(recorded).read_text() == record_text(recorded)
@@ -333,7 +332,7 @@ def _folder(record: Path) -> None:
 
 
 def _make_in_the_future(record: Path) -> None:
-    """Set the time of the record's file to the future, as if the clock was set back afterwards."""
+    """Set the record's modification time to one hour from now."""
     ahead = time.time() + 3600
     os.utime(record, (ahead, ahead))
 

@@ -1,6 +1,7 @@
-"""Tests of visibility. The visibility of a layer says which keys each query sees.
+"""Tests of visibility.
 
-Torch, both graphs and a built bundle must follow the same rules.
+The visibility of a layer says to which keys each query attends. The torch network, the normal
+graph, the plain graph and a built bundle must follow the same rules.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ KINDS = ("key", "value")
 
 
 def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
-    """Return a copy of the network with other visibility. ``rules`` has one rule for each layer."""
+    """Return a copy of a network with other visibility.
+
+    ``rules`` contains (visibility, block length) for each layer.
+    """
     layers = (
         replace(
             layer,
@@ -46,7 +50,7 @@ def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> Network
 
 
 def turning(network: NetworkSpec, fraction: float) -> NetworkSpec:
-    """Return a copy of the network that rotates only a fraction of each head."""
+    """Return a copy of a network in which rotary embeddings rotate only a fraction of each head."""
     ropes = (replace(layer.attention, rope=Rope(1e4, fraction)) for layer in network.layers)
     layers = tuple(
         replace(layer, attention=rope) for layer, rope in zip(network.layers, ropes, strict=True)
@@ -78,9 +82,9 @@ def small(*rules: tuple[str, int | None]) -> NetworkSpec:
 def test_a_token_changes_its_own_block_and_no_row_before_it(
     visible: tuple[str, int | None], changed: int, is_plain: bool, order: list[int]
 ) -> None:
-    """The rows of a pass may be in any order, because visibility depends on their positions.
+    """If a token changes, exactly the rows that attend to this token must change.
 
-    If a token changes, the rows that do not see this token must stay equal bit by bit.
+    The rows of a pass may be in any order, because visibility depends on their positions.
     """
     denoiser = random_denoiser(small(visible, visible), is_plain=is_plain)
     positions = torch.tensor([order, range(LENGTH)])
@@ -94,11 +98,9 @@ def test_a_token_changes_its_own_block_and_no_row_before_it(
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """The exported graph is tested with and without a cache, with elementary operators or ONNX's
-    newest operators, and after ``fuse``.
+    """The test runs the plain graph and the fused graph, both with and without cached rows.
 
-    In the passes with a cache, every query sees all cached rows. In this network, only half of each
-    head is rotated.
+    Every query attends to all cached rows. Rotary embeddings rotate half of each head.
     """
     network = turning(small(("block", 4), ("causal", None), ("full", None)), 0.5)
     denoiser = random_denoiser(network, is_plain=is_plain)
@@ -132,7 +134,7 @@ def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
         }
         (logits,) = session.run(["logits"], {name: value.numpy() for name, value in feed.items()})
         expected = denoiser.project(denoiser.hidden(ids, positions, past)[0])
-        # The two sides add fp32 numbers in different orders. The logits are around 10.
+        # ONNX Runtime and torch add fp32 numbers in different orders. The logits are around 10.
         np.testing.assert_allclose(
             logits, expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{cached} cached"
         )
@@ -190,10 +192,10 @@ def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """ONNX Runtime runs the graph from which TensorRT would build an engine.
+    """ONNX Runtime runs a graph for TensorRT engines.
 
-    In this graph, the attention mask contains the lowest fp16 number instead of minus infinity. It
-    must hide a key completely too.
+    The attention mask of this graph contains the lowest fp16 number instead of minus infinity. This
+    number must also hide a key completely.
     """
     network = small(("block", 4), ("block", 4))
     denoiser = random_denoiser(network)
@@ -216,8 +218,8 @@ def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: P
     feed |= {f"past_{kind}.{i}": nothing for i in range(2) for kind in KINDS}
     (found,) = session.run(["logits"], feed)
     expected = denoiser.project(denoiser.hidden(ids, order)[0]).numpy()
-    # The logits are around 10, and some hundred values are rounded to fp16, so small differences
-    # are allowed. If a query saw one key too many or too few, the logits would change by about 1.
+    # The logits are around 10. Rounding to fp16 causes small differences. If a query attended to
+    # one key too many or too few, the logits would change by about 1.
     np.testing.assert_allclose(found, expected, atol=0.1)
 
 

@@ -30,7 +30,7 @@ KINDS = {
 
 
 class Words:
-    """A fake tokenizer that gives every token a text of the same kind, such as wide letters."""
+    """A fake tokenizer. All token texts are of one kind, for example with wide letters."""
 
     def __init__(self, kind: str) -> None:
         self.form = KINDS[kind]
@@ -42,7 +42,10 @@ class Words:
 def event(
     length: int, block: tuple[int, int], first: int | None = None, done: bool = False
 ) -> Event:
-    """Return an event in which all positions before ``first``, the start of the block, are decided.
+    """Return an event in which the positions before ``first`` are decided.
+
+    If ``first`` is None, the positions before the block are decided. With ``done``, all positions
+    are decided.
 
     The token at position i has the id i.
     """
@@ -55,7 +58,7 @@ def event(
 
 
 def drawn(shown: Event, width: int, height: int, kind: str = "plain") -> list[str]:
-    """Return the lines that ``--watch`` draws on a screen of this size."""
+    """Return the lines that ``--watch`` draws. ``width`` and ``height`` are in characters."""
     bundle: Any = SimpleNamespace(tokenizer=Words(kind), eos_token_ids=(END,))
     out = io.StringIO()
     console = Console(
@@ -109,7 +112,7 @@ def test_lines_that_are_not_shown_are_counted() -> None:
 
 
 def test_a_block_longer_than_the_screen_is_shown_from_what_is_left_of_it() -> None:
-    """A block may be longer than the screen, for example if it is the whole generation."""
+    """A block may need more lines than the screen has."""
     lines = drawn(event(900, (10, 900), first=400), 30, 8)
     assert "w400" in lines[0] + lines[1]
     assert "w10." not in "".join(lines)

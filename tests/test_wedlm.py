@@ -1,8 +1,8 @@
-"""Tests of WeDLM, whose attention is causal in a sequence with all mask tokens at the end.
+"""Tests of WeDLM.
 
-The logits are compared with those of the transformers class with the same layers. There, the test
-moves the mask tokens itself, as the authors' code does. ``test_published_loops`` compares the
-decoding loop with the authors' code.
+WeDLM moves all mask tokens to the end of the sequence and then uses causal attention. The tests
+compare logits with the transformers class with the same layers, for which the tests move the mask
+tokens. ``test_published_loops`` compares the decoding loop with the authors' code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dlm_runtime.presets import PRESETS, presets_for
 def moved_logits(checkpoint: Path, like: str, ids: torch.Tensor, mask: int) -> torch.Tensor:
     """Return the logits ``[L, V]`` of a canvas ``[L]``, computed by transformers.
 
-    Mask tokens are moved to the end of the sequence, and keep their position ids.
+    The function moves mask tokens to the end of the sequence. All tokens keep their position ids.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
     factory = getattr(transformers, f"{like}ForCausalLM")
@@ -108,7 +108,7 @@ def test_an_int8_bundle_is_built_and_judged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) -> None:
-    """Decided tokens never attend to mask tokens, so the stored rows are exact."""
+    """Decided tokens never attend to mask tokens, so cached rows of decided tokens are exact."""
     denoiser = random_network(0, 0, seed, has_masks_last=True)
     tokens, new = prompt_of(5, seed), 21
     policy = PRESETS["wedlm"].with_fields({"block_length": 6, "threshold": 0.4, "stop": "none"})
@@ -138,7 +138,7 @@ def test_blocks_start_after_the_prompt_and_only_causal_denoisers_get_the_preset(
 
 
 RELEASES = {
-    # The sizes of Qwen2.5 7B and Qwen3 8B, from which WeDLM was trained.
+    # WeDLM was trained from Qwen2.5 7B and Qwen3 8B and has the same sizes.
     "7B": ("Qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 7_615_616_512),
     "8B": ("Qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 8_190_735_360),
 }

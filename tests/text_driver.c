@@ -1,6 +1,6 @@
-/* Tests the functions for text of dlm_runtime.h, including all errors: text_driver BUNDLE
- * BUNDLE must be the demo's, which has a tokenizer and a chat template. Prints "N passed, N
- * failed", and exits with 1 if a claim failed. */
+/* Tests the text functions of dlm_runtime.h, including all errors: text_driver BUNDLE BUNDLE must
+ * be the demo bundle, which has a tokenizer and a chat template. Prints "N passed, N failed". The
+ * exit code is 1 if a check failed. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -250,8 +250,8 @@ int main(int argc, char** argv) {
   const dlm_text* text = NULL;
   if (argc != 2 || dlm_bundle_open(argv[1], NULL, WHY, &bundle) != DLM_OK)
     return fprintf(stderr, "%s\n", why), 2;
-  test_threads_share_a_text(bundle); /* This test runs first: the file is not read yet, so any of
-                                        the threads may read it. */
+  test_threads_share_a_text(bundle); /* This test must run first. No thread has read the text file
+                                        yet, so the threads race to read it. */
   CLAIM(dlm_bundle_text(bundle, WHY, &text) == DLM_OK);
   test_null_is_refused_by_name(bundle, text);
   test_short_buffers_are_filled_and_the_rest_is_told(text);

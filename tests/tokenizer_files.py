@@ -1,5 +1,5 @@
-"""Small tokenizers of every kind that this project can compile for C programs, and released
-tokenizers if they are available.
+"""Tokenizers for tests: small ones of every kind that can be compiled for C programs, and released
+ones if they are available.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def _specials(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = False) -> Tokenizer:
-    """Train a tokenizer that applies the pre-tokenizers ``split`` and then byte pair encoding over
-    bytes.
+    """Train a tokenizer with byte pair encoding over bytes.
+
+    ``split`` is a list of pre-tokenizers, or None for GPT-2's pre-tokenizer.
     """
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignores_merges))
     tokenizer.normalizer = normalizers.NFC() if is_composed else None
@@ -73,8 +74,8 @@ def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = 
 def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
     """Train a tokenizer with byte pair encoding over characters.
 
-    Characters that are not in the vocabulary are encoded as bytes, as in tokenizers that were
-    converted from SentencePiece.
+    Characters that are not in the vocabulary are encoded as bytes. Tokenizers that were converted
+    from SentencePiece work in the same way.
     """
     to_letter = normalizers.Replace(" ", LETTER)
     learner = Tokenizer(models.BPE())
@@ -100,7 +101,7 @@ def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
 
 
 def word_pieces(*, is_lowercased: bool) -> Tokenizer:
-    """Return a WordPiece tokenizer with the same steps as BERT's tokenizers."""
+    """Train a WordPiece tokenizer with the normalizer and pre-tokenizer of BERT."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lowercased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -116,9 +117,7 @@ def word_pieces(*, is_lowercased: bool) -> Tokenizer:
 
 
 def residues() -> Tokenizer:
-    """Return a tokenizer with one token for each letter of a protein, as in masked language models
-    of proteins.
-    """
+    """Return a tokenizer for protein sequences, with one token for each amino acid."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ACDEFGHIKLMNPQRSTVWY"]
     vocab = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -151,7 +150,7 @@ MADE = {
 
 @functools.cache
 def made(name: str) -> str:
-    """Return the tokenizer.json of an entry of MADE, or of a demo."""
+    """Return the content of tokenizer.json for an entry of MADE or DEMOS."""
     return (DEMOS[name] / "tokenizer.json").read_text() if name in DEMOS else MADE[name]().to_str()
 
 

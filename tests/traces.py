@@ -1,8 +1,8 @@
 """Traced graphs that tests share.
 
-In a build of a tiny denoiser, torch.onnx.export takes most of the time. For the same network and
-precision, it always returns the same graph. Therefore all processes of a test run, and later test
-runs, read graphs from files. This file can also be run like ``dlm_export.cli``.
+torch.onnx.export takes most of the time of building a tiny denoiser. Its result only depends on the
+network and the precision. Tests therefore store graphs in files and read them again, also in later
+test runs. ``python tests/traces.py ARGUMENTS`` runs the command ``dlm-export`` with stored graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _traces: dict[tuple[NetworkSpec, str, bool], trace.Graph] = {}
 
 
 def _code() -> bytes:
-    """Return a hash of everything except its arguments that decides the result of ``trace_pass``."""
+    """Return a hash of the source code and package versions on which traced graphs depend."""
     found = hashlib.sha256(" ".join(version(name) for name in PACKAGES).encode())
     package = Path(dlm_export.__file__).parent
     for folder in ("graph", "network"):
@@ -39,7 +39,7 @@ CODE = _code()
 
 
 def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
-    """Return the result of ``trace_pass``, but trace each network in each precision only once.
+    """Like ``trace_pass``, but trace each network only once in each precision.
 
     The result is a copy of the stored graph, so the caller may change it.
     """
@@ -51,9 +51,9 @@ def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 
 
 def _read_or_trace(path: Path, network: NetworkSpec, precision: str, is_plain: bool) -> trace.Graph:
-    """Return the graph in a file. If there is no file, trace the network and write the file.
+    """Return the graph in the file ``path``. If there is no such file, trace and write the graph.
 
-    A graph with too many nodes for pickle is not written.
+    If the graph has too many nodes for pickle, no file is written.
     """
     if path.is_file():
         found: trace.Graph = pickle.loads(path.read_bytes())

@@ -1,11 +1,11 @@
 """A ``tritonserver`` process for tests and benchmarks.
 
 The package nvidia-pytriton contains tritonserver and its Python backend. tritonserver 24.10 cannot
-use NumPy 2, so the package is installed into a folder of its own, together with NumPy 1::
+use NumPy 2, so install nvidia-pytriton and NumPy 1 into a separate folder::
 
     pip install --no-deps --target build/pytriton nvidia-pytriton==0.7.0 numpy==1.26.4
 
-$DLM_PYTRITON names a different folder.
+To use another folder, set $DLM_PYTRITON to its path.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _stub() -> Path:
 
 
 def make_backends(folder: Path) -> None:
-    """Make a folder of backends that contains the Python backend for this Python."""
+    """Copy the Python backend to ``folder``, with the stub program for this version of Python."""
     source = PYTRITON / "pytriton" / "tritonserver" / "backends" / "python"
     shutil.copytree(source, folder / "python")
     stub = folder / "python" / "triton_python_backend_stub"
@@ -96,7 +96,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def triton(repository: Path, folder: Path, *models: str) -> Iterator[Triton]:
-    """Run tritonserver until the block ends. ``folder`` is for backends and the log."""
+    """Run tritonserver until the ``with`` block ends. ``folder`` is for backends and the log."""
     make_backends(folder / "backends")
     ports = _free_ports(3)
     log = folder / "triton.log"
@@ -126,7 +126,7 @@ def triton(repository: Path, folder: Path, *models: str) -> Iterator[Triton]:
             stdout=file,
             stderr=file,
             env=os.environ | paths,
-            cwd=PYTRITON,  # the Python backend ignores $PYTHONPATH, and imports from here first
+            cwd=PYTRITON,  # the Python backend ignores $PYTHONPATH, but imports from here
         ) as process,
     ):
         made = Triton(process, http, grpc, metrics, log, client)

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 def trunk_logits(
     checkpoint: Path, class_name: str, block: int | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits of a checkpoint, computed by a transformers class with block-causal
-    attention, or with full attention if ``block`` is ``None``.
+    """Return the logits of a checkpoint, computed by a transformers class.
 
-    No code of this project is used.
+    Attention is block-causal with blocks of ``block`` tokens, or full if ``block`` is None. The
+    function uses no code of this project.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
     factory = getattr(transformers, class_name)

@@ -70,7 +70,7 @@ def native(options: argparse.Namespace) -> tuple[Generate, str]:
 def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
     """Return a function that generates with the reference loop.
 
-    The loop is eager, or its body is compiled, with or without CUDA graphs.
+    The layers of the denoiser run eagerly, or are compiled with or without CUDA graphs.
     """
     import torch
 
@@ -108,7 +108,7 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """Return this process's GPU memory in bytes, or else its largest resident set."""
+    """Return this process's GPU memory in bytes, or on a CPU its largest resident set."""
     if device == "cpu":
         status = Path("/proc/self/status").read_text()
         return next(

@@ -1,6 +1,6 @@
 """Processes matrices on all cores.
 
-Each matrix is divided into blocks that fit the cache of a core, or into groups of rows.
+The functions divide a matrix into blocks that fit the cache of a core, or into groups of rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
 def check_finite(w: np.ndarray | Lazy) -> None:
     """Check that all elements are finite. Otherwise, raises QuantisationError.
 
-    The message states the number of NaN or infinite elements, and the position of the first such
-    element.
+    The error message contains the number of NaN or infinite elements, and the position of the first
+    one.
     """
     count, first = 0, (0, 0)
     for start, stop in row_blocks(w.shape[0], w.shape[1], 1):
@@ -84,7 +84,7 @@ def columns_of(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
 
 
 def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
-    """Return the largest absolute value of each group of rows, for ``block``, which contains some
+    """Return the largest absolute value of each group of rows of ``block``. The block contains some
     columns of ``w``.
     """
     magnitude = np.abs(block)
@@ -94,7 +94,7 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
             values.max(axis=1, out=out[groups])
             continue
         # numpy is slow at reducing a short axis. The loop below processes one row of every group at
-        # a time. It is four times as fast.
+        # a time, which is four times as fast.
         largest = values[:, 0].copy(order="K")
         for i in range(1, values.shape[1]):
             np.maximum(largest, values[:, i], out=largest)

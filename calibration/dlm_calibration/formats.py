@@ -53,7 +53,7 @@ _CODE_LIMITS = {
 _SMALLEST_E4M3 = np.float32(2**-9)
 # Smaller scales are replaced by 1, because fp32 subnormals lose bits and some devices flush them to
 # zero. In NVFP4, the limit for the scale of a tensor is 2**9 times larger, because this scale is
-# multiplied by group scales as small as 2**-9, and the product must be a normal number too.
+# multiplied by group scales as small as 2**-9. The product must be a normal number too.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
 """Divisors that are tried for each INT4 group. The scale of the group is its largest magnitude
@@ -221,7 +221,7 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
     if format != "fp8":
         np.rint(quotient, out=quotient)
     np.clip(quotient, low, high, out=quotient)
-    if format == "int4":  # numpy stores one byte per code, and computes faster than ml_dtypes
+    if format == "int4":  # int8 of numpy also has one byte per code, and is faster than ml_dtypes
         quotient = quotient.astype(np.int8).view(CODE_TYPES[format])
     codes: np.ndarray = quotient.astype(CODE_TYPES[format], copy=False)
     return codes
@@ -254,17 +254,17 @@ def int4_scales(
     """Find the best fp32 scale for each group of int4 values.
 
     For each group, the function tries six scales, from amax / 7 to amax / 9.5. The function returns
-    the scale with the smallest weighted squared error. If several scales have this error, the
-    function returns the largest of these scales. Each squared error is multiplied by the square of
-    the value, as in llama.cpp's IQ4_NL. Clipping large weights costs more accuracy than the plain
-    error suggests (figures in BENCHMARKS.md).
+    the scale with the smallest weighted squared error. If several scales have the same smallest
+    error, the function returns the largest of them. Each squared error is multiplied by the square
+    of the value, as in llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than
+    the plain error suggests (figures in BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
         scale_dtype: The type to which scales are rounded.
-        weights: Further factors by which the squared errors are multiplied. The array must
-            broadcast to the shape of ``values``.
+        weights: More factors by which the squared errors are multiplied. The array must broadcast
+            to the shape of ``values``.
         is_signed: Make the scale negative if the largest value is positive. The largest value then
             has a negative code. A negative code is more accurate, because there are eight negative
             codes and only seven positive codes.
@@ -385,16 +385,16 @@ def quantise_activation(
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
     """Return the static scale for an activation range, rounded to ``scale_dtype``.
 
-    The graph and ``quantise_activation`` both use this scale. Raises QuantisationError if amax is
-    missing, not finite or not positive.
+    The graph and ``quantise_activation`` both use the returned scale. Raises QuantisationError if
+    amax is missing, not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
         raise QuantisationError(
             f"{format} activations need a positive range, not {amax}: calibrate the layer first."
         )
     scale = float(np.float32(amax) / _LEVELS[format])
-    # If an input was almost zero during calibration, its range is tiny and its scale would
-    # underflow.
+    # If the inputs of a layer were almost zero during calibration, the range is tiny, and the scale
+    # would underflow.
     usable = np.float32(
         max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE))
     )
@@ -423,8 +423,8 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     """
     # The distance between the values of neighbouring codes is 1/2 up to 2, 1 from 2 to 4, and 2
     # from 4 to 6. Each value is rounded to a multiple of each of the three distances, which gives
-    # three codes. The smallest of the three is the right code, also for a value halfway between two
-    # codes, which gets the even code.
+    # three codes. The smallest of the three codes is right. This is also true for a value halfway
+    # between two codes, which gets the even code.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)

@@ -1,4 +1,4 @@
-"""Measures how much accuracy a quantised denoiser lost, from logits, canvases and texts.
+"""Measures the loss of accuracy of a quantised denoiser, from logits, canvases and texts.
 
 There are four kinds of metrics:
 
@@ -24,7 +24,8 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-# Number of resamples of a bootstrap. A 95% interval excludes the 25 lowest and 25 highest results.
+# Number of resamples of a bootstrap. A 95% interval excludes the 25 lowest and the 25 highest of
+# the 1000 results.
 RESAMPLES = 1000
 LEVEL = 0.95
 TOP = 5
@@ -91,13 +92,14 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """Return KL(p || q) in nats, ``[R]``, of log-probabilities ``[R, V]``.
 
-    The result is at least 0. The result is infinite if a token's probability is 0 in q but above 0
-    in p.
+    The result is at least 0. The result is infinite if a token has probability 0 in q and a
+    probability above 0 in p.
     """
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):
         terms = np.where(p > 0, p * (log_p - log_q), 0.0)
-    # For equal distributions, rounding errors could give -1e-17. NaN stays NaN.
+    # For equal distributions, rounding errors could make the sum -1e-17. maximum does not change
+    # NaN.
     out: np.ndarray = np.maximum(terms.sum(-1), 0.0)
     return out
 
@@ -233,8 +235,8 @@ def bits_per_byte(nats: float, text_bytes: int) -> float | None:
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
     """Return the Jaccard index of two sets, bool ``[M]``.
 
-    The index is the size of the intersection divided by the size of the union. If both sets are
-    empty, the index is 1.
+    The Jaccard index is the size of the intersection divided by the size of the union. If both sets
+    are empty, the index is 1.
     """
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
@@ -270,7 +272,7 @@ class Frontier:
         self._frontier_kl: list[np.ndarray] = []
 
     def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare what the two denoisers would commit in one state.
+        """Compare the tokens that the two denoisers would commit in one calibration state.
 
         ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
         position where the two denoisers commit different tokens.
@@ -287,7 +289,7 @@ class Frontier:
         self._frontier_kl.append(rows.kl[reference.is_chosen])
 
     def merge(self, later: Frontier) -> None:
-        """Add the states of a different ``Frontier`` after the states of this one."""
+        """Append the states of ``later`` to the states of this ``Frontier``."""
         self._buckets += later._buckets
         self._jaccard += later._jaccard
         self._committed += later._committed
@@ -366,8 +368,8 @@ def same_answer(text: str | None, answer: str) -> bool:
 
     If ``answer`` is a JSON object or array, both texts are parsed and compared. Key order, spacing,
     and the difference between 1 and 1.0 do not matter. All other answers are compared as text. In
-    this comparison, any run of whitespace equals one space. If ``text`` is ``None``, the result is
-    False.
+    this comparison, one or more whitespace characters equal one space. If ``text`` is ``None``, the
+    result is False.
     """
     if text is None:
         return False
@@ -428,7 +430,7 @@ def summarise_runs(
     seed: int,
     reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Compare the free runs of two denoisers, for accuracy.json.
+    """Compare the generations (free runs) of two denoisers, for accuracy.json.
 
     ``prompts`` are the prompt texts to show.
 

@@ -1,8 +1,8 @@
-"""Collects statistics of layer inputs during calibration: ranges, outliers, and drift over mask
-ratios.
+"""Collects statistics of the inputs of layers during calibration: ranges, outliers, and how the
+ranges change with the mask ratio.
 
 There are separate statistics for masked and committed positions, and for each bucket of mask
-ratios. A bucket is a range of mask ratios. Ranges that are found on clean text only would be wrong
+ratios. A bucket is a range of mask ratios. Ranges that were found only on clean text would be wrong
 for partly masked canvases (arXiv:2508.14896).
 
 Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 per octave, from
@@ -55,7 +55,7 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # These are the values that TensorRT's INT8 calibration uses (Migacz, GTC 2017).
+)  # The values come from TensorRT's INT8 calibration (Migacz, GTC 2017).
 
 
 class Observer:
@@ -65,8 +65,8 @@ class Observer:
     probability. ``seed`` is the seed of the random numbers.
 
     Several observers can each observe a part of the input. ``merge`` then adds their statistics.
-    ``first`` is the number of input vectors in the parts before this one. With this number, the
-    merged sample of vectors does not depend on how the input was divided.
+    ``first`` is the number of input vectors in the earlier parts of the input. With this number,
+    the merged sample of vectors does not depend on how the input was divided.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Observer:
         self.channels = channels
         self.count = 0  # number of observed input vectors
         self._seed, self._first, self._most_rows = seed, first, keep_rows
-        # The stored vectors, with their numbers in the whole input and their random keys.
+        # The stored vectors, the number of each vector in the whole input, and the random key of
+        # each vector.
         self._rows = np.empty((0, channels), dtype=np.float32)
         self._numbers = np.empty(0, dtype=np.int64)
         self._keys = np.empty(0, dtype=np.uint64)
@@ -93,7 +94,7 @@ class Observer:
         Args:
             x: Input vectors, fp32 ``[P, K]``, without padding.
             is_masked: True for each position that is masked, bool ``[P]``.
-            bucket: The state's bucket, -1..9.
+            bucket: The bucket of the pass's mask ratio, 0..9. -1 is the bucket of clean states.
 
         Raises:
             CalibrationError: ``x`` contains NaN or infinity. In this case, the statistics do not
@@ -158,9 +159,9 @@ class Observer:
 
         Args:
             method: How the range is chosen. ``max`` takes the largest magnitude. ``percentile``
-                takes the magnitude that ``PERCENTILE`` per cent do not exceed. ``mse`` minimises
-                the squared rounding error. ``entropy`` minimises the divergence between the
-                magnitudes and the rounded magnitudes (Migacz, GTC 2017).
+                takes the percentile ``PERCENTILE`` of all magnitudes. ``mse`` minimises the squared
+                rounding error. ``entropy`` minimises the divergence between the magnitudes and the
+                rounded magnitudes (Migacz, GTC 2017).
             levels: The format to which values are rounded.
 
         Returns:
@@ -254,7 +255,7 @@ class Observer:
         channels = magnitudes.max(0)
         amax = float(channels.max())
         # A magnitude's exponent and first mantissa bits select its bin. In a positive fp32 number,
-        # these are the upper bits.
+        # the exponent and the first mantissa bits are the upper bits.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
@@ -293,7 +294,8 @@ class Observer:
 
 
 def _keys(seed: int, first: int, count: int) -> np.ndarray:
-    """Return a random key, uint64, for each of ``count`` vectors. The first has number ``first``.
+    """Return a random key, uint64, for each of ``count`` vectors. The first vector has number
+    ``first``.
 
     A vector's key depends only on the seed and on the vector's number.
     """
@@ -316,7 +318,7 @@ class Observers(dict[str, Observer]):
     def check(self, layers: Iterable[str]) -> None:
         """Check that every layer was observed.
 
-        Raises CalibrationError, which names the layers that were not observed.
+        Raises CalibrationError if a layer was not observed. The message names these layers.
         """
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
@@ -360,9 +362,7 @@ def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndar
 
 
 def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
-    """Return the magnitude that ``percent`` per cent of all magnitudes do not exceed, interpolated
-    within its bin.
-    """
+    """Return a percentile of the magnitudes, interpolated within its bin."""
     edges, cumulative = _cumulative(counts, largest)
     rank = cumulative[-1] * percent / 100
     first = int(np.searchsorted(cumulative, rank))
@@ -378,7 +378,7 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    # Such a small variance is a rounding error, so all values are equal.
+    # If the variance is this small, it is only a rounding error, and all values are equal.
     if variance <= 1e-12 * second:
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
@@ -400,7 +400,7 @@ def _least_squares(
     weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
     clips = largest * _MSE_CLIPS
     errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
-    # argmin returns the first minimum, so the widest of several equal ranges is used
+    # The widest range comes first, and argmin returns the first minimum.
     return float(clips[int(np.argmin(errors))])
 
 
@@ -409,8 +409,8 @@ def _least_divergence(
 ) -> float:
     """Return the clipping range that loses the least information.
 
-    This range minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped
-    magnitudes.
+    The returned range minimises the Kullback-Leibler divergence of the rounded magnitudes from the
+    clipped magnitudes.
     """
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)

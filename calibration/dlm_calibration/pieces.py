@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements in a piece
 _FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
-MOST_CORES = 8  # threads that work in parallel; more would only wait for the disk and use memory
+MOST_CORES = 8  # most threads at a time; more would only wait for the disk and use memory
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """Yield the function's result for each item, in order.
 
-    Several threads compute the results of the next few items in advance. If ``function`` raises an
-    exception for an item, this generator raises the same exception instead of yielding the item's
-    result. The function should release Python's global lock most of the time. Otherwise, only one
-    core is used.
+    Several threads compute the next results in advance. If ``function`` raises an exception for an
+    item, this generator raises the same exception instead of yielding the item's result. The
+    function should release Python's global lock most of the time. Otherwise, only one core is used.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

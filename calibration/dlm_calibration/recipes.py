@@ -209,7 +209,7 @@ _MOST_PARTS = 200
 
 
 def find(name: str) -> Recipe:
-    """Return the preset with this name, or the recipe in a ``.toml`` file.
+    """Return the preset called ``name``, or the recipe in the ``.toml`` file ``name``.
 
     For an unknown name, raises RecipeError. The message lists the presets.
     """
@@ -225,8 +225,8 @@ def find(name: str) -> Recipe:
 def for_experts(recipe: Recipe) -> Recipe:
     """Adapt a preset to a network with experts.
 
-    Only the preset ``nvfp4`` changes. Attention stays in FP8, because attention is a small part of
-    a network with experts.
+    The function changes only the preset ``nvfp4``. It keeps attention in FP8, because attention is
+    a small part of a network with experts.
     """
     preset = RECIPES["nvfp4"]
     is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
@@ -291,7 +291,7 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
 def abridged(layers: Sequence[str]) -> str:
     """List layer names for an error message.
 
-    Block indices are replaced by N, and each name is listed once.
+    Block indices in the names are replaced by N, and each resulting name is listed once.
     """
     return ", ".join(
         dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)

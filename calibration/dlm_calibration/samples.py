@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # with the limit on canvas length, this limits the memory for samples
-_MOST_BYTES = 1 << 20  # size limit of a line or paragraph; a canvas holds far less text
+_MOST_SAMPLES = 100_000  # limits the memory for samples, as does the limit on the canvas length
+_MOST_BYTES = 1 << 20  # size limit of a line or paragraph; a canvas contains far less text
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,8 @@ def read_samples(
     """Read samples from a JSONL file, or from the paragraphs of a ``.txt`` file.
 
     A JSON line is an object with one of the following keys. If an object contains several of these
-    keys, the key that comes first in this list is used. All other keys and blank lines are ignored.
+    keys, the key that comes first in the list below is used. All other keys and blank lines are
+    ignored.
 
     - ``prompt`` and ``completion``.
     - ``messages``: a chat. The assistant's last message is the completion, and the messages before
@@ -72,8 +73,8 @@ def read_samples(
             may end with the user's message.
 
     Raises:
-        CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.
-            The message contains the line number. This error is also raised if the file is
+        CalibrationError: A line is not UTF-8, is not JSON, has none of the keys above, or is too
+            long. The message contains the line number. This error is also raised if the file is
             unreadable or contains no samples, or if a tokenizer or chat template is needed and
             missing.
     """
@@ -119,10 +120,10 @@ def builtin_samples(
 ) -> list[Sample]:
     """Return the short English prompts and completions that come with this package.
 
-    These samples are used if the user does not pass data from the denoiser's real task. Activation
-    ranges on the real task may differ from the ranges on these samples. If the tokenizer has a chat
-    template, the samples are formatted as chats. Samples that are too long for the canvas are
-    skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
+    The built-in samples are used if the user does not pass data from the denoiser's real task.
+    Activation ranges on the real task may differ from the ranges on the built-in samples. If the
+    tokenizer has a chat template, the samples are formatted as chats. Samples that are too long for
+    the canvas are skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -162,7 +163,7 @@ def samples_sha256(samples: Iterable[Sample]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of each line, one at a time, without trailing space.
+    """Yield the number and the text of each line, without trailing white space.
 
     Raises CalibrationError.
     """
@@ -309,6 +310,6 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
         raise ValueError("there is no text: leave this line out")
     # Some tokenizers put a special token before every text. The sample includes this token, because
     # its activations are often the largest. If the tokenizer also adds tokens after the text, the
-    # sample contains none of the added tokens.
+    # sample contains no added tokens at all.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

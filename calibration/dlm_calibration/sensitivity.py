@@ -1,9 +1,9 @@
 """Finds the layers to quantise first, given the loss of each layer in each format.
 
-An assignment gives a format to every layer. The result is a list of assignments, in which each
-needs fewer bytes than the one before it. The predicted loss of an assignment is the sum of the
-layers' losses. This sum is accurate if the losses are small. The caller measures the real losses of
-the assignments from which it chooses.
+An assignment gives a format to every layer. ``trade_off`` returns a list of assignments. Each
+assignment needs fewer bytes than the previous assignment in the list. The predicted loss of an
+assignment is the sum of the layers' losses. This sum is accurate if the losses are small. The
+caller measures the real losses of the assignments from which it chooses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def efficient(choices: list[Choice]) -> list[Choice]:
     for choice in ranked:
         if hull and choice.cost == hull[-1].cost:
             continue
-        # A choice is useless if another choice is cheaper and its loss is not larger.
+        # A choice is useless if a cheaper choice has the same loss or a smaller loss.
         while hull and hull[-1].loss >= choice.loss:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
@@ -67,7 +67,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
     """Return a list of assignments, from the most expensive to the cheapest.
 
     Each step changes the format of one layer: the layer where the change adds the least loss per
-    byte saved. If several layers are equal in this respect, the first layer in the order of
+    byte saved. If this loss is equal for several layers, the first of them in the order of
     ``layers`` is changed. Every layer needs at least one choice.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
@@ -86,7 +86,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
         )
 
     path = [point()]
-    # For each layer, every step along its hull adds more loss per saved byte than the step before.
+    # Along the hull of a layer, each step adds more loss per saved byte than the previous step.
     # Sorting all steps by added loss per saved byte therefore keeps the steps of a layer in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index

@@ -17,7 +17,8 @@ import numpy as np
 
 from dlm_calibration.errors import QuantisationError
 
-# Scales are clipped to 1 / limit .. limit, because they are merged into weights that may be fp16.
+# Scales are clipped to 1 / limit .. limit. They are merged into weights that may be fp16, which has
+# a small range.
 _SCALE_LIMIT = 1e4
 _LARGEST_ROTATION = 1024
 
@@ -32,10 +33,10 @@ def smooth_scales(
 
     Args:
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
-        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices with
-            this input.
-        alpha: How much of the outliers moves from the activations to the weights, 0..1. The default
-            is 0.5.
+        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices that
+            multiply this input.
+        alpha: The share of the outliers that moves from the activations to the weights, 0..1. The
+            default is 0.5.
 
     Returns:
         fp32 ``[K]``, clipped to 1e-4..1e4.
@@ -86,7 +87,8 @@ def awq_scales(
         grid: Number of steps between ratio 0 and ratio 1, at least 1. The default is 20.
 
     Returns:
-        The scales, fp32 ``[K]``, the loss without scales, and the loss with these scales. The loss
+        The scales, fp32 ``[K]``, the loss without scales, and the loss with the returned scales.
+        The loss
             is the mean squared error of the outputs, summed over the matrices.
 
     Raises:
@@ -158,10 +160,11 @@ def hadamard(size: int) -> np.ndarray:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """Multiply each group of n neighbouring channels of ``x`` ``[..., K]`` by ``hadamard(K)``
-    ``[n, n]``, in fp32.
+    """Multiply the channels of ``x`` ``[..., K]`` by ``hadamard(K)`` ``[n, n]``, in groups of n
+    neighbouring channels and in fp32.
 
-    The product of the layer does not change: ``rotate(x) @ rotate_rows(w)`` equals ``x @ w``.
+    Rotating both the input and the weight does not change the output of a layer: ``rotate(x) @
+    rotate_rows(w)`` equals ``x @ w``.
     """
     matrix = hadamard(x.shape[-1])
     blocks = np.asarray(x, dtype=np.float32).reshape(*x.shape[:-1], -1, len(matrix))
@@ -170,8 +173,8 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 def rotate_rows(w: np.ndarray) -> np.ndarray:
-    """Multiply each group of n neighbouring rows of ``w`` ``[K, N]`` by ``hadamard(K)`` ``[n, n]``,
-    in fp32.
+    """Multiply the rows of ``w`` ``[K, N]`` by ``hadamard(K)`` ``[n, n]``, in groups of n
+    neighbouring rows and in fp32.
 
     See ``rotate``.
     """

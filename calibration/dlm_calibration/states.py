@@ -1,6 +1,6 @@
 """Makes calibration states from samples.
 
-For calibration, a denoiser runs on these states, and the inputs of its layers are observed.
+Calibration runs a denoiser on the states, and observes the inputs of the denoiser's layers.
 
 A calibration state is a canvas. There are three kinds of state. A masked state is a sample with
 random mask tokens, as in the forward process of masked diffusion (arXiv:2502.09992, section 2.1).
@@ -33,7 +33,7 @@ from dlm_calibration.samples import Sample
 if TYPE_CHECKING:
     pass
 
-# The mask ratio in the middle of each of ten buckets.
+# The mask ratios in the middle of the ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
 # Trajectory states are taken from these points of a generation. 0 is the canvas before the first
 # pass, and 1 the canvas before the last pass.
@@ -99,7 +99,8 @@ class State:
         A ratio of 1 is in bucket 9, and clean states have bucket -1.
         """
         # The ratio is a rounded quotient of small integers, so it may be slightly too small. Adding
-        # 1e-9 corrects this error. A single position changes the ratio by far more than 1e-9.
+        # 1e-9 corrects this error. No other ratio gets into a different bucket, because one
+        # position changes a ratio by far more than 1e-9.
         return -1 if self.source == "clean" else min(9, math.floor(self.mask_ratio * 10 + 1e-9))
 
     @functools.cached_property
@@ -225,7 +226,7 @@ def make_states(
             samples that need trajectory states. For each of these samples, in order, the function
             returns the canvases after each pass. The states are taken from these canvases at
             ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
-            last canvas that contains a mask token. Without this function, or if a generation has
+            last canvas that contains a mask token. Without ``trajectories``, or if a generation has
             too few passes, randomly masked states are used instead. With ``noise_vocab_size``, the
             function returns the state of each draft pass instead of canvases.
         noise_vocab_size: The number of tokens, for a denoiser without a mask token. Masked states
@@ -424,7 +425,8 @@ def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
     """Yield indices of ``shares`` forever, so that each index occurs in proportion to its share.
 
-    At any time, the number of occurrences of an index is as close to its share as integers allow.
+    At any time, the share of each index among all yielded indices is as close as possible to its
+    share in ``shares``.
     """
     owed = [0.0] * len(shares)
     while True:
@@ -471,9 +473,9 @@ def _next_pass(
 
     Returns the index of the chosen pass.
 
-    The least used trajectory points are tried first. The first point whose pass is not in ``taken``
-    is chosen. Returns ``None`` if the passes of all points are in ``taken``. Updates ``taken``, and
-    updates ``uses`` (int64), which contains the number of states for each point.
+    The least used trajectory points are tried first. The first of these points whose pass is not in
+    ``taken`` is chosen. Returns ``None`` if the passes of all points are in ``taken``. Updates
+    ``taken``, and updates ``uses`` (int64), which contains the number of states for each point.
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

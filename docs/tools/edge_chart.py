@@ -34,7 +34,7 @@ text { font-family: system-ui, sans-serif; font-size: 12px; fill: #1a1c2c; }
 
 
 def draw(rows: dict[str, dict[str, dict[str, dict[str, float]]]]) -> str:
-    """Return the chart as SVG: for each size, two bars of each precision."""
+    """Return the chart as SVG. Each size has two bars per precision: one for each engine."""
     values = {
         (size, precision, row): rows[f"{size}, {precision}, 2 threads"]["passes"][row]["median_ms"]
         for size in SIZES
@@ -66,7 +66,7 @@ def draw(rows: dict[str, dict[str, dict[str, dict[str, float]]]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img" '
         f'width="{WIDTH}" height="{y}">'
     )
-    title = "<title>A pass of four tokens beside one autoregressive token, by size</title>"
+    title = "<title>Time of a pass of four tokens compared with one autoregressive token, by size</title>"
     page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{y - 1}" rx="8"/>'
     return "\n".join([head, title, f"<style>{STYLE}</style>", page, *shapes, "</svg>"]) + "\n"
 

@@ -1,5 +1,5 @@
-"""Hooks of mkdocs. They write the pages of the C header and of the commands, and add linked files
-to the site.
+"""Functions that mkdocs calls. They write the pages of the C header and of the commands, and add
+linked files to the site.
 
 Pages link to files of the repository by relative paths. These links also work in a web view of the
 repository. The site has a copy of each such file: Markdown as a page in ``project/``, other files

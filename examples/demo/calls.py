@@ -8,7 +8,7 @@ demo writes ``Calls``, which is a list:
         print(call.name, call.arguments)
 
 Arguments have the order of the training data. An argument that the command does not mention is left
-out of the JSON, and is None here.
+out of the JSON. Its field in the model is then None.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ The constraint allows only calls that are valid by the schemas of the functions.
     python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
         --count 100 --defaults
 
-Prints the number of valid answers, the number of right answers, and the number of passes. The
-second demo writes one call per line. Its bundle records this layout (json_layout), and the
-constraint uses this layout.
+The script prints the number of valid answers, the number of right answers, and the number of
+passes. The second demo writes one call per line. Its bundle records this layout in json_layout, and
+the constraint allows only this layout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def commands(data: Path) -> list[tuple[str, str]]:
 
 
 def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
-    """Make a JSON Schema that allows these answers and answers of the same form."""
+    """Make a JSON Schema that allows ``answers`` and other answers of the same form."""
     if not isinstance(answers[0], list):
         return call_schema(answers)
     calls = call_schema([call for answer in answers for call in answer])
@@ -140,8 +140,8 @@ def compare(
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    # This registry retrieves nothing. Without it, jsonschema would open the URLs to which a schema
-    # refers.
+    # An empty registry retrieves nothing. Without a registry, jsonschema would open the URLs to
+    # which a schema refers.
     validator, constraint = (
         Draft202012Validator(schema, registry=Registry()),
         bundle.constraint(schema=schema),
@@ -188,7 +188,7 @@ def by_default(
 
 
 def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Describe the functions that a schema of answers allows as tools."""
+    """Return the functions that a schema of answers allows, in the form of tools."""
     branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
     described = [
         {"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches

@@ -10,7 +10,8 @@ training.
 - Values. An open value is a name, an item or a phrase. Open values for which ``is_held_out`` is
   true are held out.
 
-A call that belongs to a command is its label. The following rules for labels ensure that every
+The label of a command is the call that belongs to the command. The following rules for labels
+ensure that every
     command has exactly one right call:
 
 - Free text is copied verbatim. Names of places, items, objects and points are copied without a
@@ -64,15 +65,14 @@ IMPERATIVE = re.compile(
     "vacuum|mop|dust|lock|unlock|send|tell|text|message|let|write|drive|roll|rotate|pick|take|grab|place|patrol|watch|check|"
     "guard|do|run|slow|speed up|limit|search|look|google|find) "
 )
-# The share of training commands that get "i need to" in front, among commands that start with a
-# verb.
+# "i need to" is put before this share of the training commands that start with a verb.
 CARRIER_SHARE = 0.2
 
 
 def has_carrier_held_out(function: Function) -> bool:
     """Return True if a held-out template of the function starts with ``i need to ...``.
 
-    These words are then never used in training commands for this function.
+    If the result is True, ``i need to`` is never added to training commands for the function.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
@@ -95,7 +95,7 @@ def _resolve(template: str, rng: random.Random) -> str:
 
 
 def _say(literal: str, rng: random.Random) -> str:
-    """Add filler words at random before words of a template's literal text."""
+    """Insert filler words at random places of a template's literal text."""
     return re.sub(
         r"(?<= )(?=\w)",
         lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "",
@@ -127,7 +127,7 @@ def fill(
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
     """Sometimes put ``i need to`` before a training command that begins with a verb.
 
-    This is not done for functions with a held-out template that uses these words.
+    The command does not change if a held-out template of the function starts with ``i need to``.
     """
     if (
         not has_carrier_held_out(function)
@@ -139,7 +139,7 @@ def with_carrier(text: str, function: Function, rng: random.Random) -> str:
 
 
 def with_manners(text: str, rng: random.Random) -> str:
-    """Sometimes add an opening before a command, and sometimes a closing after it."""
+    """Sometimes add polite words before a command, and sometimes after the command."""
     if rng.random() < 0.35:
         text = f"{rng.choice(words.OPENINGS)}{rng.choice((',', '', ''))} {text}"
     if rng.random() < 0.2:
@@ -186,8 +186,8 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
     The label of a command says which part of the command is held out: ``template``, ``value`` or
     ``both``.
 
-    The three labels take turns. A command can only have the label ``value`` or ``both`` if it
-    contains an open value.
+    The labels alternate. A command can only have the label ``value`` or ``both`` if it contains an
+    open value.
     """
     rng = random.Random(seed)
     examples: list[tuple[str, Example]] = []

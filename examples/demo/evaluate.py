@@ -107,7 +107,7 @@ class TorchBundle:
         ]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
-        """Like ``Bundle.generate``, but only for presets that the caller names."""
+        """Like ``Bundle.generate``, but ``preset`` has no default."""
         tokens = self.tokenizer.encode(prompt)
         fields = PRESETS[preset].with_fields(policy)
         out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
@@ -124,10 +124,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer every command with at most ``max_new_tokens`` tokens.
 
-    None means the default number of the bundle or checkpoint.
+    If ``max_new_tokens`` is None, the default of the bundle or checkpoint is used.
 
-    Returns the number of right answers, by split and by function or number of calls. Also returns
-    the NFE, tokens and seconds per command, and the commands that failed.
+    Returns the numbers of right answers for each split, and for each function or number of calls.
+    Also returns the NFE, tokens and seconds per command, and the commands that failed.
     """
     max_new_tokens = bundle.max_new_tokens if max_new_tokens is None else max_new_tokens
     right: defaultdict[str, list[bool]] = defaultdict(list)
@@ -143,7 +143,7 @@ def evaluate(
         seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
         # The tokenizer adds two tokens to every prompt, which do not belong to the answer. The
-        # answer's eos is counted in addition.
+        # answer's eos is one more token.
         tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))

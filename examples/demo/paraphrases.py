@@ -1,7 +1,7 @@
 """More templates for the demo's commands, for training only.
 
-Held-out commands do not use these templates. They therefore stay the same if you add templates
-here.
+Held-out commands do not use the templates in this file. If you add templates to this file, the
+held-out commands therefore stay the same.
 """
 
 from __future__ import annotations

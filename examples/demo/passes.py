@@ -2,8 +2,8 @@
 
     python examples/demo/passes.py build/sudoku
 
-Prints one line per decoding loop: the share of right grids, its 95% interval, and the mean number
-of passes.
+The script prints one line per decoding loop: the share of right grids, its 95% interval, and the
+mean number of passes.
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ class Speaker:
         )
 
     def _references(self) -> dict[Function, Sequence[str]]:
-        """Return the templates whose references all have an earlier call to refer to."""
+        """Return the templates in which every reference can refer to an earlier call."""
         found = {}
         for name, (training, held_out) in REFERENCES.items():
             templates = held_out if self.is_template_unseen else training
@@ -469,8 +469,8 @@ def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str,
     The label of a command says which part of the command is held out: ``template``, ``value`` or
     ``both``.
 
-    The three labels take turns. The numbers of calls from ``fewest`` to six take turns too. A
-    command can only have the label ``value`` or ``both`` if it contains an open value.
+    The labels alternate, and so do the numbers of calls from ``fewest`` to six. A command can only
+    have the label ``value`` or ``both`` if it contains an open value.
     """
     rng = random.Random(seed)
     cells = itertools.cycle(

@@ -1,9 +1,9 @@
 """Data of the third demo: sudoku grids of 4 by 4 cells to complete.
 
-A grid has each of the digits 1 to 4 once in each row, each column and each quarter. There are 288
-grids. A puzzle shows some cells of a grid, which are called *clues*. The other cells are empty. If
-there are few clues, several grids are right. If the CRC-32 of a puzzle's prompt is a multiple of
-eight, the puzzle is held out of training.
+A grid has each of the digits 1 to 4 once in each row, each column and each quarter (2 by 2 cells).
+There are 288 grids. A puzzle shows some cells of a grid, which are called *clues*. The other cells
+are empty. If there are few clues, several grids are right. If the CRC-32 of a puzzle's prompt is a
+multiple of eight, the puzzle is held out of training.
 
     python sudoku.py --count 300 --seed 1 --out heldout-sudoku.jsonl
 """

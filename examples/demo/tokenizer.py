@@ -6,8 +6,8 @@ In a command, a word follows a space. In JSON, it follows a quote. An ordinary b
 split the same word differently after a space and after a quote. The denoiser would then have to
 learn how words are spelled before it could copy a word. Here, BPE is trained on words without the
 space before them. After that, the most common first pieces of words are merged with the space
-before them. BPE applies merges in order, so these last merges only affect the first token: ``
-garage`` and ``garage`` are split in the same way except for it.
+before them. BPE applies merges in order, so these last merges only affect the first token: the
+tokens of `` garage`` and ``garage`` differ only in the first token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHAT_TEMPLATE = (
 )
 SPACE = "Ġ"
 """The letter for the byte 0x20 in the alphabet of byte-level BPE."""
-# A text is split into these parts: the two fixed parts of a call, words, single digits, runs of
-# JSON punctuation, other single characters, and single white space characters.
+# A text is split into these parts: the two fixed parts of a call, words, single digits, sequences
+# of JSON punctuation characters, other single characters, and single white space characters.
 _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA-Za-z_'0-9{}\[\]":,]|\s"""
 
 
@@ -38,7 +38,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -
 
     ``spaced_pieces`` is the number of tokens that consist of a space and the first piece of a word.
 
-    Raises ValueError if ``texts`` contain too few different pieces for these numbers of tokens.
+    Raises ValueError if ``texts`` contain too few different pieces for ``vocab_size`` and
+    ``spaced_pieces``.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -23,7 +23,7 @@ DRAWN = 20_000
 def tools() -> list[dict[str, Any]]:
     """Describe each function as a tool.
 
-    The description text is a command that asks for the function.
+    The description of a tool is a command that asks for the function.
     """
     examples = list(itertools.islice(training_examples(0), DRAWN))
     said = {example.function: example.prompt for example in reversed(examples)}

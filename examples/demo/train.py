@@ -6,11 +6,11 @@ Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are hidde
 by mask tokens. The denoiser must predict the hidden tokens from the other tokens. The response is
 padded with end tokens (eos), which belong to the response. Training differs from LLaDA as follows:
 
-- In the loss, all positions that count have the same weight. LLaDA multiplies the loss of a canvas
-  by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden tokens
-  would cause most of the noise in the gradient.
+- All positions that contribute to the loss contribute equally. LLaDA multiplies the loss of a
+  canvas by 1/t, where t is the share of hidden tokens. With this factor, canvases with few hidden
+  tokens would cause most of the noise in the gradient.
 - In most canvases, one block is partly hidden, earlier blocks are not hidden, and later blocks are
-  completely hidden. Block-wise decoding only sees such canvases.
+  completely hidden. In block-wise decoding, all canvases are of this kind.
 - In half of the canvases, JSON syntax and eos are hidden less often than values, because decoding
   commits JSON syntax and eos first.
 - The initial weights contain a pattern of attention that copies words (see ``initialise``).
@@ -273,8 +273,8 @@ def masked_loss(
         )
         canvas = torch.cat((prompt, response.masked_fill(is_hidden, network.mask_token_id)), 1)
         positions = torch.arange(canvas.shape[1]).expand_as(canvas)
-        # On such short sequences, the backward pass of the fused attention kernel is four times
-        # slower than plain matrix products.
+        # On sequences as short as the demo's, the backward pass of the fused attention kernel is
+        # four times slower than plain matrix products.
         with sdpa_kernel(SDPBackend.MATH):
             features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
         return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])

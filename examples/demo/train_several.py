@@ -8,8 +8,8 @@ pass trains every block. The training differs from the first demo's training as 
 
 - The initial weights are the weights of the first demo, which can already write most functions and
   copy words. Norms of queries and keys are added. Their initial weights keep the average lengths
-  that queries and keys have in the first demo. Two layers are added in the middle. Their initial
-  weights are chosen so that they do not change their input.
+  that queries and keys have in the first demo. Two layers are added in the middle. With their
+  initial weights, the two layers do not change their input.
 - In every block of the copy, tokens are hidden independently of the other blocks. The hidden
   positions are similar to the masked positions in decoding (see ``hide``).
 - Training starts with commands that ask for few calls.
@@ -47,8 +47,8 @@ NEW_LAYERS = (3, 6)
 def describe(first: NetworkSpec) -> NetworkSpec:
     """Return the shape of the second demo.
 
-    Unlike the first demo, it has norms of queries and keys, block-causal attention, and two more
-    layers.
+    Unlike the first demo, the second demo has norms of queries and keys, block-causal attention,
+    and two more layers.
     """
     layer = first.layers[0]
     attention = replace(
@@ -62,8 +62,8 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
     """Set the weights from the weights of the first demo.
 
-    The lengths of the first demo's queries and keys are measured on ``canvases``, which are B
-    canvases ``[B, L]`` of L tokens.
+    The lengths of the query and key vectors of the first demo are measured on ``canvases`` ``[B,
+    L]``: B canvases of L tokens.
     """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
@@ -81,8 +81,9 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm gives all queries the same length. The weight of the norm is set so that this length is
-    # the average length of the first demo's queries. All heads of a layer have the same weight.
+    # A norm gives all query vectors the same length. The weight of the norm is set so that this
+    # length is the average length of query vectors in the first demo. All heads of a layer have the
+    # same norm weight.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -151,7 +152,7 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Choose the hidden positions of the copies of the answers' blocks.
+    """Choose the positions to hide in the copies of the answers' blocks.
 
     Returns a bool array ``[B, L - first]``, where ``first`` is the position at which the copies
     begin.

@@ -3,7 +3,7 @@ states.
 
 Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers.
 AdamW trains all other weights. torch's own Muon is not used, because it always orthogonalises in
-bf16. On processors without bf16 kernels, this is fifty times slower than in fp32.
+bf16. On processors without bf16 kernels, bf16 is fifty times slower than fp32.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Training:
         self.step += 1
 
     def save(self, path: Path) -> None:
-        """Save the state for ``resume``. The file is never left half-written."""
+        """Save the state for ``resume``. The file never contains only a part of the state."""
         state = {
             "step": self.step,
             "minutes": self.minutes,

@@ -20,8 +20,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """Which open values (names, items and phrases) a sampler returns: training values mixed with
-    unrelated phrases, only training values, or held-out values.
+    """Says which open values (names, items and phrases) a sampler returns: training values mixed
+    with unrelated phrases, only training values, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -36,7 +36,7 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 def is_held_out(value: str) -> bool:
     """Return True for open values that training does not use.
 
-    About one in eight values is held out, chosen by CRC-32.
+    The CRC-32 of a value decides. It selects about one in eight values.
     """
     return zlib.crc32(value.encode()) % 8 == 0
 
@@ -74,7 +74,7 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
     """Make a sampler of values from a short list.
 
-    Training commands and held-out commands use the same list.
+    Training commands and held-out commands use the same list of values.
     """
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
     return lambda rng, side: rng.choice(choices)
@@ -120,14 +120,14 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 def _any_words(rng: random.Random, most: int) -> str:
     """Return one to ``most`` unrelated words.
 
-    The denoiser can only predict these words by copying them.
+    The denoiser can predict the returned words only by copying them.
     """
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
 
 @functools.cache
 def _spoken_words() -> tuple[str, ...]:
-    """The words of training templates that are never the first word of a value."""
+    """Return the words of training templates that are never the first word of a value."""
     templates = (
         re.sub(r"\{.*?\}", " ", template)
         for function in FUNCTIONS
@@ -153,7 +153,7 @@ def _any_word(rng: random.Random) -> str:
 
 
 def _any_phrase(rng: random.Random) -> str:
-    """One to three unrelated words. Every listed word has the same probability."""
+    """Return one to three unrelated words. Every listed word has the same probability."""
     return " ".join(_any_word(rng) for _ in range(rng.choice((1, 2, 2, 3))))
 
 

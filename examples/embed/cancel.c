@@ -1,7 +1,7 @@
-/* Generates text until the text is complete, the time is over, or Ctrl-C is pressed:
+/* Generates text until the text is complete, SECONDS have passed, or Ctrl-C is pressed:
  *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
- * A second thread ends the request when the time is over or Ctrl-C is pressed. The program prints
- * the text so far, and the reason why the request ended. README.md explains how to build this
+ * A second thread ends the request after SECONDS or when Ctrl-C is pressed. The program prints the
+ * generated text, and the reason why the request ended. README.md explains how to build this
  * program. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
@@ -21,7 +21,8 @@ struct watch {
   double seconds;
 };
 
-/* Waits for one of two signals. Returns the number of the signal, or 0 if the time is over. */
+/* Waits for one of two signals. Returns the number of the signal, or 0 if no signal arrives within
+ * `seconds` seconds. */
 static int wait_for(int one, int other, double seconds) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -36,12 +37,13 @@ static int wait_for(int one, int other, double seconds) {
   return number < 0 ? 0 : number;
 }
 
-/* Ends the request when the time is over or Ctrl-C is pressed. Signals are blocked in all threads,
- * and this thread waits for them. So the program needs no signal handler. */
+/* Ends the request when the time limit is reached or Ctrl-C is pressed. The program needs no signal
+ * handler, because all threads block the signals, and this thread waits for the signals with
+ * wait_for. */
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (!is_over) { /* repeated, because dlm_session_cancel has no effect before the request has
+  while (!is_over) { /* cancel repeatedly, because cancelling has no effect before the request has
                         begun */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
@@ -77,7 +79,7 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   const dlm_result* result = NULL;
   const dlm_status status = dlm_session_generate(session, &request, &result);
   pthread_kill(thread, SIG_OVER);
-  /* The thread uses the session, so it must end before dlm_session_destroy. */
+  /* The thread uses the session, so the thread must end before dlm_session_destroy is called. */
   pthread_join(thread, NULL);
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
   int undecided = 0;
@@ -98,8 +100,8 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
-  sigset_t signals; /* blocked before the library starts threads, because threads inherit the
-                       blocked signals */
+  sigset_t signals; /* Block the signals before the library starts threads, because a new thread
+                       inherits the set of blocked signals. */
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIG_OVER);

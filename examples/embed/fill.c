@@ -32,7 +32,8 @@ int main(int argc, char** argv) {
   }
   request.prompt = argv[3];
   request.prompt_size = strlen(argv[3]);
-  request.special_tokens = 1; /* so that the mask token in the text is encoded as the mask token */
+  request.special_tokens = 1; /* encode "[MASK]" in the text as the mask token, and not as ordinary
+                                 text */
   request.max_new_tokens = 0; /* add no tokens after the text */
   request.text = DLM_TEXT_RESULT;
   char message[1024];
@@ -44,7 +45,7 @@ int main(int argc, char** argv) {
   dlm_status status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &bundle);
   if (status == DLM_OK)
     status = dlm_bundle_policy(bundle, NULL, NULL, message, sizeof message, &policy);
-  policy.block_length = 0; /* the text is one block, so a pass may fill any of its mask tokens */
+  policy.block_length = 0; /* 0: the whole text is one block, so a pass may fill any mask token */
   request.policy = &policy;
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
   if (status != DLM_OK) report(status, message);

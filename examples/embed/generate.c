@@ -21,15 +21,15 @@ static void report(dlm_status status, const char* sentence) {
   fprintf(stderr, "generate: %s: %s\n", dlm_status_name(status), sentence);
 }
 
-/* Prints the text that a step adds, which consists of complete characters. A return value other
- * than 0 would end the request. */
+/* Prints the text that a step adds. This text consists of complete characters. If the text cannot
+ * be written, returns 1, which ends the request. */
 static int32_t on_step(void* user, const dlm_step* step) {
   FILE* out = user;
   return fwrite(step->text, 1, step->text_size, out) != step->text_size || fflush(out) != 0;
 }
 
 int main(int argc, char** argv) {
-  dlm_request request; /* request.policy stays NULL, so the request uses the default preset */
+  dlm_request request; /* request.policy is NULL by default, which selects the default preset */
   dlm_request_init(&request, sizeof request);
   if (argc != 4 || !read_int32(argv[2], &request.max_new_tokens) || request.max_new_tokens < 0) {
     fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT\n");

@@ -1,8 +1,8 @@
 /* Runs requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
- * First, each thread runs one request in a session of its own. All sessions use the same bundle, so
- * the weights of the denoiser are in memory only once. Then a scheduler runs the same requests
- * together. The threads, the scheduler and a single session must all give the same results. The
- * program prints how many seconds and how much memory it used. README.md explains how to build the
+ * First, each thread creates a session and runs one request. All sessions use the same bundle, so
+ * memory contains the denoiser's weights only once. Then a scheduler runs the same requests at the
+ * same time. The threads, the scheduler and a single session must all give the same results. The
+ * program prints the elapsed seconds and the peak memory. README.md explains how to build the
  * program. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
@@ -127,7 +127,7 @@ static double held(void) {
   return (double)kib / 1024;
 }
 
-/* Runs each task in a thread of its own. Returns the number of tasks with a wrong result. */
+/* Starts one thread for each task. Returns the number of tasks with a wrong result. */
 static int run_all(const char* name, void* (*run)(void*), struct task* tasks, int count,
                    const struct task* wanted, int kinds) {
   static pthread_t threads[MOST_THREADS];
@@ -152,7 +152,8 @@ static int run_all(const char* name, void* (*run)(void*), struct task* tasks, in
   return failures + count - started;
 }
 
-/* Does everything that needs the bundle. Returns the exit code. */
+/* Runs the requests in one session, then in several threads, then in a scheduler. Returns the exit
+ * code. */
 static int run_work(struct work* work, int count, int kinds) {
   static struct task wanted[MOST_THREADS], tasks[MOST_THREADS];
   char message[512];

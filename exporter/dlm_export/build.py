@@ -197,8 +197,8 @@ def _make_manifest(
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
     # The accuracy of a bundle for GPUs is measured on this CPU. Mark the bundle as simulated in its
-    # manifest, so that the CPU computes all operators in floating point. The CPU's integer kernels
-    # could give other results than a GPU.
+    # manifest, so that the CPU computes all operators in floating point. The results of the CPU's
+    # integer kernels could differ from a GPU's results.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,

@@ -1,9 +1,9 @@
 """Lists the GPUs that can be build targets by name, with their published specifications.
 
 To add a device, add a ``Device`` to ``DEVICES``. If a vendor states a memory size in GB, this
-module assumes that a GB has 10**9 bytes. The driver reports at least this size. All compute rates
-are for dense matrices. If a vendor publishes only the rate for sparse matrices, the record contains
-half of the published rate, and a comment says so.
+module assumes that a GB has 10**9 bytes. Drivers report at least this size. All compute rates
+are for dense matrices. If a vendor publishes only the rate for sparse matrices, the ``Device``
+contains half of the published rate, and a comment says so.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DEVICES = (
     ),
     # NVIDIA publishes 157 sparse TOPS for the GPU and the two deep learning accelerators together.
     # dlm-export's engines do not use these accelerators, and no NVIDIA page states the rate of the
-    # GPU alone, so this record contains no rate.
+    # GPU alone, so ``tera`` contains no rates.
     Device(
         "orin-nx",
         87,
@@ -102,7 +102,7 @@ DEVICES = (
         gb_per_s=1008,
         tera={"fp16": 165.2, "int8": 660.6, "int4": 1321.2, "fp8": 330.3},
     ),
-    # The source gives rates for sparse matrices. This record contains half of these rates.
+    # The source gives rates for sparse matrices, so ``tera`` contains half of these rates.
     Device(
         "l4",
         89,
@@ -130,7 +130,7 @@ DEVICES = (
         gb_per_s=3350,
         tera={"fp16": 989.4, "int8": 1978.9, "fp8": 1978.9},
     ),
-    # The source gives rates for sparse matrices. This record contains half of these rates.
+    # The source gives rates for sparse matrices, so ``tera`` contains half of these rates.
     Device(
         "h200",
         90,
@@ -152,7 +152,7 @@ DEVICES = (
         tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
     ),
     # The source gives rates for eight GPUs together. The nvfp4 rate is dense, and all other rates
-    # are sparse. Each GPU has 288 GB of memory, but programs can use only 2.1 TB on eight GPUs.
+    # are sparse. Eight GPUs have 8 * 288 GB of memory, but programs can use only 2.1 TB of it.
     Device(
         "b300",
         103,
@@ -163,7 +163,7 @@ DEVICES = (
         tera={"fp16": 36000 / 16, "int8": 3000 / 16, "fp8": 72000 / 16, "nvfp4": 108000 / 8},
         note="hardly any INT8 arithmetic: int8-static is slow, int8 (weights only) is not",
     ),
-    # For fp16 and int8, the source gives rates for sparse matrices, so this record contains half.
+    # The source gives rates for sparse fp16 and int8 matrices, so ``tera`` contains half of them.
     Device(
         "thor",
         110,
@@ -192,7 +192,7 @@ DEVICES = (
         gb_per_s=1792,
         tera={"fp16": 503.8, "int8": 1007.6, "fp8": 1007.6, "nvfp4": 2015.2},
     ),
-    # The source gives a sparse rate for nvfp4. No page states the other rates.
+    # The source gives a sparse rate for nvfp4. No page states the rates for other formats.
     Device(
         "gb10",
         121,

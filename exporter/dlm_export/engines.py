@@ -1,7 +1,7 @@
 """Describes the two variants of TensorRT: standard TensorRT and TensorRT-RTX.
 
-Each variant can build and run engines. The manifest, the native library and ``--builder`` use the
-``name`` of a variant. Targets use the ``kind`` of a variant.
+The manifest, the native library and ``--builder`` identify a variant by its ``name``. Targets
+identify a variant by its ``kind``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class EngineBuilder:
     """One TensorRT variant.
 
-    ``modules`` lists the Python modules that can build engines. One of these modules is enough.
+    ``modules`` lists the Python modules that can build engines. A machine needs only one of them.
     ``libraries`` lists the shared libraries that can run engines of this variant, newest first.
     """
 

@@ -16,7 +16,7 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """Says which engine packages are installed on a machine, and which GPU it has.
+    """The engine packages that are installed on a machine, and the machine's GPU.
 
     ``sm`` is the compute capability (SM version) of the GPU: 89 means 8.9. Without a GPU, ``sm`` is
     ``None``.
@@ -38,7 +38,8 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
     """Find out whether this machine can build the engine of ``target``, and how.
 
     Returns a boolean and a text. The text says how this machine builds the engine, or what the user
-    must do instead. If ``here`` is given, it describes the machine to use instead of this machine.
+    must do to get an engine. ``here`` describes the machine. If ``here`` is ``None``, the function
+    examines this machine.
     """
     here = here or builders_here()
     if target.sm is None:

@@ -1,4 +1,4 @@
-"""Defines the options for opening a bundle. All commands that run a bundle use them."""
+"""Defines the options for opening a bundle. All commands that run a bundle use these options."""
 
 from __future__ import annotations
 

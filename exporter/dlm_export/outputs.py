@@ -43,9 +43,9 @@ _Look = dict[str, tuple[int, ...]]
 
 
 class OutputError(DlmError):
-    """Raised if output cannot be written.
+    """Raised if output cannot be written, for example because the disk is full.
 
-    For example, the disk is full, or another process is writing the same output.
+    Also raised if another process is writing the same output.
     """
 
 
@@ -59,10 +59,10 @@ class TakenError(OutputError):
 def claimed(
     output: Path, *, force: bool, kept_because: Callable[[Path], str | None], needed_bytes: int = 0
 ) -> Iterator[Path]:
-    """Yield a path where the block writes a new file or folder.
+    """Yield a path where the caller's ``with`` block writes a new file or folder.
 
-    If the block succeeds, the new file or folder becomes ``output``. Otherwise, the new file or
-    folder is deleted.
+    If the ``with`` block succeeds, the new file or folder becomes ``output``. Otherwise, the new
+    file or folder is deleted.
 
     Args:
         output: Final path.
@@ -74,8 +74,8 @@ def claimed(
     Raises:
         TakenError: ``output`` exists and must not be replaced.
         OutputError: Another process is writing ``output``, or the disk is full or fails. This error
-            is also raised if another process changes ``output`` while the block runs. In this case,
-            the changed ``output`` is kept.
+            is also raised if another process changes ``output`` during the ``with`` block. In this
+            case, the changed ``output`` is kept.
     """
     output = Path(os.path.abspath(output))
     _check(output, force, kept_because)
@@ -84,7 +84,7 @@ def claimed(
         output.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output.parent).free
     except OSError as err:
-        # These errors mean that a parent folder of the path is a file.
+        # True if a parent folder of the path is a file.
         is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))
         raise (TakenError if is_wrong else OutputError)(
             f"{output}: cannot write there ({err.strerror})"
@@ -96,8 +96,8 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        # Check the path again, because taking over the claim of a killed process may have moved the
-        # old output back to this path.
+        # Check the path again. If this process took over the claim of a killed process, it may have
+        # moved the old output back to this path.
         _check(output, force, kept_because)
         try:
             before = _look(output)
@@ -144,7 +144,7 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, whose file replaces ``path`` if the block succeeds.
+    """Yield a temporary path. If the ``with`` block succeeds, the new file replaces ``path``.
 
     An existing ``path`` is replaced without any check. Use this function only for files that
     dlm-export created.
@@ -205,9 +205,9 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """Own the claim (temporary folder) of ``output`` while the block runs, and yield its path.
+    """Take the claim (temporary folder) of ``output`` for the ``with`` block, and yield its path.
 
-    If an earlier process was killed, its files in the claim are removed first.
+    Before the block, files that a killed process left in the claim are removed.
     """
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
@@ -216,13 +216,14 @@ def _claim(output: Path) -> Iterator[Path]:
         raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
     try:
         if os.path.lexists(claim / OLD) and not os.path.lexists(output):
-            # An earlier process was killed between the two renames of ``_exchange``.
+            # Restore the old output. An earlier process was killed between the two renames of
+            # ``_exchange``.
             os.rename(claim / OLD, output)
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        # Do not delete the entry "old". If it exists, the old output could not be moved back to its
-        # path, and this entry is the user's only copy.
+        # Do not delete the entry "old". If this entry exists, the old output could not be moved
+        # back to its path, and the entry is the user's only copy.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
             # Remove "owner" after all other entries, because no process deletes the entries of a
@@ -284,7 +285,7 @@ def _take(claim: Path, output: Path) -> int:
                 return owner
         except FileNotFoundError:
             pass
-        os.close(owner)  # another process removed the claim before this process locked it
+        os.close(owner)  # try again: another process removed the claim before it was locked
 
 
 def _clear(claim: Path, *names: str) -> None:
@@ -302,9 +303,9 @@ def _clear(claim: Path, *names: str) -> None:
 def _place(new: Path, output: Path, before: _Look | None) -> None:
     """Move ``new`` to ``output``, unless another process has changed ``output``.
 
-    ``before`` is the result of an earlier call of ``_look(output)``. If old output is replaced, it
-    is moved to the path ``new``. If ``output`` has changed, it is not moved, and OutputError is
-    raised.
+    ``before`` is the result of an earlier call of ``_look(output)``. If ``_look(output)`` now
+    returns a different result, the function raises OutputError, and leaves ``output`` in place.
+    Otherwise, existing output is moved to the path ``new``.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):

@@ -26,8 +26,8 @@ class KernelSet:
     def instructions(self) -> dict[str, str]:
         """Maps each kind of kernel to its instruction set.
 
-        The kinds are the formats of linear layers, ``attention``, and ``candidates`` (the choice of
-        the most likely tokens).
+        The kinds of kernels are the formats of linear layers, ``attention``, and ``candidates``
+        (the choice of the most likely tokens).
         """
         codes, floats = self.codes, self.floats
         return {
@@ -52,10 +52,9 @@ sets.
 
 
 def list_kernels() -> list[dict[str, Any]]:
-    """Describe each kernel set in ``KERNEL_SETS`` in values that JSON can represent.
+    """Describe each kernel set in ``KERNEL_SETS`` with plain Python objects.
 
-    ``refusal`` is the reason why the kernels cannot run on this machine, or ``None`` if they can
-    run.
+    ``refusal`` is the reason why this machine cannot run the kernels, or ``None`` if it can.
     """
     here = _native.kernel_sets()
     return [

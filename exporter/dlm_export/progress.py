@@ -41,9 +41,9 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
-        """Run and time the block as a stage of ``total`` units.
+        """Report the ``with`` block as a stage of ``total`` units, and measure its duration.
 
-        Yields a function. The block calls this function to report finished units.
+        Yields a function that the ``with`` block calls to report finished units.
         """
         self.progress.start(name, total)
         began = time.perf_counter()

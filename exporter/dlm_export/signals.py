@@ -25,7 +25,7 @@ class _Ended(BaseException):
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call ``handler`` for signals that would end the process, while the block runs.
+    """While the ``with`` statement runs, call ``handler`` for signals that would end the process.
 
     Signals that the process ignores, for example under ``nohup``, stay ignored. Python lets only
     the main thread set handlers, so this function does nothing in other threads.
@@ -50,8 +50,8 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 def cancelling(cancel: threading.Event) -> Iterator[None]:
     """While the ``with`` statement runs, set ``cancel`` when a signal would end the process.
 
-    The statement can then finish its work, and the process ends after it. If a second signal
-    follows, the process ends at once. Use this function inside ``dying_by_signal``.
+    The code in the ``with`` statement can then finish its work before the process ends. A second
+    signal ends the process at once. Use this function inside ``dying_by_signal``.
     """
     ending: list[int] = []
 
@@ -94,10 +94,11 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def dying_by_signal() -> Iterator[None]:
-    """Raise an exception on a signal that ends the process, while the block runs.
+    """While the ``with`` statement runs, raise an exception on signals that end the process.
 
-    The exception lets the code clean up. The process then kills itself with the same signal. It
-    does not exit with code 128 + n, because a shell loop that runs the command would then continue.
+    The exception lets the code clean up. The process then kills itself with the same signal, which
+    also ends a shell loop that runs the command. After an exit code of 128 + n, such a loop would
+    continue.
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -152,9 +152,10 @@ def _check_config(
 ) -> None:
     """Raise CheckpointError if the checkpoint's config.json describes a different network.
 
-    If the bundle records the same hash of config.json, or no hash, nothing is compared. The mask
-    tokens are never compared. The function first reads the checkpoint with the checkpoint's own
-    mask token, because the bundle's mask token may be outside the checkpoint's vocabulary.
+    The function compares the networks only if the manifest records a different hash of config.json.
+    It does not compare the mask tokens. To read the checkpoint, the function uses the checkpoint's
+    own mask token, because the bundle's mask token may be outside the checkpoint's vocabulary. If
+    this fails, the function uses the bundle's mask token.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -203,7 +204,7 @@ class BundleParameters:
         self.path = folder / graph.GRAPH_FILE
         try:
             initializers = ir.load(self.path).graph.initializers
-        except Exception as err:  # protobuf has its own exceptions, and onnx_ir raises ValueError
+        except Exception as err:  # protobuf raises its own exceptions, onnx_ir raises ValueError
             raise CheckpointError(
                 f"{self.path}: not a graph that onnx_ir can read ({err})"
             ) from err

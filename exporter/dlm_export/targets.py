@@ -73,7 +73,7 @@ class TargetError(DlmError):
 class Target:
     """Describes what a device can run.
 
-    A value that no source states is ``None``, or is missing from a mapping.
+    If no source states a value, the value is ``None``, or is missing from its mapping.
 
     Attributes:
         formats: Formats of quantised layers that the device supports.
@@ -88,8 +88,8 @@ class Target:
         derived: Explains, for each rate that no source states directly, how it was derived.
         provider: The execution provider that ONNX Runtime uses, if ``engine`` is "onnxruntime".
         engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
-            TensorRT-RTX. It can build engines without a GPU. "tensorrt" is standard TensorRT. It
-            builds engines on the device itself.
+            TensorRT-RTX, which needs no GPU to build an engine. "tensorrt" is standard TensorRT,
+            which builds an engine on the device itself.
         tensorrt, jetpack: Versions of TensorRT and JetPack that support the device, as text.
     """
 

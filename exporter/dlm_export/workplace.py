@@ -62,12 +62,12 @@ class Workplace:
 
 @contextmanager
 def threads_for(elements: int) -> Iterator[None]:
-    """Let torch use a single thread while the block runs, if all matrices are small.
+    """Let torch use a single thread in the ``with`` block, if all matrices are small.
 
     ``elements`` is the number of elements of the largest matrix. A matrix of up to ``SMALL_MATRIX``
-    elements is small. If several threads computed a small product, they would have to wait for each
-    other at the end. If other programs use the same cores, this wait can be as long as a time
-    slice.
+    elements is small. If several threads compute a small product, they wait for each other at the
+    end. If other programs use the same cores, this wait can be as long as a time slice of the
+    scheduler.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:

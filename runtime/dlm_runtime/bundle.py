@@ -121,7 +121,7 @@ class Bundle(Decides, UsesPromptCaches):
     def check_text(self) -> None:
         """Read the file that contains the tokenizer and the chat template in compiled form.
 
-        Only C programs use this file. Raises BundleError if the file is damaged.
+        Only C programs use the compiled form. Raises BundleError if the file is damaged.
         """
         if "file" not in self.manifest.get("text", {}):
             return
@@ -233,7 +233,8 @@ class Bundle(Decides, UsesPromptCaches):
     ) -> Tools:
         """Check descriptions of tools, and return the checked tools for use by many requests.
 
-        ``Options`` describes the arguments. Raises RequestError if a description is invalid.
+        The arguments mean the same as the fields of ``Options``. Raises RequestError if a
+        description is invalid.
         """
         how = {
             "tool_choice": tool_choice,
@@ -473,9 +474,10 @@ class Bundle(Decides, UsesPromptCaches):
         The name of the denoiser's mask token marks a hole too: ``"the capital of [MASK] is [MASK]"``.
 
         The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. For a
-        prompt, the tokenizer may add tokens at the start and at the end. If ``text`` is the whole canvas, ``infill``
-        also adds the start tokens, unless ``text`` already starts with them. If the denoiser has no end token,
-        ``infill`` adds the tokenizer's tokens at the end too.
+        prompt, the tokenizer may add tokens at the start and at the end. Without ``prompt`` and
+        ``chat``, ``text`` is the whole canvas. ``infill`` then also adds the start tokens, unless
+        ``text`` already starts with them. If the denoiser has no end token, ``infill`` adds the
+        tokenizer's tokens at the end too.
 
         Args:
             text: Text with at least one hole. If ``prompt`` or ``chat`` is passed, the text is the answer.

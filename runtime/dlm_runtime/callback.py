@@ -1,4 +1,4 @@
-"""Runs the native loop with a Python function that computes each pass, instead of an engine.
+"""Runs the native loop without an engine. A Python function computes each pass.
 
 Tests use this module to run a torch denoiser with the native loop. If such a test passes and the
 exported bundle gives wrong results, the error is in the exported graph and not in the loop. The
@@ -88,8 +88,8 @@ class CallbackPass:
         logits: Output ``[R, V]``.
         present: Output: the keys and values of the T tokens, as nested lists like ``past``.
         conditioning: ``next_conditioning`` of the last pass over the same block, ``[T, C]``. The
-            values are 0 in the first pass over a block, and in causal passes. None if the denoiser
-            has no self-conditioning. The same holds for the next two fields.
+            values are 0 in the first pass over a block, and in causal passes. If the denoiser has
+            no self-conditioning, this field and the next two fields are None.
         temperature: The temperature of each scored row, ``[R]``, for ``next_conditioning``.
         next_conditioning: Output ``[R, C]``, computed from the softmax of the logits divided by
             ``temperature``. None if it is not needed.

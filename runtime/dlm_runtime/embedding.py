@@ -1,10 +1,10 @@
 """Finds the installed files that a C or C++ program needs to use the runtime.
 
-These are the header, the libraries, the pkg-config file and the CMake package.
+The files are the header, the libraries, the pkg-config file and the CMake package.
 
-The files are in one folder, in the subfolders that ``cmake --install`` creates. The whole folder
-can be moved. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints
-these paths.
+All files are in one folder, in the subfolders that ``cmake --install`` creates. You can move the
+whole folder. The module ``abi.native`` loads the shared library from the same folder. ``dlm-export
+embed`` prints the paths of the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STATIC_NEEDS = "-lstdc++ -lm -ldl -lpthread"
 def prefix() -> Path:
     """Return the folder that contains ``include/dlm_runtime.h`` and ``lib/``.
 
-    Raises EngineError if the package was installed without these files.
+    Raises EngineError if the package was installed without the header and the libraries.
     """
     folders = _native.package_folders()
     for folder in folders:
@@ -54,7 +54,7 @@ def libs(*, static: bool = False) -> str:
 
 
 def engine_library() -> str | None:
-    """Return the path of the installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``.
+    """Return the path of the installed ONNX Runtime's library, as a value for ``$DLM_ONNXRUNTIME``.
 
     Returns None if ONNX Runtime is not installed.
     """

@@ -52,7 +52,7 @@ class BusyError(DlmError):
 
 
 class CancelledError(DlmError):
-    """Raised if a request was ended early, so that there is no result."""
+    """Raised if a request has no result, because it was ended early."""
 
 
 class SchemaWarning(DlmWarning):
@@ -67,5 +67,5 @@ def shown(value: object) -> str:
     """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
-    except Exception:  # for example, Python does not print integers with too many digits
+    except Exception:  # repr may fail, for example for an integer with too many digits
         return f"a value of type {type(value).__name__}"

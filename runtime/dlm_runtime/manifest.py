@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # maximum length in characters; the manifest may contain very long texts
+_MESSAGE_LIMIT = 300  # most characters of an error message; a manifest may contain very long texts
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     """Find the tokenizer and the chat template that a manifest names.
 
-    Raises BundleError if the manifest's member ``files`` does not list one of these text files.
+    Raises BundleError if the manifest's member ``files`` does not list one of the two files.
     """
 
     def listed(name: object, place: str) -> Path:
@@ -107,8 +107,7 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 def schema() -> dict[str, Any]:
     """Load manifest.schema.json, and add the lists of allowed names that Python code defines.
 
-    The added lists name the fields of a policy, the layer formats, the JSON layouts and the call
-    formats.
+    The lists contain the names of policy fields, layer formats, JSON layouts and call formats.
     """
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")

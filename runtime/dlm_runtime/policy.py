@@ -1,6 +1,6 @@
 """Defines policies, which are the settings of a denoising loop.
 
-For example, a policy determines which tokens are committed after each pass.
+A policy determines, for example, which tokens are committed after each pass.
 
 Names and definitions follow the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487),
 Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
@@ -34,7 +34,7 @@ _NEAR = 0.7
 class Policy:
     """The policy of one denoising loop.
 
-    The fields are the fields of ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
+    A policy has the same fields as ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
 
     Args:
         select: How the token of a position is chosen. "argmax" chooses the most likely token.

@@ -60,7 +60,7 @@ class LayerFormat:
 
     Args:
         weights, activations: Names of number formats. None means full precision.
-        is_static: True if calibration determines the range of the activations. Otherwise each pass
+        is_static: True if calibration determines the range of the activations. If False, each pass
             computes the range.
         group_size: Number of weights in a group, along the input dimension.
         next: Layer formats to try for a layer whose shape does not suit this format. The first
@@ -87,10 +87,7 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in this format.
-
-        In this case, the CPU multiplies the quantised numbers in fp32.
-        """
+        """True if a CPU multiplies the quantised numbers in fp32, because it lacks the format."""
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
     @property
@@ -109,11 +106,11 @@ class LayerFormat:
     def is_int4_in_panels(self) -> bool:
         """True if the weights are INT4 and each pass quantises the activations.
 
-        No engine has operators for such a format. This project's kernels compute it. If the kernels
-        are switched off, ONNX Runtime computes it with the ONNX functions that the graph contains.
-        The scales are stored as fp16 in every graph, because fp32 scales would be a large part of
-        the file. The scales may be negative. TensorRT rejects negative scales, but TensorRT never
-        computes this format.
+        No engine has operators for INT4 weights with quantised activations. This project's kernels
+        compute the product. If the kernels are switched off, ONNX Runtime computes it with the ONNX
+        functions that the graph contains. The scales are stored as fp16 in every graph, because
+        fp32 scales would be a large part of the file. The scales may be negative. TensorRT rejects
+        negative scales, but TensorRT never computes this format.
         """
         return self.weights == "int4" and self.is_dynamic
 
@@ -121,8 +118,8 @@ class LayerFormat:
     def suits_table(self) -> bool:
         """True if a CPU can read single rows of a matrix in this format.
 
-        If the output head and the embedding share one matrix, this matrix needs such a format,
-        because a pass looks up single rows in the embedding.
+        A pass looks up single rows in the embedding. If the output head and the embedding share one
+        matrix, the format of this matrix must therefore suit a table.
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 

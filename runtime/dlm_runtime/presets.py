@@ -26,8 +26,9 @@ _D3LLM = Policy(commit="entropy_threshold", score="entropy", entropy_bound=0.5, 
 PRESETS = {
     # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
     "llada": Policy(),
-    # Each pass commits all tokens whose score reaches the threshold, and always the token with the
-    # highest score. Keys and values of positions outside the block are read from the cache.
+    # Each pass commits all tokens whose score reaches the threshold. It always commits the token
+    # with the highest score. Keys and values of positions outside the block are read from the
+    # cache.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. Dream's noise schedule says which share of the masked
     # positions each pass commits. temperature and top_p are from the authors' published commands.
@@ -41,13 +42,16 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # The loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i + 1.
+    # This is the loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i +
+    # 1.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # Each pass may commit positions of several blocks. The next block starts when a tenth of the
-    # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats, and
-    # always the token with the lowest entropy, and a token of the first unfinished block.
+    # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats. It
+    # always commits the token with the lowest entropy, and at least one token of the first
+    # unfinished block.
     "d3llm": _D3LLM,
-    # The same, but the token with the lowest entropy commits only in the first unfinished block.
+    # Like "d3llm", but the token with the lowest entropy commits only in the first unfinished
+    # block.
     "d3llm-dream": _D3LLM.with_fields({"compare": ">"}),
     # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
     # positions with the highest entropies stay masked. The released code plans 256 passes by
@@ -55,34 +59,36 @@ PRESETS = {
     "rnd1": Policy(
         score="entropy", schedule="floor", block_length=0, steps_per_block=256, reserve="end"
     ),
-    # For block-causal networks. The block length is the block length of the network, and the cache
-    # is exact. Each pass commits all tokens above the threshold, but at least a planned number of
-    # tokens. The planned number of tokens is the same in every block.
+    # This preset is for block-causal networks. The block length is the block length of the network,
+    # and the cache is exact. Each pass commits all tokens above the threshold, but at least a
+    # planned number of tokens. The planned number of tokens is the same in every block.
     "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
     "llada2": _BLOCKS,
-    # The loop of LLaDA2, with extra passes over each finished block. An extra pass replaces a token
-    # if another token is clearly more likely.
+    # This is the loop of LLaDA2, with extra passes over each finished block. An extra pass replaces
+    # a token if another token is clearly more likely.
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
     ),
     # Each pass commits all tokens whose score reaches the threshold. The authors' published command
-    # sets no threshold. Each of its passes commits one token, as with commit="static".
+    # sets no threshold. With this command, each pass commits one token, as with commit="static".
     "stable-diffcoder": Policy(commit="threshold", threshold=0.95, cache="block", block_length=0),
-    # For networks with causal attention. The released code has no default for the length of a block
-    # and for the threshold. Its other loop has a window of 16 positions.
+    # This preset is for networks with causal attention. The released code has no defaults for the
+    # block length and the threshold. The block length of 16 is the window size of another loop in
+    # the released code.
     "wedlm": Policy(commit="threshold", cache="block", block_length=16),
-    # For networks with draft passes. A draft pass predicts several tokens, and then a causal pass
-    # checks them. Causal passes alone would generate the same text.
+    # This preset is for networks with draft passes. A draft pass predicts several tokens, and then
+    # a causal pass checks them. Causal passes alone would generate the same text.
     "self-speculation": Policy(commit="verify", cache="block", block_length=0),
-    # The same text as "self-speculation", but each pass generates one token.
+    # This preset generates the same text as "self-speculation", but one token per pass.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
     # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
     "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),
-    # For denoisers without a mask token. A block starts from random tokens. Each pass accepts the
-    # positions with the lowest entropies and draws new random tokens for the others. The temperature
-    # falls from 0.8 to 0.4. A block ends after 48 passes, or when its tokens are stable and certain.
+    # This preset is for denoisers without a mask token. A block starts from random tokens. Each
+    # pass accepts the positions with the lowest entropies and draws new random tokens for the
+    # others. The temperature falls from 0.8 to 0.4. A block ends after 48 passes, or when its
+    # tokens are stable and certain.
     "diffusion-gemma": Policy(
         select="sample",
         commit="entropy_bound",

@@ -58,7 +58,7 @@ def check_wheels() -> None:
 def load_libraries() -> None:
     """Load NVIDIA's libraries from their installed wheels.
 
-    A provider's library needs these libraries and finds them once they are loaded.
+    A provider's library needs NVIDIA's libraries, and finds the libraries that are loaded.
 
     If no wheel contains one of NVIDIA's libraries, the system's loader must find this library. If a
     library is missing, the provider reports an error.

@@ -85,8 +85,9 @@ FORMATS = {
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
     """Return the call format to use.
 
-    If ``chosen`` is None, this is the format that the chat template shows. If the template does not
-    show a format, the result is one JSON object per line. Raises RequestError for an unknown name.
+    If ``chosen`` is None, the result is the format that the chat template shows. If the template
+    does not show a format, the result is one JSON object per line. Raises RequestError for an
+    unknown name.
     """
     if isinstance(chosen, CallFormat):
         return chosen
@@ -149,7 +150,8 @@ class Tools:
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
         """Return the source of a constraint that allows one call.
 
-        If ``is_parallel`` is true, the constraint allows several calls. Its kind is "tree".
+        If ``is_parallel`` is true, the constraint allows several calls. The kind of the constraint
+        is "tree".
         """
         f = self.written
         start, between, end = layout.around(0, False)
@@ -174,9 +176,8 @@ class Tools:
 
         If the format has texts before and after a call, calls are found between these texts.
         Otherwise, the whole text must consist of calls. If ``choice`` is "none" or the text contains
-        no calls, the list is empty. A call counts only if its name is the name of a function in
-        ``listed`` and its arguments are a JSON object.
-        The arguments are not checked further.
+        no calls, the list is empty. A call counts only if it names a function in ``listed`` and its
+        arguments are a JSON object. The arguments are not checked further.
         """
         if text is None or self.choice == "none":
             return []
@@ -191,7 +192,8 @@ class Tools:
     def _of(self, text: str) -> list[ToolCall] | None:
         """Parse a sequence of JSON values.
 
-        Each value must be a call or a list of calls. Returns None if the text has a different form.
+        Each JSON value in the text must be a call or a list of calls. Returns None if the text has
+        a different form.
         """
         found: list[ToolCall] = []
         rest = text.strip()

@@ -2,8 +2,8 @@
 
 A row of ``CASES`` contains a name, the change, some words of the expected error message, the reader
 that must reject the bundle, and the file that the message must name. A change to a file also
-updates its size and hash in the manifest, unless the row tests a wrong size or hash. So the bundle
-is rejected for the reason that the row names.
+updates its size and hash in the manifest, unless the row tests a wrong size or hash. Otherwise, the
+bundle would be rejected because of its hash, and not for the reason that the row names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ GONE = object()
 class Case:
     """A hostile bundle.
 
-    ``engine`` is the engine with which the native library rejects it. If None, only Python reads
-    the damaged part.
+    ``engine`` is the engine with which the native library rejects the bundle. If ``engine`` is
+    None, only Python reads the damaged part.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
 def replace(path: Path, content: bytes) -> None:
     """Write a file of the copied bundle.
 
-    The old file is removed first, because it may be a link to the original.
+    The old file is removed first, because it may be a link to a file of the valid bundle.
     """
     path.unlink(missing_ok=True)
     path.write_bytes(content)
@@ -131,7 +131,7 @@ def stands(name: str, make: Callable[[Path], object]) -> Change:
 
 
 def outside(name: str) -> Change:
-    """List a file outside the bundle, with its right size and hash."""
+    """Add a file outside the bundle to the manifest, with its right size and hash."""
     return put("files", name, listed(name, b"outside"))
 
 
@@ -249,7 +249,7 @@ def with_text(made: bytes) -> Change:
 
 
 def splits(count: int, table: list[int]) -> bytes:
-    """Split rules. Each rule has a single character class, which contains every character."""
+    """Return a file with ``count`` split rules. Each rule has one class, of all characters."""
     arrays = {
         "class_pages": [0] * PAGES,
         "split_starts": [*range(count + 1)],
@@ -266,7 +266,7 @@ def splits(count: int, table: list[int]) -> bytes:
 def engine(**changes: Any) -> Change:
     """An entry for a GPU engine.
 
-    The entry is correct except for ``changes``, but its file is not an engine.
+    The entry of the engine is correct except for ``changes``, but the file is not an engine.
     """
 
     def change(bundle: Path) -> None:

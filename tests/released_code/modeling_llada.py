@@ -2,8 +2,8 @@
 
 This code was written for the tests, based on the paper and on the names of the tensors.
 
-It shares no code with dlm_export: RoPE multiplies complex numbers, attention is written out, and
-all sizes come from config.json.
+The code shares nothing with dlm_export: RoPE multiplies complex numbers, attention is computed step
+by step, and all sizes come from config.json.
 """
 
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def rotate(x, theta):
 class Block(nn.Module):
     """Attention over the whole canvas, followed by a gated MLP.
 
-    Each has a norm before it, and its output is added to its input.
+    Attention and the MLP each have a norm before them. The output of each is added to its input.
     """
 
     def __init__(self, c):

@@ -17,7 +17,8 @@ struct completion {
   dlm_job* job;
   char id[64];
   int64_t created;
-  int is_begun;          /* the event with the role was appended to the stream */
+  int is_begun;          /* 1: the first event of the stream, which contains the role, was
+                            appended */
   int is_over;           /* all events were appended to the stream */
   pthread_mutex_t mutex; /* protects the fields below, which the scheduler's thread writes */
   pthread_cond_t changed;
@@ -77,7 +78,8 @@ static int read_number(const json_t* root, const char* name, double low, double 
   return *number >= low && *number <= high;
 }
 
-/* Reads all fields except the prompt. After an error, returns 0 and sets *why. */
+/* Reads all members of the JSON request except the prompt. After an error, returns 0 and sets
+ * *why. */
 static int read_options(completion* of, const json_t* root, refusal* why) {
   const char* key;
   json_t* value;
@@ -229,8 +231,8 @@ void completion_destroy(completion* of) {
   if (of == NULL) return;
   if (of->job != NULL) {
     dlm_job_cancel(of->job);
-    dlm_job_wait(of->job, -1); /* until the request has ended, on_step may use the fields that are
-                                  freed below */
+    dlm_job_wait(of->job, -1); /* wait, because on_step may use the fields below until the request
+                                  has ended */
     dlm_job_destroy(of->job);
   }
   buffer_free(&of->fresh);
@@ -278,8 +280,8 @@ static const char* finish_reason(const dlm_result* result) {
                                                                                       : "length";
 }
 
-/* Makes the JSON object of an answer or an event. Takes over the references to `choice` and
- * `usage`. `usage` may be NULL. */
+/* Returns the JSON text of an answer or an event. Takes ownership of `choice` and `usage`. `usage`
+ * may be NULL. */
 static char* frame(const completion* of, json_t* choice, json_t* usage) {
   const char* const object = !of->is_chat    ? "text_completion"
                              : of->is_stream ? "chat.completion.chunk"

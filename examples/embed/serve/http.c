@@ -12,8 +12,8 @@
 
 enum {
   POLL_MS = 100,    /* time between checks whether the client is still connected */
-  MOST_DROPPED = 16 /* if a body is too large, at most this many times the limit is read and
-                       discarded */
+  MOST_DROPPED = 16 /* the connection is closed if a body is larger than this many times the
+                       limit */
 };
 
 /* An HTTP request and its answer. */
@@ -209,9 +209,9 @@ static enum MHD_Result handle(void* user, struct MHD_Connection* connection, con
       !buffer_append(&of->body, upload, *upload_size))
     return MHD_NO;
   *upload_size = 0;
-  /* If the body is too large, the rest of the body is read and discarded. The reason is that the
-   * client reads the answer only after it has sent the whole body. The number of discarded bytes is
-   * limited too. */
+  /* If the body is too large, read and discard the rest, because many clients read the answer only
+   * after they have sent the whole body. If the body is more than MOST_DROPPED times too large,
+   * close the connection. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 
@@ -243,8 +243,8 @@ struct MHD_Daemon* http_start(service* of, const char* address, uint16_t port) {
   place.sin_family = AF_INET;
   place.sin_port = htons(port);
   if (inet_pton(AF_INET, address, &place.sin_addr) != 1) return NULL;
-  /* The timeout is longer than a request can take. Otherwise, a connection would be closed as idle
-   * while its thread waits for a request. */
+  /* The timeout is longer than the longest request. With a shorter timeout, libmicrohttpd would
+   * close a connection as idle while its request runs. */
   const unsigned idle_s = (unsigned)(of->limits.deadline_ms / 1000) + 30;
   const unsigned flags =
       MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;

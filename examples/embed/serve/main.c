@@ -92,8 +92,8 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Opens all objects that requests need. After an error, the caller closes the objects that were
- * opened. */
+/* Opens the bundle and creates the scheduler. After an error, the caller must destroy the objects
+ * that were created. */
 static dlm_status open_service(service* to, const struct settings* settings, char* message,
                                size_t capacity) {
   dlm_open_options options;
@@ -103,7 +103,7 @@ static dlm_status open_service(service* to, const struct settings* settings, cha
   if (status != DLM_OK) return status;
   dlm_policy_init(&to->policy, sizeof to->policy);
   status = dlm_bundle_policy(to->bundle, settings->preset, NULL, message, capacity, &to->policy);
-  /* dlm_bundle_text fails if the bundle has no tokenizer, which the service needs. */
+  /* The service needs a tokenizer. dlm_bundle_text fails if the bundle has no tokenizer. */
   const dlm_text* text = NULL;
   if (status == DLM_OK) status = dlm_bundle_text(to->bundle, message, capacity, &text);
   if (status != DLM_OK) return status;
@@ -118,7 +118,7 @@ static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status, message); /* the service ends, because it cannot run passes any more; a supervisor
+  report(status, message); /* end the service, because no thread runs passes any more; a supervisor
                               can restart it */
   _exit(1);
 }

@@ -16,7 +16,7 @@ typedef struct buffer {
   size_t size, capacity;
 } buffer;
 int buffer_append(buffer* to, const char* data,
-                  size_t size); /* adds bytes; if there is no memory, returns 0 and adds none */
+                  size_t size); /* appends bytes; returns 0 if there is no memory */
 void buffer_free(buffer* of);
 
 typedef struct limits {
@@ -38,7 +38,8 @@ typedef struct service {
   int is_stopping;        /* 1: new requests are rejected */
   int is_cut;             /* 1: running requests are cancelled */
   unsigned under_way;     /* number of HTTP requests that are not finished */
-  unsigned promised;      /* number of running requests that were accepted before is_stopping */
+  unsigned promised;      /* number of unfinished HTTP requests that were accepted before
+                             is_stopping became 1 */
   uint64_t taken;         /* number of HTTP requests so far */
   uint64_t gone;          /* number of HTTP requests whose client disconnected */
   uint64_t answered[600]; /* number of answered HTTP requests for each HTTP status */

@@ -1,6 +1,6 @@
 """Computes the smallest amount of memory that a build needs.
 
-The computation uses only the description of the network, and loads no weights.
+The functions of this module use only the description of the network. They load no weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
-_OTHERS = 128 << 20  # bytes reserved for Python objects, workspaces of engines and the like
+_OTHERS = 128 << 20  # bytes reserved for Python objects, for workspaces of engines, and so on
 _ROUNDED = 16 << 20  # error messages round amounts up to multiples of this number
 
 
@@ -25,8 +25,8 @@ def activation_bytes(job: Job) -> int | None:
     """Compute how many bytes of memory the hidden states of canvases may use.
 
     If ``--memory`` is given, its value is the limit for the whole process. Otherwise, the available
-    memory is the limit. The function subtracts the memory of the most demanding stage from this
-    limit.
+    memory is the limit. From this limit, the function subtracts the memory of the stage that needs
+    the most.
 
     Returns ``None`` if the available memory is unknown. Raises MemoryLimitError if the limit is too
     small for a stage. The error message says how much memory is needed.
@@ -40,7 +40,7 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Round up. The memory of this process varies, but the message then rarely changes.
+        # Round up, so that small changes in the memory of this process rarely change the message.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
@@ -51,8 +51,8 @@ def activation_bytes(job: Job) -> int | None:
 def _for_pace(job: Job, least: int) -> str:
     """Return the part of an error message that says how much memory makes calibration fast.
 
-    With this amount of memory, calibration runs several generations together. With less memory, it
-    runs fewer generations together, and has to load all layers from disk more often.
+    With the stated amount of memory, calibration runs several generations together. With less
+    memory, calibration runs fewer generations together, and loads all layers from disk more often.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
@@ -62,9 +62,10 @@ def _for_pace(job: Job, least: int) -> str:
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """Map each stage to its peak memory in bytes, without the hidden states of canvases.
+    """Return how many bytes of memory each stage needs at most.
 
-    The keys are the names of stages in error messages.
+    The hidden states of canvases are not counted. The keys are the names of the stages in error
+    messages.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
@@ -76,12 +77,12 @@ def needed_bytes(job: Job) -> dict[str, int]:
     ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # Quantising a matrix takes three times its fp32 size: for the matrix, for its codes, and for a
-    # working copy. Unquantised matrices are processed a few rows at a time, so they need less
-    # memory.
+    # Quantising a matrix takes three times the fp32 size of the matrix: for the matrix, for its
+    # codes, and for a working copy. Unquantised matrices need less memory, because they are
+    # processed a few rows at a time.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    # In a graph for GPUs, all experts of a layer form one matrix. Memory contains the codes of this
-    # matrix twice: in one array, and in a separate array for each expert.
+    # In a graph for GPUs, the matrices of all experts of a layer form one matrix. The codes are in
+    # memory twice: in one array for the whole matrix, and in a separate array for each expert.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
@@ -96,9 +97,9 @@ def needed_bytes(job: Job) -> dict[str, int]:
         )
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # Three copies of a transformer block can be in memory at the same time: the torch block,
-        # the graph's block, and a second torch block while weights are quantised. A quantised head
-        # is packed in memory. An unquantised head is memory-mapped.
+        # Three copies of a transformer block can be in memory at the same time: one copy in torch,
+        # one copy in the graph, and another copy in torch while weights are quantised. A quantised
+        # head takes at most one byte per weight. An unquantised head is memory-mapped.
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )

@@ -18,9 +18,9 @@ from dlm_export.tensorrt.estimate import EngineOptions
 class QuantiseOptions:
     """Options for calibrating a quantised bundle, and for measuring its accuracy.
 
-    If the bundle's loss of accuracy exceeds ``budgets``, the build fails. A solver rounds the
-    weights of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the
-    expert.
+    If the bundle's loss of accuracy exceeds ``budgets``, the build fails. A solver (an algorithm
+    such as GPTQ that rounds weights) is used for an expert only if calibration routes at least
+    ``min_tokens_per_expert`` tokens to the expert.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -39,7 +39,8 @@ class BuildOptions:
     Attributes:
         targets: Names of the targets. Several names are allowed only if all targets are GPUs.
         precision: A full precision (fp32 or fp16 for a CPU, fp16 or bf16 for GPUs), the name or
-            file of a recipe, ``auto``, or ``stored``.
+            file of a recipe, ``auto`` (search for a recipe), or ``stored`` (the formats of a
+            pre-quantised checkpoint).
         activations: Type of activations in quantised bundles for GPUs: fp16 or bf16. ``None``
             chooses bf16 if the source has bf16 weights and all targets support bf16. Otherwise,
             ``None`` chooses fp16.

@@ -1,6 +1,6 @@
 """Implements the stages of a build that check a finished bundle.
 
-These stages compare the bundle with torch, and measure how much accuracy quantisation costs.
+The stages compare a bundle with torch, and measure how much accuracy quantisation costs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # samples on which the loss from rounding the cache is measured without --judged
-# The build also ranks the layers by the loss that quantising each layer causes. For each sample on
-# which the accuracy is measured, the build measures these losses on this many canvases (calibration
-# states). Measuring one canvas takes as long as ten passes.
+# Number of samples on which the build measures the loss from rounding the cache, if the user does
+# not pass --judged.
+CACHE_SAMPLES = 8
+# Number of calibration states (canvases) per sample of the accuracy measurement. On these canvases,
+# the build measures how much loss the quantisation of each layer causes. Each canvas takes as much
+# time as ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -43,7 +45,7 @@ class Proof:
     ``record`` is the content of accuracy.json. ``judgement`` is the measured loss of accuracy, and
     is ``None`` if the build did not measure it. ``threshold`` and ``levels`` are the fitted
     threshold and effort levels, and are ``None`` if they were not fitted. ``cache`` is the result
-    of ``judge_cache``: the loss from rounding the cache.
+    of ``rounded_cache.judge_cache``: the loss from rounding the cache.
     """
 
     parity: Parity
@@ -113,9 +115,9 @@ def _check_pass(
 ) -> Parity:
     """Compare whole passes of an unquantised bundle with torch.
 
-    In a network with experts, a tiny difference can route a token to a different expert, which
-    changes the rest of the pass. If whole passes of such a network differ, the function therefore
-    compares the layers one by one.
+    In a network with experts, a tiny difference can route a token to a different expert. The rest
+    of the pass then computes different results. If whole passes of such a network differ, the
+    function therefore compares the layers one by one.
     """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):

@@ -72,7 +72,7 @@ class Quantised:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in one of the formats, and therefore simulates the format.
+        """True if any layer has a format that CPUs can only simulate.
 
         To simulate a format, the CPU computes in fp32 with the exact values of the format.
         """
@@ -105,7 +105,7 @@ def quantise(
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
     # The search for a recipe measures losses on calibration states. A pre-quantised checkpoint
-    # needs no calibration states, because it already contains its ranges.
+    # needs no calibration states, because the checkpoint contains the ranges of activations.
     needs_states = (
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
@@ -205,7 +205,7 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 def _runs(
     job: Job, data: samples.Data, workplace: Workplace, advance: Callable[..., None]
 ) -> Trajectories:
-    """Return the function that generates texts, in this process or with the workers of ``--ray``."""
+    """Return a function that generates texts. With ``--ray``, the workers generate the texts."""
     source, remote = job.source, workplace.remote
     policy = samples.comparable(source.presets[job.preset])
     if remote is None:
@@ -225,7 +225,7 @@ def _layered(job: Job, workplace: Workplace) -> Layered:
 def _tune(job: Job, stages: Stages) -> Tuning:
     """Measure on this processor how long each layer takes in each format.
 
-    The number of rows is the number of tokens in a decoding block.
+    The input of each layer has one row for each token of a decoding block.
     """
     layers = [
         layer for members in search.searched(job.source.network).values() for layer in members

@@ -1,7 +1,7 @@
 """Checks the options of a build before the work starts.
 
-``check_request`` checks the options before the source is opened. ``check_job`` then checks whether
-the options suit the source.
+``check_request`` checks the options before the checkpoint or bundle is opened. ``check_job`` then
+checks whether the checkpoint or bundle can be built with these options.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request together with its source. Every stage of a build gets a ``Job``."""
+    """A checked request, and its opened checkpoint or bundle. All stages of a build use it."""
 
     request: Request
     source: Source
@@ -118,7 +118,8 @@ class Job:
     def is_judged(self) -> bool:
         """True if the build measures how much accuracy quantisation costs.
 
-        The value is False for networks that cannot be judged (``judging.sides.side.can_judge``).
+        The value is False for networks whose accuracy cannot be measured (see
+        ``judging.sides.side.can_judge``).
         """
         return self.request.is_judged and can_judge(self.source.network)
 
@@ -133,8 +134,8 @@ class Job:
 def check_request(options: BuildOptions) -> Request:
     """Check the options of a build without the source.
 
-    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if the options
-    would be wrong for any source.
+    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if no checkpoint
+    or bundle can be built with the options.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu
@@ -251,7 +252,7 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
     """Return the format that a layer gets when the recipe requests the format ``name``.
 
     The result is ``name`` itself if the layer's shape allows this format. Otherwise, the function
-    returns the first alternative that the shape allows and that all targets support.
+    returns the first alternative format that the shape allows and that all targets support.
     """
     choices = [
         name,
@@ -296,7 +297,7 @@ def _told(
 ) -> tuple[str, ...]:
     """Return messages for the user about layers that do not get the requested format.
 
-    There is one message for all layers with the same reason and the same new format.
+    Layers with the same reason and the same new format share one message.
     """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():

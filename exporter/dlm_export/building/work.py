@@ -82,7 +82,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Check that the files with an earlier build's solved weights can be read.
+    """Check that the weights that a solver rounded in an earlier build can be read.
 
     Raises CalibrationError if a file is damaged.
     """
@@ -148,7 +148,10 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of the settings that change solved weights, but not calibration states."""
+    """Return a hash of the settings that affect how a solver rounds weights.
+
+    Settings that also affect the calibration states are not included.
+    """
     options = job.request.options.quantise
     form = (
         [options.min_tokens_per_expert, job.request.on_gpu] if job.source.network.mixtures() else []

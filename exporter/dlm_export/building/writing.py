@@ -1,4 +1,4 @@
-"""Implements the stages of a build that write text files and the graph into the bundle's folder."""
+"""Implements the stages of a build that write the tokenizer's files and the graph."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ def table_dtype(job: Job) -> np.dtype:
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
     """Return a function that reads the initialisers of a quantised graph.
 
-    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps the name
-    of each of these initialisers to the layer and the part. All other initialisers are parameters
-    of the denoiser.
+    Some initialisers contain a part of a quantised layer, such as the layer's scales. ``parts``
+    maps the name of each of these initialisers to the layer and the part. All other initialisers
+    are parameters of the denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -175,8 +175,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            # The writer requests all parts of a layer one after the other, so it is enough to keep
-            # one layer in memory.
+            # ``graph.write`` requests all parts of a layer one after the other, so it is enough to
+            # keep one layer in memory.
             held.clear()
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
@@ -195,18 +195,18 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Return a function that reads initialisers of experts, and calls ``read`` for all others.
+    """Return a function that reads the initialisers of a graph with experts.
 
-    ``parts`` maps the names of these initialisers to parts of a layer. The experts of a layer are
-    read and quantised one at a time, to save memory.
+    ``parts`` maps the name of each initialiser that contains weights of experts to a part of a
+    layer. For all other initialisers, the function calls ``read``. The experts of a layer are read
+    and quantised one at a time, to save memory.
     """
     parameters: Parameters = (
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Quantising an expert creates codes and scales together, but the writer requests them
-    # separately. It requests the codes first. The dict ``found`` stores the scales until the writer
-    # requests them.
+    # Quantising an expert creates codes and scales together, but ``graph.write`` first requests the
+    # codes, and later the scales. The dict ``found`` stores the scales in the meantime.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
@@ -237,7 +237,11 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """Return the whole array, with E4M3 values as bytes, because kernels for experts expect bytes."""
+    """Return the whole array.
+
+    An array of E4M3 values is returned as an array of bytes, because kernels for experts expect
+    bytes.
+    """
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 

@@ -36,9 +36,9 @@ def published_of(manifest: Mapping[str, Any]) -> str:
 
 
 def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a bundle's default loop: a published preset, and the fields that the loop changes.
+    """Return a bundle's default loop: a published preset, and changes of the preset's fields.
 
-    Returns the name of the preset, and a dict with the new values of these fields.
+    Returns the name of the preset, and a dict with the new values of the changed fields.
     """
     record = manifest.get("default_loop")
     if record is None:
@@ -47,5 +47,5 @@ def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def published_presets(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all presets of a bundle except ``fitted``, which suits only this bundle."""
+    """Return all presets of a bundle except ``fitted``. Only this bundle can use ``fitted``."""
     return {name: each for name, each in manifest["loop"]["presets"].items() if name != FITTED}

@@ -81,7 +81,7 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
     """Yield a new folder, which becomes ``output`` if the ``with`` block succeeds.
 
     If the block fails, the folder is deleted. With ``force``, an existing bundle or empty folder at
-    ``output`` is replaced. Files and other folders are never replaced. Raises the errors of
+    ``output`` is replaced. Files and other folders are never replaced. Raises the same errors as
     ``outputs.claimed``.
     """
     with outputs.claimed(
@@ -94,7 +94,8 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 def _kept_because(path: Path) -> str | None:
     """Return the reason why a path must never be replaced.
 
-    Returns ``None`` if the path is an empty folder, or a bundle without other files.
+    Returns ``None`` if the path is an empty folder, or a bundle's folder that contains no files
+    besides those of the bundle.
     """
     if not path.is_dir() or path.is_symlink():
         return "is not a bundle"

@@ -1,4 +1,4 @@
-"""Says whether prompts that start alike can share keys and values, and how much memory these take.
+"""Computes how requests share the keys and values of equal leading tokens, and the memory cost.
 
 A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
 native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.

@@ -1,9 +1,9 @@
 """Fetches a checkpoint from the hub, and checks every file against the hashes that the hub lists.
 
-Files are stored in the cache of huggingface_hub, which resumes interrupted downloads. If only
-headers are needed, the module fetches whole configuration files, but only the header of each weight
-file, with two range requests. It then writes a sparse weight file, whose tensor data takes no disk
-space.
+Files are stored in the cache of huggingface_hub, which resumes interrupted downloads. If the caller
+needs only headers, the module fetches the configuration files, but no tensor data. Two range
+requests fetch the header of a weight file. The module then writes a sparse weight file, whose
+tensor data takes no disk space.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Return the keys that were not read and that might change the network's results.
+        """Return the unread keys whose values might change the network's results.
 
         Keys whose value is null or false are left out.
         """
@@ -211,7 +211,8 @@ class Config:
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
         """Check that the value of a key is in ``allowed``, the values that ``Denoiser`` supports.
 
-        Otherwise, raises CheckpointError. If ``is_said`` is false, the key may be missing.
+        Raises CheckpointError if the value is not allowed. If ``is_said`` is true, the key must be
+        present.
         """
         value = self.get(key)
         if value is None and is_said:
@@ -340,7 +341,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
             f"{path}: quant_algo is {reprlib.repr(algorithm)}, but {config.path.name} says "
             f"{reprlib.repr(embedded.get('quant_algo'))}. Copy the checkpoint again."
         )
-    if algorithm is None:  # modelopt writes this file even if only the cache is quantised
+    if algorithm is None:  # modelopt writes the file even if only the cache is quantised
         return None
     layers: dict[str, str] = {}
     if algorithm == MIXED:
@@ -396,7 +397,10 @@ def _text(value: object) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the list of tensors in a checked safetensors file, and the offset of the tensor data."""
+    """Read the header of a safetensors file that has been checked.
+
+    Returns a dict that describes each tensor, and the offset of the tensor data in bytes.
+    """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -441,15 +445,15 @@ class Checkpoint:
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file in the folder of config.json, or return ``{}`` if it does not exist."""
+        """Read a JSON file next to config.json. Returns ``{}`` if the file does not exist."""
         path = self.path / name
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor in its stored type, memory-mapped.
 
-        Freeing the tensor frees the mapping. The method does not read the file's header again,
-        because the header may list thousands of experts.
+        When the tensor is freed, its file is unmapped. The method does not read the file's header
+        again, because the header may list thousands of experts.
         """
         import torch
 
@@ -463,7 +467,7 @@ class Checkpoint:
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        # Some tools write files with unaligned tensors. Copy such a tensor.
+        # Some tools write files with unaligned tensors. Copy an unaligned tensor.
         if info.offset % kind.itemsize:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)

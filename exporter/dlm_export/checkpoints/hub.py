@@ -71,11 +71,11 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Yield the folder of a checkpoint or bundle, and download it first if it is on the hub.
+    """Yield the folder of a checkpoint or bundle. If necessary, download it from the hub first.
 
     Downloads are stored in the cache of huggingface_hub. If ``headers_only`` is true, the yielded
-    folder is temporary. Its weight files have the right header and the full size, but contain zeros
-    instead of weights. Raises HubError.
+    folder is temporary. The weight files in the folder have the right header and the full size, but
+    contain zeros instead of weights. Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)

@@ -54,10 +54,10 @@ class StoredQuantised:
     def input_amax(self) -> float | None:
         """The largest magnitude of the input in fp32, or ``None`` if the input has no static scale.
 
-        modelopt computes ``input_scale`` in fp32, as the largest magnitude divided by a constant of
-        the format. If ``input_scale`` was computed in this way, dividing the returned number by the
-        constant gives exactly ``input_scale``. Otherwise, the quotient differs from ``input_scale``
-        by at most one unit in the last place.
+        modelopt computes ``input_scale`` in fp32: it divides the largest magnitude by a constant of
+        the format. For such a scale, dividing the returned number by the constant gives exactly
+        ``input_scale``. For any other scale, the quotient differs from ``input_scale`` by at most
+        one unit in the last place.
         """
         if self.input_scale is None:
             return None
@@ -128,7 +128,7 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
     """Read the codes and scales of a weight.
 
-    The caller must have checked the types and shapes of its tensors. Raises CheckpointError if
+    The caller must have checked the types and shapes of the tensors. Raises CheckpointError if
     codes are NaN, or if scales are not finite and positive. Group scales may be zero.
     """
     base = tensor.removesuffix(".weight")

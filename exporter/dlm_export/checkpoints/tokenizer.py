@@ -1,10 +1,10 @@
 """Reads a checkpoint's tokenizer and chat template.
 
 A bundle stores the tokenizer as tokenizer.json, and the chat template as a Jinja file. Some
-releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
+checkpoints, such as Dream, contain vocab.json, merges.txt and a Python class instead of
 tokenizer.json. The Python class is never run. Instead, dlm-export builds the same tokenizer, the
-byte-level BPE of Qwen2, from vocab.json and merges.txt. Old releases of BERT contain vocab.txt,
-from which dlm-export builds BERT's tokenizer.
+byte-level BPE of Qwen2, from vocab.json and merges.txt. Old checkpoints of BERT contain
+vocab.txt, from which dlm-export builds BERT's tokenizer.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
     """Build tokenizer.json from vocab.json and merges.txt.
 
-    Also returns a dict that maps the ids of the added tokens in tokenizer_config.json to their
-    texts.
+    The added tokens come from ``added_tokens_decoder`` in tokenizer_config.json. Returns the
+    content of tokenizer.json, and a dict that maps the id of each added token to its text.
     """
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError
@@ -156,7 +156,7 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
 def _word_pieces(checkpoint: Checkpoint) -> bytes:
     """Build tokenizer.json from the vocab.txt of a BERT. Each line of vocab.txt is a token.
 
-    tokenizer_config.json may change the settings of the normaliser. The defaults are those of
+    tokenizer_config.json may change the settings of the normaliser. The defaults are the same as in
     transformers' BertTokenizer.
     """
     lines = read_text(checkpoint.path / "vocab.txt", TOKENIZER_LIMIT_BYTES, CheckpointError)

@@ -67,8 +67,8 @@ def _failure(error: DlmError) -> click.ClickException:
 class _Group(cloup.Group):
     """A group of commands that prints an error of this package as one line.
 
-    The program then exits with the error's exit code. All other exceptions are bugs, so Python
-    prints their tracebacks.
+    After a DlmError, the program exits with the error's exit code. An exception of an unknown type
+    is a bug, so Python prints its traceback.
     """
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -203,7 +203,7 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """Print a build's report: stages, files, checks, and engines that must be built elsewhere."""
+    """Print a build's report: stages, files, checks, and engines to build on other machines."""
     from dlm_export.targets import find
 
     print_table(
@@ -364,7 +364,7 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """Print whether the build changed the preset's threshold, and the reasons."""
+    """Print whether the build changed the preset's threshold, and why."""
     low, high = refit.interval
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold

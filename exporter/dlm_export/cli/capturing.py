@@ -50,9 +50,10 @@ def capture(
     """Save the logits of CHECKPOINT's released code to a file.
 
     `dlm-export verify --golden` compares bundles with the saved file. CHECKPOINT is a folder, or
-    hf:ORG/NAME[@REVISION]. If the checkpoint comes from the hub, --trunk is required, because the
-    checkpoint's code is not downloaded. The code runs in fp32 on the CPU. Install the version of
-    transformers that the code was written for. The command does not need onnx.
+    hf:ORG/NAME[@REVISION]. The command does not download code from the hub. For a checkpoint from
+    the hub, pass --trunk: the command then runs a class of transformers with the same layers. The
+    code runs in fp32 on the CPU. Install the version of transformers that the code was written for.
+    The command does not need onnx.
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """

@@ -221,8 +221,8 @@ class Conversation:
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
         """Answer the message ``text``, and add the message and the answer to the conversation.
 
-        The callback ``show`` generates the answer. It gets the request, and the position of the
-        answer's first token. Raises RequestError if the conversation fills the canvas.
+        The callback ``show`` generates the answer. Its arguments are the request and the position
+        of the answer's first token. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
         room = self.bundle.max_canvas_length - given

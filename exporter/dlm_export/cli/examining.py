@@ -47,7 +47,7 @@ def doctor(context: click.Context, bundle: Path | None, target: str | None, as_j
 
 
 def print_report(report: Report) -> None:
-    """Print a table of all findings, and then how to fix the problems, required parts first."""
+    """Print a table of all findings. Then print remedies, starting with required parts."""
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):

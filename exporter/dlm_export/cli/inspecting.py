@@ -174,7 +174,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the description of a network, with one table row for consecutive equal layers."""
+    """Print the description of a network. Consecutive equal layers share one table row."""
     fields = (
         "architecture",
         "vocab_size",
@@ -308,7 +308,7 @@ def _default_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _reuse_words(manifest: Mapping[str, Any]) -> str:
-    """Say whether requests can reuse prompts, and how many tokens fit into memory."""
+    """Say whether requests can reuse prompts, and how many reusable tokens fit into 1 GiB."""
     from dlm_export.bundle.prompt_reuse import prompt_reuse_of
 
     reuse = prompt_reuse_of(manifest)
@@ -335,8 +335,9 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
     """Return three table cells that describe an engine.
 
-    The cells show the number formats of the engine's layers, the number of layers whose format is
-    not the requested format, and the memory that the engine needs on the device.
+    The first cell shows the number formats of the engine's layers. The second cell shows how many
+    layers do not have the requested format. The third cell shows the memory that the engine needs
+    on the device.
     """
     if audit is None:
         return ["-"] * 3

@@ -2,8 +2,8 @@
 
 optimum (https://github.com/huggingface/optimum) imports all files of the namespace package
 ``optimum.commands.register``, and adds the commands that these files list. dlm-export adds the file
-``register_dlm_export.py`` to this package. The new command accepts the options of ``dlm-export
-build``.
+``register_dlm_export.py`` to the namespace package. The new command accepts the options of
+``dlm-export build``.
 
 optimum imports this module each time it starts. To keep the start fast, this module imports large
 packages only when the new command runs.
@@ -20,7 +20,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from dlm_export.cli.app import main
 from dlm_export.cli.building import build
 
-_PREFIX = "dlm_"  # prefix of our option names, so that they differ from optimum's names
+_PREFIX = "dlm_"  # prefix of the options' names, so that they differ from optimum's names
 
 
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
@@ -85,7 +85,7 @@ def build_arguments(values: Namespace) -> list[str]:
 def _options() -> Iterator[click.Option]:
     """Yield the options of ``dlm-export build``, except ``--output``.
 
-    In optimum-cli, the output folder is an argument, not an option.
+    ``--output`` is left out because the output folder is a positional argument in optimum-cli.
     """
     for parameter in build.params:
         if isinstance(parameter, click.Option) and parameter.name != "output":

@@ -1,7 +1,7 @@
 """Declares the options that several commands share, in the groups that the help shows.
 
-The package cloup provides the groups. Each option's help fits on one line. click checks that values
-are within their ranges. The help states a range only if users cannot guess it.
+The package cloup shows options in groups. Each option's help fits on one line. click checks that
+values are within their ranges. The help states a range only if users cannot guess the range.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Source(click.Path):
         return super().convert(value, param, ctx)
 
 
-# For these types, click checks that the file or folder exists, so that the user learns of a wrong
+# CHECKPOINT, SOURCE and FILE let click check that a path exists, so that the user learns of a wrong
 # path before the command starts.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 SOURCE = _Source(exists=True, file_okay=False, path_type=Path)
@@ -358,7 +358,7 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Combine several decorators into one, so that the help shows their options in this order."""
+    """Combine decorators into one. The help shows their options in the order of ``groups``."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

@@ -326,7 +326,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels for CPUs in 80 columns, and why some cannot run on this machine."""
+    """Print the kernels for CPUs, and why some kernels cannot run here. Prints 80 columns."""
     rows = [
         [
             known["name"],
@@ -348,9 +348,9 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After the tables, the function prints the passes of a
-    generation, how the times grow, the precisions that the tables omit, and a summary of the
-    measurements.
+    The function prints one table per network and target. After the tables, it prints the passes of
+    a generation, how the times grow, the precisions that the tables omit, and how measured times
+    compare with predicted times.
     """
     request = plan.request
     caches = " or ".join(sorted({f"cache {policy.cache}" for policy in plan.policies.values()}))
@@ -492,7 +492,7 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """Print how many passes a generation makes, by the number of tokens that a pass computes.
+    """For each number of tokens per pass, print how many such passes a generation makes.
 
     Denoisers that make equal passes share a table.
     """
@@ -561,8 +561,8 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
     """Print the ratios of measured times to lower limits, and the errors of predicted times.
 
-    The error of a measured time is its difference from a prediction that uses all other measured
-    times.
+    To get the error for one measured time, the planner predicts this time from all other measured
+    times, and takes the difference.
     """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
@@ -594,7 +594,7 @@ def _passshown(time: PassTime) -> str:
 
 
 def _three(value: float | None) -> str:
-    """Format a number with three significant digits, or as an integer if it is at least 100."""
+    """Format a number with three significant digits. Numbers of at least 100 become integers."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -140,12 +140,12 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
     """Describe the progress of a stage in one line.
 
     The line shows the finished share, the rate, the estimated remaining time, and how much memory
-    the process uses. If ``total`` is 2**20 or more, ``done`` and ``total`` are numbers of bytes.
+    the process uses. If ``total`` is 2**20 or more, ``done`` and ``total`` are shown as bytes.
     """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # for a stage of one unit, show neither the share nor the rate
+    told = [stage]  # for a stage with only one unit of work, show neither the share nor the rate
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -231,7 +231,7 @@ def _rich_bars() -> Any:
 def print_effort(effort: Mapping[str, Any]) -> None:
     """Print a bundle's effort levels.
 
-    For each level, print the measured quality and number of passes.
+    For each effort level, print the measured quality and number of passes.
     """
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"

@@ -267,7 +267,7 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """Describe the decoding loop of a measured generation: its preset, and the changed fields."""
+    """Describe the decoding loop of a measured generation: a preset, and its changed fields."""
     return ", ".join(
         [
             f"preset {made['preset']}",

@@ -32,7 +32,7 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Create an instance of the dataclass ``kind`` from the ``values`` named like its fields."""
+    """Create a dataclass ``kind`` from the entries of ``values`` whose keys are its fields."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 

@@ -109,8 +109,9 @@ def _is_active(line: Text) -> bool:
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
     """Draw the canvas of ``event``, starting at position ``shown_from``.
 
-    ``before`` is the canvas of the previous event, and determines which tokens are new. The
-    ``ACTIVE`` style marks the current block from the block's first undecided position on.
+    ``before`` is the canvas of the previous event. Committed tokens that differ from ``before`` are
+    drawn as new tokens. The ``ACTIVE`` style marks the current block from the block's first
+    undecided position on.
     """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):

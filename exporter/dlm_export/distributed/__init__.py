@@ -1,6 +1,6 @@
-"""Runs pieces of a build's or a comparison's work as Ray tasks.
+"""Divides a build or a comparison of bundles into pieces, and runs the pieces as Ray tasks.
 
 ``workers`` defines the interface, and ``ray_workers`` implements it. ``record`` stores the results
-of finished pieces, so that a stopped build can continue. The modules ``in_pieces`` in other folders
-divide the stages.
+of finished pieces, so that a stopped build can continue. The modules named ``in_pieces`` in
+other folders divide each stage of a build into pieces.
 """

@@ -20,9 +20,9 @@ from dlm_export.distributed.workers import Kept, Work, WorkerError, WorkerInputE
 from dlm_runtime.errors import DlmError
 
 LOCAL = "local"
-RETRIES = 3  # how often Ray runs a task again after its worker died
+RETRIES = 3  # number of times that Ray runs a task again if the task's worker dies
 _CONNECT_SECONDS = 5.0
-_STARTS = 4  # how often Ray is started before the command gives up
+_STARTS = 4  # number of attempts to start Ray before the command fails
 
 
 class RayWorkers:
@@ -105,7 +105,7 @@ class RayWorkers:
 
 @functools.cache
 def _task() -> Any:
-    """Return the remote function that runs all pieces. Ray exports each such function once."""
+    """Return the Ray function that runs all pieces. It is created once, so Ray exports it once."""
     import ray
 
     return ray.remote(_run)
@@ -184,7 +184,8 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[RayWork
             raise WorkerError(f"--ray local: Ray did not start ({said})") from err
         raise WorkerInputError(f"--ray {address}: cannot connect to Ray ({said})") from err
     finally:
-        # Ray's own handler would end this process before the build has removed its unfinished files.
+        # Restore our signal handler. Ray's handler would end the process before the build can
+        # remove its unfinished files.
         if ours is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)
     try:

@@ -1,7 +1,8 @@
 """Stores the results of finished pieces in a folder, so that a stopped build can continue.
 
-Each file contains a SHA-256 and a pickle. The reader only accepts numpy arrays, Python's own types
-and the classes in ``_CLASSES``, because a pickle could otherwise call any function.
+Each file contains a pickle and the SHA-256 of the pickle. A pickle can name any function, and
+unpickling would then call the function. The reader therefore accepts only numpy arrays, Python's
+own types and the classes in ``_CLASSES``.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Record:
         os.replace(partial, path)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a stored result. Raises CalibrationError if its file is damaged."""
+        """Return a stored result. Raises CalibrationError if the file is damaged."""
         path = self._path(name)
         try:
             content = path.read_bytes()

@@ -1,7 +1,7 @@
 """Defines how a stage runs independent pieces of its work.
 
-The pieces of a stage depend only on the stage's input, and results are merged in the order of the
-pieces. The merged result therefore does not depend on the number of workers.
+How a stage is divided into pieces depends only on the input of the stage. The results are merged in
+the order of the pieces. The merged result therefore does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class Workers(Protocol):
             work: The function that computes a piece.
             shared: The first argument of ``work``, which each worker receives once.
             pieces: The second argument of ``work``, for each piece.
-            kept: The third argument of ``work``, for each piece: a handle that an earlier call has
-                yielded. ``None`` passes ``None``.
-            keep: True if later pieces need the values that ``work`` keeps.
+            kept: For each piece, a handle that an earlier call has yielded. The third argument of
+                ``work`` is the value of this handle. If ``kept`` is ``None``, the third argument is
+                ``None``.
+            keep: True if later pieces need the second value that ``work`` returns (``to_keep``).
 
         Yields:
-            The result of each piece, and the handle of the value that ``work`` keeps.
+            The result of each piece, and a handle of ``to_keep``.
 
         Raises:
             WorkerError: A worker died repeatedly, or cannot read the checkpoint.
@@ -78,15 +79,15 @@ class Workers(Protocol):
         """
 
     def held(self, stage: str, count: int) -> list[Kept] | None:
-        """Return handles of the values that a recorded stage of ``count`` pieces has kept.
+        """Return the handles of a stage of ``count`` pieces whose results are in ``record``.
 
-        Returns ``None`` if the record no longer contains these values.
+        Returns ``None`` if ``record`` no longer contains the values of the handles.
         """
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A source that workers open by its path, and the device on which they compute."""
+    """A checkpoint or bundle that all workers open, and the device on which they compute."""
 
     path: Path
     network: NetworkSpec

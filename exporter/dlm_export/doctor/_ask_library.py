@@ -3,7 +3,7 @@
     python _ask_library.py KIND LIBRARY...
 
 The process prints one JSON object. If the library does not load, the only key is ``failure``, and
-the value of this key is the reason. KIND selects the facts:
+the value of this key is the reason. The argument KIND selects the facts:
 
 - ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
 - ``tensorrt`` and ``onnxruntime``: the version of the library.
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major version, and of the minor version
+COMPUTE_CAPABILITY = (75, 76)  # values of CUdevice_attribute for the major and minor version
 MOST_GPUS = 64
 
 
@@ -100,7 +100,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    # Remove this file's folder from the path, so that its modules cannot hide installed packages.
+    # Remove this file's folder from the path, so that modules in the folder cannot hide packages.
     sys.path.pop(0)
     told = os.dup(1)
     os.dup2(2, 1)  # Redirect everything that the library prints to stderr.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dlm_export.doctor.system import System
 
-# On a board, the first path is a link to the second path. In a container, one of the paths may be
+# On a Jetson, the first path is a link to the second path. In a container, one of the paths may be
 # missing. The text in the file ends with a NUL character.
 MODEL_FILES = ("/proc/device-tree/model", "/sys/firmware/devicetree/base/model")
 NAME_LIMIT = 100  # maximum number of characters in a name; longer names are cut off

@@ -59,8 +59,8 @@ def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
     """Create a finding for a part that is required.
 
-    ``lacking`` contains pairs of a missing thing and a remedy. If ``lacking`` is empty, the part
-    works and the message is ``said``. Otherwise, the finding reports the first pair.
+    Each entry of ``lacking`` says what is missing, and how to get it. If ``lacking`` is empty, the
+    part works and the message is ``said``. Otherwise, the finding reports the first entry.
     """
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)

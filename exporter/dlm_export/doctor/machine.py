@@ -51,7 +51,7 @@ class Native:
 
     - ``tensorrt``: the TensorRT variant that the library was compiled for, or ``None``.
     - ``kernels``: maps each kernel set of this architecture to the reason why this processor cannot
-      run it, or to ``None`` if the processor can run it. The fastest kernel set comes first.
+      run it, or to ``None`` if the processor can run it. The first key is the fastest kernel set.
     - ``failure``: the reason why the library does not load, or ``None`` if the library loads.
     """
 
@@ -122,8 +122,8 @@ class Machine:
     def usable_bytes(self) -> int | None:
         """The number of bytes of memory that a new program can use.
 
-        The result is Linux's estimate, or the unused part of the container's limit if that part is
-        smaller.
+        The result is Linux's estimate of the available memory. If a container limits memory and has
+        less left, the result is the memory that the container has left.
         """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
@@ -233,8 +233,8 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
     """List the paths where the native library looks for a third-party library, in order.
 
     If the environment variable named ``variable`` is set, the list contains only the value of the
-    variable. Otherwise, the library of a Python package (``packaged``) comes first. The names of
-    system libraries follow.
+    variable. Otherwise, the list contains the library of a Python package (``packaged``), if there
+    is one, and then the names of system libraries.
     """
     if chosen := system.variables.get(variable):
         return [chosen]
@@ -267,7 +267,7 @@ def _tensorrt(system: System) -> dict[str, Library]:
 def _module_version(system: System, names: Sequence[str]) -> str | None:
     """Return the version of the first installed module in ``names``.
 
-    Returns ``None`` if no such module is installed, and "?" if the version is unknown.
+    Returns ``None`` if no module in ``names`` is installed, and "?" if the version is unknown.
     """
     distributions = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
     found = next(filter(system.has_module, names), None)
@@ -312,7 +312,7 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Find the system folder with TensorRT's headers, or return ``None`` if there is none."""
+    """Find the system folder with TensorRT's headers. Returns ``None`` if no folder has them."""
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

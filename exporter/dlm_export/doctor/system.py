@@ -1,8 +1,8 @@
 """Lets the doctor read files, run programs and load libraries on a machine that may be broken.
 
 Files are read only up to a size limit. Programs and libraries run in separate processes, with
-limits on their time and output. So if a driver hangs or crashes, the doctor reports the failure and
-continues.
+limits on their time and output. If a driver hangs or crashes, the doctor can therefore report the
+failure and continue.
 
 Tests replace the class ``System`` with a mock.
 """

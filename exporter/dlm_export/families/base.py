@@ -43,7 +43,7 @@ class Parameters(Protocol):
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """Return a lazy array of a parameter, which reads and checks values when it is indexed."""
+    """Return a lazy array for a parameter. Indexing the array reads and checks the values."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
@@ -51,8 +51,8 @@ def later(
 class Piece:
     """A released tensor, or a part of it.
 
-    If ``rows`` is ``(first, last)``, the part consists of the entries ``[first, last)`` of the
-    tensor's axis ``axis``.
+    ``rows`` is ``None`` for a whole tensor. If ``rows`` is ``(first, last)``, the piece consists of
+    the entries ``[first, last)`` of the tensor's axis ``axis``.
     """
 
     tensor: str
@@ -160,13 +160,14 @@ class Layout:
 
     ``layer`` is the prefix of the tensor names in a layer. In ``layer``, ``{i}`` is replaced by the
     layer's index. ``names`` maps the path of a module inside a layer to the tensor's name in the
-    released checkpoint, without ``.weight`` or ``.bias``. If the name has another ending, ``names``
-    maps the path of the parameter to the whole name. The checkpoint's matrices are ``[out, in]``,
-    and the denoiser's matrices are ``[in, out]``.
+    released checkpoint, without ``.weight`` or ``.bias``. If the tensor's name does not end with
+    ``.weight`` or ``.bias``, ``names`` maps the path of the parameter to the whole name. The
+    checkpoint's matrices are ``[out, in]``, and the denoiser's matrices are ``[in, out]``.
 
     ``embed``, ``final_norm`` and ``head`` are the names of modules outside layers in the released
-    checkpoint, also without ``.weight`` or ``.bias``. ``outside`` does the same as ``names`` for
-    all other modules and parameters outside layers.
+    checkpoint, also without ``.weight`` or ``.bias``. For all other
+    modules and parameters outside layers, ``outside`` contains the same kind of entries as
+    ``names``.
 
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither
@@ -223,7 +224,7 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """Return the name of a parameter's tensor, in which ``{e}`` represents an expert's index."""
+        """Return the name of a parameter's tensor, with ``{e}`` in place of an expert's index."""
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         outside |= self.outside
@@ -243,9 +244,10 @@ def split_rows(
 ) -> dict[str, Origin]:
     """Split fused tensors, which contain the rows of several matrices or biases.
 
-    The matrices with the given roles are rows of fused tensors, in the order of
-    ``network.linear_layers()``, and so are the biases. The argument ``origins`` maps each of these
-    parameters to the whole fused tensor. Returns all origins, with the rows of each parameter.
+    ``roles`` says which matrices are rows of fused tensors. Their biases are rows of fused tensors
+    too. The rows are in the order of ``network.linear_layers()``. The argument ``origins`` maps
+    each of these matrices and biases to the whole fused tensor. In the result, each matrix or bias
+    is mapped to its rows of the fused tensor. All other origins are unchanged.
     """
     found = dict(origins)
     rows: dict[str, int] = {}  # the number of rows of each fused tensor that earlier parameters use

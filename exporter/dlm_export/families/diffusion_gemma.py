@@ -1,10 +1,11 @@
 """Defines the family DiffusionGemma: a causal encoder and a bidirectional decoder with one trunk.
 
-The layers are those of Gemma 4 in transformers. A prompt is read in causal passes. A canvas of 256
-tokens is denoised in draft passes, in which its tokens see each other. Both kinds of passes use the
-same weights, except that each has its own number that multiplies the output of a layer. The canvas
-starts with random tokens, so there is no mask token. Each draft pass also reads the predictions of
-the draft pass before (self-conditioning).
+The layers are the same as those of Gemma 4 in transformers. The encoder computes the prompt in
+causal passes. The decoder denoises 256 tokens at a time in draft passes, in which all of these
+tokens attend to each other. Both kinds of passes use the same weights, with one exception: the
+output of each layer is multiplied by a learned number, which differs between the two kinds. The
+decoder starts with random tokens, so there is no mask token. The predictions of each draft pass are
+an input of the next draft pass (self-conditioning).
 
 The vision tower of a release is left out.
 """
@@ -57,7 +58,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("attention_bias", False)
     config.require("hidden_activation", "gelu_pytorch_tanh")
     config.require("attention_k_eq_v", True)
-    # With "vision", only the tokens of images see each other.
+    # With "vision", only the tokens of an image attend to each other in both directions.
     config.require("use_bidirectional_attention", "vision")
     if overrides.mask_token_id is not None:
         raise CheckpointError(
@@ -170,10 +171,11 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _of_layers(config: Config, kinds: list[str]) -> list[dict[str, int]]:
-    """Return the head size and the number of heads of each layer, where they differ from others.
+    """Return the head size and the number of key heads that config.json sets for each layer.
 
-    transformers stores them by layer in ``per_layer_config``. Older files have the same two numbers
-    for all layers with full attention.
+    The result contains one dict per layer. If config.json sets no value for a layer, the dict is
+    empty. A recent config.json sets these numbers in ``per_layer_config``. An older config.json
+    sets them for all layers with full attention.
     """
     head_size = config.integer("global_head_dim", _GLOBAL_HEAD_SIZE, high=4096)
     kv_heads = config.get("num_global_key_value_heads")
@@ -291,7 +293,8 @@ def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     """Return the origin of each parameter.
 
     The gate and up matrices of all experts are in one tensor ``[experts, 2 * size, hidden]``. The
-    encoder has its own scalar in each layer, and shares all other weights with the decoder.
+    encoder and the decoder have the same weights, except that each has its own tensor
+    ``layer_scalar`` in every layer.
     """
     found = LAYOUT.origins(network, checkpoint)
     for i in range(len(network.layers)):

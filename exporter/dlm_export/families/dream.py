@@ -1,6 +1,6 @@
 """Defines the family of Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639).
 
-Attention is full, and the shift is 1: the logits of a row predict the next token.
+Dream and DiffuCoder have full attention. Each row of logits predicts the next token (shift 1).
 
 Layers and tensor names are the same as in Qwen2.5.
 """

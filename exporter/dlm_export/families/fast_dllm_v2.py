@@ -1,8 +1,8 @@
 """Defines the family Fast-dLLM v2 (arXiv:2509.26328).
 
-Attention is block-causal. Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, the
-logits of a row predict the next token (shift 1). The mask token is an added token of the tokenizer,
-but no file records which one.
+Attention is block-causal. Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, each
+row of logits predicts the next token (shift 1). The mask token is one of the added tokens of the
+tokenizer, but no file records its id.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Defines the family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223).
 
-Attention is full. The layers are the same as in Llama. The tensor names are the same as in OLMo.
+LLaDA has full attention. The layers are the same as in Llama, but the tensor names are from OLMo.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the shape of the network from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
     # LLaDA's configuration class contains all settings of OLMo. This module supports only the
-    # values below, and rejects others, because they would change what the network computes.
+    # values below. Other values would change what the network computes, so they are rejected.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)
@@ -30,7 +30,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("layer_norm_with_affine", True)
     config.require("input_emb_norm", False)
     config.require("scale_logits", False)
-    # The following settings belong to features that are rejected above.
+    # The following settings have no effect, because the checks above reject the features that use
+    # these settings.
     for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):
         config.get(without_effect)
     hidden_size = config.integer("d_model")

@@ -1,9 +1,9 @@
 """Defines the family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745).
 
-Attention is block-causal with blocks of 32 tokens. Each row of logits predicts the token at its own
-position (no shift). The layers are the same as in Bailing-MoE. One matrix computes queries, keys
-and values. The first rows of this matrix are the query heads, followed by the key heads and the
-value heads. Queries and keys are normed, and then half of each head's features are rotated. The
+LLaDA2 has block-causal attention with blocks of 32 tokens. Each row of logits predicts the token at
+its own position (no shift). The layers are the same as in Bailing-MoE. One matrix computes queries,
+keys and values. The first rows of this matrix are the query heads, followed by the key heads and
+the value heads. Queries and keys are normed, and then half of each head's features are rotated. The
 router first chooses the best groups of experts, and then the experts with the best scores in the
 chosen groups. A score is a sigmoid plus a bias. The routing weights do not include the bias. Config
 keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
@@ -79,7 +79,7 @@ OF_LLADA2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
 
 
 def _refuse_llada2_2(config: Config) -> None:
-    """Reject LLaDA2.2, which has the architecture name of LLaDA2.0 but another router and loop.
+    """Reject LLaDA2.2. It has the architecture name of LLaDA2.0, but a different router and loop.
 
     Raises CheckpointError.
     """

@@ -1,10 +1,10 @@
 """Defines the family LLaDA-MoE, 7B-A1B (arXiv:2509.24389), with 8 of 64 experts per token.
 
-Attention is full. Each row of logits predicts the token at its own position (no shift). The layers
-are the same as in OLMoE. Queries and keys are normed. The routing weights of a token's experts are
-the experts' scores, which are not normalised. If a checkpoint contains a bias, the bias is added
-both to the scores that choose experts and to the routing weights. Config keys and tensor names are
-the same as in the released ``LLaDAMoEModelLM``.
+LLaDA-MoE has full attention. Each row of logits predicts the token at its own position (no shift).
+The layers are the same as in OLMoE. Queries and keys are normed. The routing weights of a token's
+experts are the experts' scores, which are not normalised. If a checkpoint contains a bias, the bias
+is added both to the scores that choose experts and to the routing weights. Config keys and tensor
+names are the same as in the released ``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads masked language models with the config keys and tensor names of BERT (arXiv:1810.04805).
 
 BERT and RoBERTa have the same layers: full attention, a norm after each residual sum, and an MLP
-without a gate. They differ in the row of the position table that they use for the first position,
-and in some tensor names.
+without a gate. BERT and RoBERTa use different rows of the position table for the first position,
+and some of their tensor names differ.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _read_network(
         max_canvas_length=max_canvas_length(config, overrides, rows - first_position),
         shift=0,
         mask_token_id=tokens.mask,
-        # No end tokens, because the token at the end of each training text does not mark the end of
-        # an answer.
+        # Masked language models have no end tokens. In training, the token after a text does not
+        # mark the end of an answer.
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",
@@ -175,7 +175,7 @@ def read_attention(config: Config, size_key: str, heads_key: str) -> tuple[int, 
 
 
 def max_canvas_length(config: Config, overrides: Overrides, learned: int) -> int:
-    """Return the maximum length of a canvas, for a checkpoint with ``learned`` positions.
+    """Return the maximum canvas length. ``learned`` is the number of learned positions.
 
     Raises CheckpointError if the user wants longer canvases.
     """
@@ -189,10 +189,11 @@ def max_canvas_length(config: Config, overrides: Overrides, learned: int) -> int
 
 
 def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
-    """Return True if the head uses the embedding table, in a checkpoint with these tensor names.
+    """Return True if the head uses the embedding table as its matrix.
 
-    If the checkpoint contains a head matrix that differs from the embedding table, the result is
-    False even if config.json says that the head is tied. transformers decides in the same way.
+    ``head`` and ``table`` are the names of the tensors. If the checkpoint contains a head matrix
+    that differs from the embedding table, the result is False even if config.json says that the
+    head is tied. transformers decides in the same way.
     """
     tensors = checkpoint.tensors
     return checkpoint.config.flag("tie_word_embeddings", True) and (

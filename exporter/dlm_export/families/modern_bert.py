@@ -51,7 +51,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
     kinds = _kinds(config)
     thetas = _thetas(config)
-    # config.json counts the tokens on both sides; ``window`` counts one side.
+    # local_attention counts the tokens on both sides of a token, but ``window`` counts one side.
     window = config.integer("local_attention", 128, low=2) // 2
     bias = config.flag("attention_bias")
     mlp = MlpSpec(config.integer("intermediate_size"), "gelu", bias=config.flag("mlp_bias"))
@@ -89,8 +89,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         or config.integer("max_position_embeddings", 8192),
         shift=0,
         mask_token_id=tokens.mask,
-        # No end tokens, because the token at the end of each training text does not mark the end of
-        # an answer.
+        # Masked language models have no end tokens. In training, the token after a text does not
+        # mark the end of an answer.
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind=norm_kind,

@@ -1,9 +1,9 @@
-"""NVIDIA's family Nemotron-Labs-Diffusion: draft passes and causal passes in one network.
+"""Defines NVIDIA's family Nemotron-Labs-Diffusion, whose networks have draft and causal passes.
 
-The layers are those of Ministral 3 in transformers: the layers of Llama, with YaRN and with queries
-that are scaled on long canvases. In a draft pass, the tokens of a block see each other. In all other
-passes, attention is causal. The rows of a draft pass predict their own positions, and the rows of a
-causal pass predict the next positions.
+The layers are the same as those of Ministral 3 in transformers: the layers of Llama, with YaRN and
+with queries that are scaled on long canvases. In a draft pass, the tokens of a block attend to each
+other. In all other passes, attention is causal. Each row of logits of a draft pass predicts the
+token at its own position. Each row of a causal pass predicts the token at the next position.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _Settings:
         return self._values.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Return True if the setting is there and was not taken yet."""
+        """Return True if the setting exists and ``take`` has not returned it yet."""
         return name in self._values
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -216,8 +216,8 @@ def _scaling(settings: _Settings, kind: str) -> Scaling | None:
             settings.number("low_freq_factor"),
             settings.number("high_freq_factor"),
         )
-    # If ``factor`` is null, compute it as transformers does: the number of positions divided by the
-    # original number of positions.
+    # If ``factor`` is null, compute the factor as transformers does: divide the number of positions
+    # by the original number of positions.
     ratio = settings.length() / original_length if "factor" in settings.nulls else None
     factor = settings.number("factor", ratio)
     return Yarn(

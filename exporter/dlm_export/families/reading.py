@@ -70,7 +70,7 @@ def end_and_pad_tokens(
 ) -> tuple[tuple[int, ...], int | None]:
     """Find the IDs of the end tokens and of the padding token. Raises CheckpointError.
 
-    ``config`` is config.json, or the part of it that describes the network.
+    ``config`` is config.json, or the part of config.json that describes the network.
     """
     eos: list[int] = []
     generation = checkpoint.optional_json("generation_config.json")
@@ -131,9 +131,11 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
     """Return the block length of block-causal attention.
 
-    The result is the user's value. If there is none, it is the value of ``key`` in config.json.
+    The result is the value of the option ``--attention-block``. If the user did not pass this
+    option, the result is the value of ``key`` in config.json.
 
-    Raises CheckpointError if both values are missing, or if the block length is less than 1.
+    Raises CheckpointError if the option and ``key`` are both missing, or if the block length is
+    less than 1.
     """
     config = checkpoint.config
     found = config.get(key)

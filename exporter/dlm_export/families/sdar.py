@@ -1,7 +1,7 @@
 """Defines the family SDAR (arXiv:2510.06303).
 
-Attention is block-causal with blocks of 4 to 64 tokens. Each row of logits predicts the token at
-its own position (no shift). Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. If a
+SDAR has block-causal attention with blocks of 4 to 64 tokens. Each row of logits predicts the token
+at its own position (no shift). Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. If a
 release's config.json does not contain the block length, the user must pass ``--attention-block``.
 """
 

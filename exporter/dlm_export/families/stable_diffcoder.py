@@ -1,4 +1,4 @@
-"""The family Stable-DiffCoder of ByteDance (arXiv:2601.15892): a code model, made from Seed-Coder.
+"""Defines ByteDance's family Stable-DiffCoder (arXiv:2601.15892): code models made from Seed-Coder.
 
 Layers and tensor names are the same as in Llama. Attention is block-causal. Each row of logits
 predicts the token at its own position (no shift). The mask token is an added token of the tokenizer.

@@ -25,7 +25,7 @@ class Tensors:
     """A checkpoint's tensors, under the names of the denoiser's parameters.
 
     The constructor checks the names, types and shapes of the tensors. ``quantised`` maps each
-    parameter whose matrix is stored quantised to the name of modelopt's algorithm. ``notes``
+    parameter that is quantised in the checkpoint to the name of modelopt's algorithm. ``notes``
     contains messages about tensors that are unused or unexpected.
     """
 
@@ -42,8 +42,8 @@ class Tensors:
         ``left_out`` contains prefixes of tensor names. The network does not need the tensors whose
         names start with such a prefix.
 
-        Raises CheckpointError, which names all tensors that are missing or unknown, or whose type
-        or shape is wrong.
+        Raises CheckpointError if tensors are missing or unknown, or have a wrong type or shape. The
+        error names all of these tensors.
         """
         self.checkpoint, self.left_out = checkpoint, left_out
         self.shapes = network.parameters()

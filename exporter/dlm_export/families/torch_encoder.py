@@ -1,8 +1,9 @@
 """Defines the family of masked language models whose layers are a ``torch.nn.TransformerEncoder``.
 
-Such a model adds learned positions to the embeddings of the tokens, runs the encoder, and applies
-one matrix with a bias. config.json has the argument names of ``torch.nn.TransformerEncoderLayer``,
-and the tensors have the names of ``state_dict()``. docs/guides/masked-models.md shows the module.
+A model of this family adds learned positions to the embeddings of the tokens, runs the encoder, and
+applies one matrix with a bias. The keys of config.json are the argument names of
+``torch.nn.TransformerEncoderLayer``. The tensors have the names of ``state_dict()``. The guide
+docs/guides/masked-models.md shows the torch module.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         max_canvas_length=max_canvas_length(config, overrides, positions),
         shift=0,
         mask_token_id=tokens.mask,
-        # No end tokens: as in BERT, a token after the text does not mark the end of an answer.
+        # As in BERT, the token after a text does not mark the end of an answer.
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",

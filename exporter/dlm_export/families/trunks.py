@@ -75,8 +75,9 @@ def trunk_network(
     If ``block_length`` is ``None``, attention is full. If ``has_drafts`` is true, the network has
     draft passes, and config.json also uses the keys of transformers' Ministral 3. If training used
     shorter canvases than config.json allows, ``longest`` is the length of these canvases.
-    ``has_masks_last`` means the visibility ``masks-last``. The docstring of ``special_tokens``
-    explains ``mask_text``. Raises CheckpointError.
+    If ``has_masks_last`` is true, attention has the visibility ``masks-last`` (see
+    ``AttentionSpec``). The docstring of ``special_tokens`` explains ``mask_text``. Raises
+    CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
@@ -111,8 +112,8 @@ def network_of(
 ) -> NetworkSpec:
     """Return the network that consists of ``layers``. Reads all other values from config.json.
 
-    Most releases use the same config keys for these other values. The docstring of
-    ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
+    The docstring of ``trunk_network`` explains ``longest`` and ``mask_text``. Raises
+    CheckpointError.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")

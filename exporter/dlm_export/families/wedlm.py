@@ -1,9 +1,10 @@
-"""The family WeDLM of Tencent (arXiv:2512.22737): mask tokens are predicted with causal attention.
+"""Defines Tencent's family WeDLM (arXiv:2512.22737), which predicts mask tokens causally.
 
 Layers and tensor names are the same as in Qwen2.5 (7B) or Qwen3 (8B). The released code moves the
-mask tokens of a canvas behind all decided tokens, and keeps their rotary positions. Attention is
-causal in this order. So a cache of decided tokens is exact. Each row of logits predicts the token at
-its own position (no shift).
+mask tokens of a canvas after all decided tokens, but does not change their rotary positions.
+Attention is causal in the new order. A decided token therefore never attends to a mask token, and
+its cached keys and values stay exact. Each row of logits predicts the token at its own position (no
+shift).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         checkpoint,
         overrides,
         "wedlm",
-        # The defaults of the released WeDLMConfig are true and false.
+        # In the released WeDLMConfig, attention_bias is true and qk_norm is false by default.
         qkv_bias=config.flag("attention_bias", default=True),
         qk_norm=config.flag("qk_norm"),
         has_masks_last=True,

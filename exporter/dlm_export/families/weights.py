@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors as the denoiser's parameters, one at a time or into torch modules."""
+"""Reads a checkpoint's tensors as the parameters of a denoiser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """Reads a checkpoint's tensors by parameter name, one at a time. Each tensor is checked once."""
+    """Reads tensors by parameter name, one at a time. Rejects tensors with NaN or infinity."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter in its stored type, or dequantised if it is quantised.
+        """Return a parameter in its stored type. A quantised parameter is dequantised.
 
-        An unquantised parameter is memory-mapped if it consists of one whole tensor. The last
-        tensor stays open, because the caller may read more parts of it.
+        An unquantised parameter is memory-mapped if it consists of one whole tensor. The method
+        remembers the last result, because the caller may read more parts of the same parameter.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:

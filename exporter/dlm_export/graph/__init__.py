@@ -16,10 +16,10 @@ This file imports neither torch nor onnx. A board that builds its own engine imp
 may not have torch or onnx.
 
 The table lists the inputs and outputs of a graph. A pass computes ``B`` canvases. For each canvas,
-the pass takes ``T`` new tokens and the keys and values of ``S`` cached tokens. It computes logits
-for ``R`` of the ``T`` tokens (the scored rows), and returns the ``K`` most likely tokens of each
-scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``, and ``V`` is the size of the
-vocabulary.
+the inputs of the pass are ``T`` new tokens and the keys and values of ``S`` cached tokens. The pass
+computes logits for ``R`` of the ``T`` tokens (the scored rows), and returns the ``K`` most likely
+tokens of each scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``. ``V`` is the vocabulary
+size.
 
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            token ids, and their positions in the canvas

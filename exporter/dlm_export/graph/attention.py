@@ -52,8 +52,9 @@ back.
 def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     """Define the attention function ``name``.
 
-    The name says which keys a query sees, and whether the function applies norms to queries and
-    keys. ``store`` converts rows to the form in the cache, and ``read`` converts them back.
+    ``name`` determines which keys a query sees, and whether the function applies norms to queries
+    and keys. ``store`` converts keys and values to the form in which the cache stores them, and
+    ``read`` converts them back.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -88,8 +89,8 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     nothing = body.number(0)
     stored_key, stored_value = store(body, key), store(body, value)
     if BLOCK in name or DRAFT in name:
-        # Use new rows rounded, as later passes do. So the result does not depend on which rows are
-        # cached.
+        # Round the new keys and values as the cache does. The result of a pass then does not depend
+        # on which keys and values are cached.
         key, value = read(body, stored_key), read(body, stored_value)
     keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
     values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
@@ -101,7 +102,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         if BLOCK in name:
             attributes["visible_block"] = ir.AttributeType.INT
             blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        else:  # all tokens of a draft pass are in the same block
+        else:  # all tokens of a draft pass get the same number
             blocks = op("Min", positions, longest)
         size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
         # Give all cached rows the number of the first block, so that every query sees these rows.
@@ -111,7 +112,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         seen = op("And", seen, is_before)
     if WINDOW in name and DRAFT in name:
         attributes["window"] = ir.AttributeType.INT
-        # In a draft pass, all queries see what the first position of the pass sees.
+        # In a draft pass, measure the distances of all queries from the first position of the pass.
         is_draft = op("GreaterOrEqual", positions, longest)
         first = op("Where", is_draft, op("Gather", rows, own.begin, axis=1), rows)
         size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
@@ -152,13 +153,14 @@ def rms_norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class _Own:
-    """The rows that belong to the same request as each token.
+    """For each token, the rows that belong to the same request.
 
     ``past`` ``[T, S]`` and ``new`` ``[T, T]`` are bool arrays for the S cached rows, and for the
     rows of the T tokens. ``begin`` ``[T]`` is the index of the first token of the same request.
-    The other fields describe N segments: the first cached row, the number of cached rows, and the
-    first token, all ``[N, 1]``, and which of the cached rows ``row`` ``[S]`` are in the segment,
-    ``[N, S]``.
+    ``row`` ``[S]`` contains the indices of the cached rows. The other fields describe N segments.
+    ``start`` is the first cached row of each segment, ``count`` is the number of cached rows, and
+    ``first`` is the first token, all ``[N, 1]``. ``is_in_segment`` ``[N, S]`` says which cached
+    rows are in each segment.
     """
 
     past: ir.Value
@@ -173,8 +175,8 @@ class _Own:
     def places(self, body: Body) -> ir.Value:
         """Return the position of each cached row, ``[S]``.
 
-        The cached rows of a request are those of its first positions, in order. The segments of a
-        request follow each other.
+        The cached rows of a request belong to the first positions of the request, in order. The
+        segments of a request are consecutive.
         """
         op, fp32 = body.op, ir.DataType.FLOAT
         number = op(
@@ -185,7 +187,7 @@ class _Own:
         )
         is_later = op("Greater", op("Unsqueeze", number, body.ints(1)), number)
         is_own = op("And", is_later, op("Equal", self.first, op("Transpose", self.first)))
-        # The number of rows in the earlier segments of the same request. Shape [N, 1].
+        # For each segment, count the rows in earlier segments of the same request. Shape [N, 1].
         sums = op("MatMul", body.cast(is_own, fp32), body.cast(self.count, fp32))
         earlier = body.cast(sums, ir.DataType.INT64)
         places = op("Add", op("Sub", self.row, self.start), earlier)
@@ -194,7 +196,7 @@ class _Own:
 
 
 def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> _Own:
-    """Find the rows that belong to the same request as each token."""
+    """For each token, find the rows that belong to the same request."""
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
     # A segment is a request's range of tokens and of cached rows. Prepend a segment that covers all

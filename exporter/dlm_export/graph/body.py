@@ -64,9 +64,9 @@ class Body:
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
         """Add a call of a function in the domain ``dlm_export``.
 
-        ``attributes`` maps the name of an attribute of the called function to the name of this
-        function's attribute that supplies its value. If the second name is empty, the attribute is
-        not set.
+        Each key of ``attributes`` is the name of an attribute of the called function. The value in
+        ``attributes`` names the attribute of this function that supplies the value. If the name is
+        empty, the attribute is not set.
         """
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
         named = {name: own for name, own in attributes.items() if own}
@@ -93,8 +93,8 @@ class Body:
 class LoopBody(Body):
     """The body of a loop.
 
-    The body has two inputs: the index of the iteration, and a value that the previous iteration
-    returned. The body may also use values from outside the loop.
+    The body has three inputs: the index of the iteration, a condition that is always true, and the
+    value that the previous iteration returned. The body may also use values from outside the loop.
     """
 
     def __init__(self) -> None:

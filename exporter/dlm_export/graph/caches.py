@@ -36,9 +36,9 @@ def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
 def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
     """Change the type in which a fused graph caches keys and values.
 
-    This function changes the attention functions and the inputs and outputs of the cache. ``plain``
-    maps each module that ``fuse`` did not replace with a kernel to the reason (see ``Fused``).
-    Raises CacheError if ``plain`` contains the attention of a layer.
+    This function changes the attention functions and the inputs and outputs of the cache. The keys
+    of ``plain`` are the modules that ``fuse`` could not replace with a kernel, and the values are
+    the reasons (see ``Fused``). Raises CacheError if ``plain`` contains the attention of a layer.
     """
     model = traced.model
     for node in list(model.graph):

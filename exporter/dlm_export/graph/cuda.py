@@ -1,6 +1,6 @@
 """Lists the operators that ONNX Runtime's CUDA provider can run, and checks device graphs.
 
-Source: ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in
+The list is based on ``docs/OperatorKernels.md`` of ONNX Runtime, and on the kernels in
 ``libonnxruntime_providers_cuda.so`` of onnxruntime-gpu 1.31.1.
 """
 
@@ -19,8 +19,8 @@ Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
 
 # Operators of opset 23 that have CUDA kernels for all types to which our graphs apply them. Most of
-# these operators have kernels for fp16, bf16 and fp32. Some lack such kernels, but our graphs apply
-# them to integers only. TopK and Log lack bf16 kernels, but our graphs apply them to fp32 only.
+# these operators have kernels for fp16, bf16 and fp32. TopK and Log lack bf16 kernels, but our
+# graphs apply them to fp32 only. Our graphs apply the remaining operators to integers only.
 KERNELS = frozenset(
     [
         "Add",

@@ -3,7 +3,7 @@
 In every trace, torch.onnx parses the Python source of about 500 operator definitions. Parsing takes
 a fifth of the tracing time, although a denoiser needs only a few dozen definitions.
 
-If ``network.denoiser`` uses a new operator that has a definition, add the operator to
+If ``network.denoiser`` uses a new operator that torch.onnx defines, add the operator to
 ``OPERATORS``. Otherwise, torch either decomposes the operator, or raises an error that names the
 operator.
 """
@@ -84,7 +84,7 @@ class _Chosen(registration.Registry):
         self._whole = whole
 
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
-        """Yield the operators that torch.onnx may see, with their definitions.
+        """Yield the operators that torch.onnx may use, with their definitions.
 
         The result contains the operators in ``OPERATORS``, and all operators that do not belong to
         torch.

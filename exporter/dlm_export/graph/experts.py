@@ -47,8 +47,8 @@ class StackPart:
 def function_of(name: str) -> str | None:
     """Return the name of the ONNX function that computes experts in the layer format ``name``.
 
-    Returns ``None`` if there is no such function. If the activation is gelu-tanh, ``GELU`` must be
-    put before the name.
+    Returns ``None`` if there is no such function. For the activation gelu-tanh, the caller must
+    prefix the returned name with ``GELU``.
     """
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
@@ -59,7 +59,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield the node of each mixture of experts in a traced graph, with its three stacks.
+    """For each mixture of experts in a traced graph, yield its node and its three stacks.
 
     The caller must replace each node. After the last node, this function removes the definition of
     the traced mixture from the model.
@@ -125,11 +125,11 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     """Replace every mixture of the graph with operators that compute all experts for every token.
 
     The matrices of all E experts become one matrix. For gate and up, this matrix is ``[K, E * N]``,
-    with the experts side by side. For down, it is ``[E * N, K]``, so the product with this matrix
-    also adds up the results of the experts. Before the down projection, the graph multiplies the
-    features of each expert by the token's routing weight for this expert. The routing weight is 0
-    for experts that the router did not choose for the token. Returns a dict that maps the name of
-    each new initialiser to its description.
+    with the experts side by side. For down, the matrix is ``[E * N, K]``, so the product with
+    this matrix also adds up the results of the experts. Before the down projection, the graph
+    multiplies the features of each expert by the token's routing weight for this expert. The
+    routing weight is 0 for experts that the router did not choose for the token. Returns a dict
+    that maps the name of each new initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -197,7 +197,7 @@ def _all_experts(
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
     """Return the shapes and types of the arrays that store a stack of experts' matrices.
 
-    The order is the order of the ONNX function's inputs.
+    The entries are in the same order as the inputs of the ONNX function.
     """
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
@@ -238,8 +238,8 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """Join all experts' matrices of a stack into one wide matrix, for ``spread``.
 
-    ``read`` is a function that takes an index into the stack ``[E, K, N]``, and returns that part
-    of the stack.
+    ``read`` is a function that takes an index into the stack ``[E, K, N]``, and returns the indexed
+    part of the stack.
     """
 
     def rows(at: Index) -> np.ndarray:
@@ -279,9 +279,9 @@ def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
 
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
-    """Return the shape of the matrices that panels of the shape ``panels`` contain.
+    """Return the shape ``[E, K, N]`` of experts' matrices whose panels have the shape ``panels``.
 
-    Returns ``None`` if ``panels`` is not the shape of the panels of several experts.
+    Returns ``None`` if ``panels`` is not a valid shape for the panels of several experts.
     """
     wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted

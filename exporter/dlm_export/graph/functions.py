@@ -33,15 +33,15 @@ as the definition.
 ``BlockCachedAttention``,   like the three functions above, with block-causal attention. A query sees all cached
 ``Fp16``, ``Int8Block...``  rows, and new keys with ``pos_key // visible_block <= pos_query // visible_block``
 ``DraftCachedAttention``,   like the first three functions, with causal attention: a query sees all cached rows, and new
-``Fp16``, ``Int8Draft...``  keys with ``pos_key <= pos_query``. At positions that are not below the number of rows of
-                            ``cos``, a query sees all keys. This number is subtracted before rotation
+``Fp16``, ``Int8Draft...``  keys with ``pos_key <= pos_query``. In a draft pass, a query sees all keys, and the number of
+                            rows of ``cos`` is added to all position ids. Rotation subtracts this number again
 ``WindowCachedAttention``,  like the first three functions, with attention in a window. A query sees new keys with
 ``Fp16``, ``Int8Window...`` ``|pos_key - pos_query| <= window``. There must be no cached rows
 ``DraftNormed...``,         like ``DraftCachedAttention``, with the inputs ``q_norm`` and ``k_norm``, and with the
 ``DraftWindowNormed...``    attribute ``scale``, by which products of queries and keys are multiplied. With a window, a
                             query sees only keys that are at most ``window`` positions before it. In a draft pass, the
-                            distance is counted from the first position of the pass. Row i of a request's cached rows
-                            must be that of position i
+                            distance is counted from the first position of the pass. Cached row i of a request must
+                            belong to position i
 ``NormedCachedAttention``,  like the first six functions, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
 ``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
@@ -65,7 +65,7 @@ attribute ``columns`` is the number of columns without padding.
   16, 32]``.
 - fp32, for experts only: ``[N / 32, K, 32]``.
 
-For experts, each of these arrays has an additional first axis, with one entry per expert.
+For experts, panels and scales have an additional first axis, with one entry per expert.
 
 Attention rotates the first ``rotary_size`` features of each head, or all features if
 ``rotary_size`` is 0. Block-causal attention has separate function names, so that a runtime without
@@ -80,8 +80,8 @@ request sees all cached rows of the sequence.
 
 A cached row is the key or the value of one position in one head. If the cache stores rows in fp16
 or INT8, later passes compute with rounded values. With block-causal and causal attention, a pass
-also rounds its own new rows before it uses them. So the result of a pass does not depend on which
-rows are cached. Other attention computes with new rows in fp32.
+also computes with rounded copies of its own new rows. The result of the pass therefore does not
+depend on which rows are cached. With other kinds of attention, new rows are not rounded.
 
 An INT8 row consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The
 values of the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The
@@ -177,7 +177,8 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
 def block_size(inputs: int) -> int:
     """Return the number of inputs per block for a MatMulNBits node with one scale per column.
 
-    The result is the largest size in ``_BLOCK_SIZES`` that divides ``inputs``, or 128 if none does.
+    The result is the largest size in ``_BLOCK_SIZES`` that divides ``inputs``. If no size divides
+    ``inputs``, the result is 128.
     """
     return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
@@ -187,8 +188,8 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
 
     The result is uint8 ``[N, ceil(K / size), size * bits / 8]``.
 
-    128 is added to INT8 codes, and 8 is added to INT4 codes. A byte contains two INT4 codes, and
-    its low four bits are the first code. The last block is padded with the code that means 0. The
+    128 is added to INT8 codes, and 8 is added to INT4 codes. A byte contains two INT4 codes. The
+    first code is in the low four bits. The last block is padded with the code that means 0. The
     returned array packs a block when the block is accessed.
     """
     inputs, columns = codes.shape
@@ -227,7 +228,7 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
-    """Return a lazy array of INT8, INT4 or NVFP4 panels, which packs a panel on access."""
+    """Return a lazy array of INT8, INT4 or NVFP4 panels. Indexing the array packs the panels."""
     is_nvfp4 = format == "nvfp4"
     inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
     make, lines = {
@@ -332,7 +333,7 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """Add nodes that compute, for each of K inputs, the index of its group: int64 ``[K]``.
+    """Add nodes that compute the index of the group of each input, int64 ``[K]``.
 
     ``inputs`` is K.
     """

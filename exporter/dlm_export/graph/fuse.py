@@ -30,7 +30,7 @@ _MOST_WEIGHTS = 3  # A single kernel can compute up to this many layers that hav
 
 @dataclass(frozen=True)
 class Fused:
-    """Reports which modules ``fuse`` replaced with kernels, and which it did not replace.
+    """Reports which modules ``fuse`` replaced with kernels, and which modules it did not replace.
 
     ``calls`` maps each native kernel to the number of nodes that call it. A module is in ``plain``
     if a kernel for this kind of module exists, but ``fuse`` could not use the kernel. ``plain``
@@ -131,9 +131,10 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Merge layers that have the same format and the same input.
+    """Replace layers that have the same format and the same input with a single node.
 
-    Returns a dict that maps the module path of each layer that could not be merged to the reason.
+    Returns a dict. The keys are the module paths of the layers that the function could not merge,
+    and the values are the reasons.
     """
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
@@ -292,7 +293,7 @@ def _rotation_of(
 
 
 def _no_rotation(traced: Graph) -> _Rotation:
-    """Return a rotation by the angle 0. The kernel needs it if the graph has no rotation."""
+    """Return a rotation by the angle 0, for graphs without rotation. The kernel always rotates."""
     graph, rows = traced.model.graph, traced.network.max_canvas_length
     (positions,) = (value for value in graph.inputs if value.name == "position_ids")
     cos = constant(graph, "no_rotation.cos", np.ones((rows, 1), np.float32))
@@ -303,8 +304,8 @@ def _no_rotation(traced: Graph) -> _Rotation:
 def _segments(model: ir.Model) -> ir.Value:
     """Return the graph's input ``segments``. If the graph does not contain this input, add it.
 
-    The input is optional, and describes requests that share one sequence. Its default is an array
-    without rows.
+    The input is optional, and describes requests that share one sequence. The default value is an
+    array without rows.
     """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
@@ -316,7 +317,7 @@ def _segments(model: ir.Model) -> ir.Value:
 def _hiding(starts: _Pattern) -> _Pattern:
     """Return the pattern of an attention mask that hides the keys of later blocks.
 
-    ``starts`` is the pattern of the first position of each token's block.
+    ``starts`` is the pattern that computes, for each token, the first position of its block.
     """
     keys = ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), starts), 1)
     hidden = ("Greater", keys, ("Unsqueeze", starts, 2))
@@ -362,9 +363,10 @@ def _seen(
     """Find the attention function that hides the same keys as the attention mask ``hidden``.
 
     Returns a part of the function's name, the graph's position ids, and the function's attributes.
-    ``positions`` are the positions that the rotation uses. They are the position ids, or with draft
-    passes, the position ids modulo ``longest``. Raises _Unlike if the attention mask is not
-    block-causal, not a window, and not that of draft passes.
+    ``positions`` are the positions that the rotation uses. In a network with draft passes, these
+    are the position ids modulo ``longest``. In other networks, these are the position ids. The
+    function knows the attention masks of block-causal attention, of windows and of draft passes.
+    Raises _Unlike for all other masks.
     """
     for kind, pattern, attribute in (
         (BLOCK, _BLOCKS, "visible_block"),
@@ -426,7 +428,7 @@ def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
 
 
 def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
-    """Check that these attributes are 0, as the kernel assumes. Otherwise, raises _Unlike."""
+    """Raise _Unlike if an attribute in ``names`` is not 0. The kernel assumes 0."""
     for name in names:
         attribute = node.attributes.get(name)
         if attribute is not None and attribute.value:

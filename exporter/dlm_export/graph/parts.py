@@ -6,7 +6,7 @@ contains the final norm and the head, and computes the best tokens.
 
 The names of a part's inputs and outputs are the same as in the whole graph. Running all parts in
 order therefore gives the same result as running the whole graph. If a node depends on constants
-only, it is copied into every part that uses its output.
+only, the node is copied into every part that uses its output.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def cut(model: ir.Model) -> list[Part]:
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
     # A graph input that has an initialiser is optional. Treat it as a constant.
     made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
-    # part -> values that this part uses and other parts compute
+    # Maps each part to the values that the part uses and other parts compute.
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)
-    # part -> values that this part computes and later parts use
+    # Maps each part to the values that the part computes and later parts use.
     given: dict[int, dict[ir.Value, None]] = defaultdict(dict)
     for node, layer in zip(graph, layers, strict=True):
         read = [value for value in node.inputs if value is not None and value in made_in]

@@ -14,7 +14,7 @@ A graph can be written for three engines (``Form``):
 A layer that does not use MatMulNBits is written as follows:
 
 ==============  ===================================================================================
-int8-dynamic    ``dlm_export::Int8Linear``, on a CPU only. It multiplies integers. The weight has a
+int8-dynamic    ``dlm_export::Int8Linear``, a product of integers, on a CPU only. The weight has a
                 scale per column. Each pass computes a scale for each row of the input
 int4-*-dynamic  ``dlm_export::Int4Linear``: like int8-dynamic, with a scale per group of inputs
 int8-static     QuantizeLinear and DequantizeLinear on the input, and DequantizeLinear on the
@@ -83,7 +83,7 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Explain why a layer cannot have the format ``name``. Returns ``None`` if it can.
+    """Return the reason why a layer cannot have the format ``name``, or ``None`` if it can.
 
     Some formats have one scale per group of inputs. For a GPU, and for NVFP4 on any engine, the
     number of inputs must be a multiple of the group size.
@@ -95,8 +95,8 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
     if layer.is_tied and on_gpu and chosen.weights is not None:
-        # TensorRT accepts codes only as the input of DequantizeLinear, so it would dequantise the
-        # whole table for each lookup.
+        # TensorRT accepts codes only as the input of DequantizeLinear. For each lookup, TensorRT
+        # would therefore dequantise the whole table.
         return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
@@ -186,7 +186,7 @@ class _Writer:
     ) -> ir.Value:
         """Insert a chain of operators before a node.
 
-        An input of ``None`` stands for the result of the previous operator.
+        If an input is ``None``, the result of the previous operator is used.
         """
         out: ir.Value | None = None
         for op, inputs, attributes in specs:

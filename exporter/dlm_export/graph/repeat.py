@@ -2,8 +2,8 @@
 
 Two layers are of the same kind if their descriptions are equal. For each layer, ``repeat`` copies
 the nodes of the traced layer of the same kind. The copied nodes use the parameters and the cache of
-the new layer. Their input is the residual stream that the previous layer returns. All layers share
-positions, rotary tables, attention masks and constants.
+the new layer. The input of each layer is the residual stream that the previous layer returns. All
+layers share positions, rotary tables, attention masks and constants.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 class _Copies:
     """Maps the values of the traced graph to their copies.
 
-    ``own`` contains a mapping for each layer, and ``shared`` maps all values outside the layers.
+    ``own`` contains one mapping for the values of each layer. ``shared`` maps all values outside
+    the layers.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -86,7 +87,7 @@ class _Copies:
         return [self._of_node(node, layer) for node in nodes]
 
     def find(self, value: ir.Value, layer: int | None) -> ir.Value:
-        """Return the copy of a value that the nodes of a layer use.
+        """Return the copy of ``value`` that the copied nodes of ``layer`` use.
 
         ``layer`` is ``None`` for nodes before or after the layers.
         """
@@ -151,7 +152,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """Return the residual stream: the only value that ``makers`` compute for ``readers``."""
+    """Return the residual stream: the only output of ``makers`` that is an input of ``readers``."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -184,9 +185,9 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """Return the name of a value, or the path of a node, in a layer of the full graph.
+    """Convert a name or module path in the traced graph to its form in the full graph.
 
-    If ``layer`` is ``None``, the value or node is outside the layers.
+    ``layer`` is the index of the layer in the full graph, or ``None`` outside the layers.
     """
     assert name is not None
     if layer is None:

@@ -1,10 +1,10 @@
 """Defines ONNX functions for mixtures of experts, which loop over the chosen experts.
 
 INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
-each row of their input. CPUs cannot multiply in FP8 or NVFP4. The functions therefore dequantise
-the weights of such experts, and multiply in fp32. They also round the inputs of the experts to the
-format, with one range for all experts of a stack. The features after the gate are first multiplied
-by the expert's routing weight, and then rounded to the format.
+each row of their input. CPUs cannot multiply in FP8 or NVFP4. For FP8 and NVFP4 experts, the
+functions therefore dequantise the weights, and multiply in fp32. They also round the inputs of the
+experts to the format, with one range for all experts of a stack. The features after the gate are
+first multiplied by the expert's routing weight, and then rounded to the format.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def experts(name: str) -> ir.Function:
     ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes FP8 codes of this shape. All other
     functions take panels. The last panel may contain padding. A function that takes panels
     therefore has two attributes: ``columns`` is the number of columns of gate and up without
-    padding, and ``out_columns`` is the same for down.
+    padding, and ``out_columns`` is the same number for down.
     """
     held = FUNCTIONS[name]
     ports = [

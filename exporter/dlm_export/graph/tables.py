@@ -83,8 +83,8 @@ def _product_of(graph: Graph) -> ir.Node | None:
 def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) -> None:
     """Replace the MatMul with a call of a tied-head function.
 
-    The function computes in fp32. In an fp16 graph, the function's input and result are therefore
-    cast.
+    The tied head computes in fp32. In a graph of another type, the input of the head is therefore
+    cast to fp32, and the result is cast back to the graph's type.
     """
     functions.declare(graph.model, name)
     metadata = dict(product.metadata_props)

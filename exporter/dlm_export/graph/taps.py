@@ -28,7 +28,7 @@ SHOWN = "tap:"
 
 @dataclass(frozen=True)
 class Tap:
-    """Names of a layer's input and output values. The output is the sum with the bias, if any."""
+    """Names of a layer's input and output values. The output includes the layer's bias."""
 
     input: str
     output: str
@@ -82,8 +82,8 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
     """Add an fp32 output to a graph or part for every value of ``taps`` that it contains.
 
-    The name of such an output is ``SHOWN`` plus the value's name. A value that is inside a fused
-    operator gets no output.
+    The name of each added output is ``SHOWN`` plus the value's name. Values that are inside a fused
+    operator get no output.
     """
     graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}

@@ -134,7 +134,7 @@ def _quiet_logger(name: str) -> Iterator[None]:
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _INPUTS = ("input_ids", "position_ids", "score_rows")
 _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
-# Inputs and outputs of networks with self-conditioning, after the inputs and outputs of the cache.
+# Graphs of networks with self-conditioning have these inputs and outputs after those of the cache.
 _CONDITIONING_INPUTS = ("conditioning", "temperature")
 _CONDITIONING_OUTPUTS = ("next_conditioning",)
 
@@ -354,7 +354,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
         number, wanted = (
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
-        # torch made a one-element list from a scalar; use the scalar.
+        # torch reshapes constant scalars to lists with one element. Compute the result in advance.
         if number is not None and wanted is not None:
             folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
             node.outputs[0].replace_all_uses_with(folded)

@@ -1,6 +1,6 @@
 """Checks that a bundle computes correct results, and measures its loss of accuracy.
 
-The modules of this package call the checkpoint from which a bundle was built the bundle's *source*.
+In this package, the *source* of a bundle is the checkpoint from which the bundle was built.
 Each of the packages below imports only packages that come earlier in the list:
 
 - ``report`` writes HTML pages with the results.

@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     """The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
 
     The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables. If
-    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by these factors. If the
+    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by ``query_scale``. If the
     network has draft passes, ``is_draft`` ``[B, T, 1]`` says which tokens belong to a draft pass.
     """
 
@@ -76,7 +76,8 @@ class UnbuiltNetworkError(DlmError):
 def check_built(network: NetworkSpec) -> None:
     """Check that ``Denoiser`` supports all features of the network.
 
-    Otherwise, raises UnbuiltNetworkError, which names the layer and the feature.
+    Raises UnbuiltNetworkError if a feature is not supported. The error names the layer and the
+    feature.
     """
     for i, layer in enumerate(network.layers):
         known = ACTIVATIONS if isinstance(layer.mlp, MlpSpec) else ("silu", "gelu-tanh")
@@ -106,8 +107,8 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     cos, sin, position_ids = turn[:3]
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # Use torch.onnx's operator only for export, because it has no gradient. In the graph, it
-        # becomes a single RotaryEmbedding node, and the code below would become nine nodes.
+        # torch.onnx's operator has no gradient, so it is used only for export. The operator becomes
+        # a single RotaryEmbedding node in the graph. The code below would become nine nodes.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly
@@ -124,7 +125,7 @@ def move_masks(network: NetworkSpec, input_ids: Tensor, position_ids: Tensor) ->
     """Return the position ids that attention uses, ``[B, T]``.
 
     With visibility ``masks-last``, the length of the longest canvas is added to the position ids of
-    mask tokens.
+    mask tokens, so that decided tokens do not attend to mask tokens.
     """
     if not network.has_masks_last:
         return position_ids
@@ -137,12 +138,11 @@ def hiding(
 ) -> Tensor | None:
     """Return an additive attention mask, or ``None`` if every query attends to every key.
 
-    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. It is 0 for visible keys, and the lowest
-    finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A network
-    with full attention in a window has no cached keys. If a network has draft passes and a window,
-    the cached keys must be those of the positions 0 to S - 1, in this order. The mask does not
-    contain minus infinity, because some kernels compute the softmax in tiles. If all keys of a tile
-    were hidden, minus infinity would make the result of the tile NaN.
+    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. Its value is 0 for visible keys, and the
+    lowest finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A
+    network with full attention in a window has no cached keys. If a network has draft passes and a
+    window, cached key i must belong to position i. The mask does not contain minus infinity,
+    because the softmax of a tile with only minus infinity would be NaN in some kernels.
 
     ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
     position ids. With visibility ``draft``, the tokens of a draft pass attend to each other.
@@ -150,7 +150,7 @@ def hiding(
     block_length, window = attention.visible_block, attention.window
     if window is not None and attention.draft_block is not None:
         is_draft, places = position_ids >= longest, position_ids % longest
-        # In a draft pass, all queries see what the first position of the pass sees.
+        # In a draft pass, measure the distances of all queries from the first position of the pass.
         first = torch.where(is_draft, places.amin(1, keepdim=True), places)
         last = torch.where(is_draft, longest, places)
         rows = torch.arange(cached, device=places.device).expand(places.shape[0], cached)
@@ -187,8 +187,8 @@ def turns_of(
 ) -> list[Turn | None]:
     """Return the rotary embedding of each layer for a pass at the positions ``ids`` ``[B, T]``.
 
-    ``tables`` are the modules of ``network.rotary_tables()``. An entry is ``None`` if the attention
-    of the layer does not depend on positions.
+    ``tables`` are the modules of ``network.rotary_tables()``. An entry of the result is ``None`` if
+    the attention of the layer does not depend on positions.
     """
     longest, known = network.max_canvas_length, network.rotary_tables()
     is_draft = None
@@ -246,7 +246,7 @@ class Attention(nn.Module):
         past: Past | Packed | None,
         cache_dtype: str | None = None,
     ) -> tuple[Tensor, Past]:
-        """Return the output and the new keys and values, which are not rounded.
+        """Return the output, and the new keys and values. The keys and values are not rounded.
 
         With block-causal or causal attention, queries attend to rounded copies of the new keys and
         values: the numbers that a cache of type ``cache_dtype`` would contain. If ``cache_dtype``
@@ -304,7 +304,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. Each norm that its description does not contain is the identity."""
+    """One transformer layer. Norms that the layer's description does not contain do nothing."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class Rotary(nn.Module):
 
 
 class Positions(nn.Embedding):
-    """A table of learned positions. Position 0 of a canvas is in the row ``first``."""
+    """A table of learned positions. The row ``first`` belongs to position 0 of a canvas."""
 
     def __init__(self, rows: int, hidden_size: int, first: int) -> None:
         super().__init__(rows, hidden_size, _weight=torch.empty(rows, hidden_size))
@@ -424,8 +424,9 @@ class Embedding(nn.Module):
     ) -> Tensor:
         """Compute the embeddings from looked-up table rows ``x`` ``[B, T, hidden]``.
 
-        With self-conditioning, ``conditioning`` contains the soft embeddings of the draft pass
-        before, also ``[B, T, hidden]``. ``None`` means zeros. Only tokens of draft passes read them.
+        With self-conditioning, ``conditioning`` ``[B, T, hidden]`` contains the soft embeddings of
+        the previous draft pass. ``None`` means zeros. Only tokens of draft passes use
+        ``conditioning``.
         """
         if self.scale != 1:
             x = x * self.scale
@@ -441,7 +442,7 @@ class Embedding(nn.Module):
 
 
 class Conditioning(MLP):
-    """Adds what an MLP computes from soft embeddings to the embeddings of tokens."""
+    """Runs an MLP on soft embeddings, and adds the result to the embeddings of tokens."""
 
     def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
         c = network
@@ -472,7 +473,7 @@ class Transform(Linear):
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Limit logits to the range from ``-softcap`` to ``softcap``, in fp32, if it is not ``None``."""
+    """Limit logits to the range ``[-softcap, softcap]``, in fp32. ``None`` means no limit."""
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 
@@ -519,8 +520,8 @@ class Denoiser(nn.Module):
 
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
         contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
-        rotated by their positions. Cached positions may be in any order, if every query attends to
-        all of them (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
+        rotated by their positions. Cached positions may be in any order if every query attends to
+        all cached positions (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
         ``Embedding.complete`` explains ``conditioning``.
         """
         x = self.embed(input_ids, position_ids, conditioning)
@@ -556,8 +557,8 @@ class Denoiser(nn.Module):
     def soft_embedding(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the conditioning of the next draft pass, ``[..., hidden]``, for self-conditioning.
 
-        ``logits`` ``[..., V]`` are the logits of a draft pass. They are divided by ``temperature``
-        ``[...]``.
+        ``logits`` ``[..., V]`` are the logits of a draft pass. The function divides ``logits`` by
+        ``temperature`` ``[...]``.
         """
         probs = (logits.float() / temperature.unsqueeze(-1)).softmax(-1)
         table = self.embed.weight

@@ -70,7 +70,7 @@ class Router(nn.Module):
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two scores of every expert, without and with the bias, both fp32 ``[.., E]``.
+        """Return the experts' scores without the bias, and with the bias, each fp32 ``[.., E]``.
 
         The router chooses experts by the scores with the bias.
         """
@@ -135,8 +135,8 @@ class Router(nn.Module):
     def _worth(self, judged: Tensor) -> Tensor:
         """Return the score of each of G groups of experts, ``[.., G]``.
 
-        The score of a group is the sum of the scores of its two best experts. This function is not
-        used if G is 1.
+        The score of a group is the sum of the scores of its two best experts. If G is 1, the result
+        is not used.
         """
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
@@ -160,8 +160,8 @@ class Stacked(nn.Module):
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
         """``is_down`` is true for the matrices of the down projection.
 
-        ``wide`` joins these matrices along their inputs, because a mixture adds up the outputs of
-        the experts.
+        ``wide`` joins the matrices of the down projection along their inputs, because a mixture
+        adds up the outputs of the experts. Other matrices are joined along their outputs.
         """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
@@ -190,7 +190,7 @@ class Stacked(nn.Module):
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` experts. Each expert is a gated MLP for the tokens that are routed to it.
+    """Computes ``E`` experts. Each expert is a gated MLP for the tokens that are routed to it.
 
     If ``is_dense`` is true, one wide MLP computes all experts for every token. The wide MLP
     multiplies the features of an expert by 0 if the token is not routed to this expert.
@@ -218,7 +218,7 @@ class RoutedMLPs(nn.Module):
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute one expert after another. A token's results are added up in the same order."""
+        """Compute one expert after another, and add up the results of each token in this order."""
         active, tokens = chosen.shape[-1], x.flatten(0, -2)
         slots = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.count).tolist()

@@ -39,12 +39,12 @@ NORM_KINDS = ("rms", "layer", "layer-bias")
 class Rope:
     """Rotate-half rotary positions with base ``theta``.
 
-    ``fraction`` is the share of a head's features that are rotated. The rotated features are the
-    first ones. ``scaling`` describes how frequencies are lowered for long canvases. If it is
-    ``None``, frequencies are not lowered. ``query_scale`` describes how queries are scaled on long
-    canvases. If it is ``None``, queries are not scaled. ``turning`` is the share of the rotated
-    pairs of features whose angle depends on the position. These are the first pairs. All other
-    pairs have the angle 0.
+    ``fraction`` is the share of a head's features that are rotated: the first features of the head.
+    ``scaling`` describes how frequencies are lowered for long canvases. If ``scaling`` is ``None``,
+    frequencies are not lowered. ``query_scale`` describes how queries are scaled on long canvases.
+    If ``query_scale`` is ``None``, queries are not scaled. The rotated features form pairs. The
+    angle of the first pairs depends on the position, and ``turning`` is their share of all pairs.
+    All other pairs have the angle 0.
     """
 
     theta: float
@@ -54,7 +54,7 @@ class Rope:
     turning: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a scaling has no meaning for ``theta``, or if a share is no share."""
+        """Raises ValueError if ``turning`` or, with ``scaling``, ``theta`` is out of range."""
         if not 0 < self.turning <= 1:
             raise ValueError(f"turning must be above 0 and at most 1, found {self.turning:g}")
         if self.scaling is not None and self.theta <= 1:
@@ -75,8 +75,8 @@ class AttentionSpec:
       except that a query of a draft pass attends to all keys. In training, a draft pass computed
       ``block_length`` tokens. ``hiding`` in ``denoiser`` explains draft passes. ``masks-last``
       means causal attention in a sequence that starts with all decided tokens, and ends with all
-      mask tokens. So decided tokens do not attend to mask tokens, and a mask token attends to all
-      decided tokens.
+      mask tokens. Decided tokens therefore do not attend to mask tokens, and a mask token attends
+      to all decided tokens.
     - ``window``: if not ``None``, a query attends only to keys that are at most this many tokens
       away. With visibility ``draft``, the distance of a query of a draft pass is counted from the
       first token of the pass, and the queries of the pass attend to all keys of the pass. With
@@ -153,8 +153,8 @@ class AttentionSpec:
 class MlpSpec:
     """An MLP with or without a gate.
 
-    With a gate, the MLP computes ``down(activation(gate x) * up x)``. Without a gate, it computes
-    ``down(activation(up x))``. ``bias`` is true if all matrices have biases.
+    With a gate, the MLP computes ``down(activation(gate x) * up x)``. Without a gate, the MLP
+    computes ``down(activation(up x))``. ``bias`` is true if all matrices have biases.
     """
 
     size: int
@@ -210,7 +210,7 @@ class ExpertsSpec:
     Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
     ``shared_size`` features processes every token. If ``shared_size`` is 0, there is no shared MLP.
     If ``branch_norms`` is true, an RMSNorm is applied to the inputs and to the outputs of the
-    shared MLP and of the experts, as in Gemma 4. The router reads its input without these norms.
+    shared MLP and of the experts, as in Gemma 4. These norms do not affect the router.
     """
 
     count: int
@@ -262,7 +262,7 @@ class LayerSpec:
 
 
 def layer_from(values: Mapping[str, Any]) -> LayerSpec:
-    """Read a layer from the plain values that ``dataclasses.asdict`` returned. Raises ValueError."""
+    """Create a ``LayerSpec`` from the result of ``dataclasses.asdict``. Raises ValueError."""
     attention, mlp = dict(values["attention"]), values["mlp"]
     rope = attention.pop("rope")
     return LayerSpec(

@@ -65,10 +65,10 @@ class ReadTensor(Protocol):
     def __call__(
         self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
     ) -> Tensor:
-        """Return a parameter of ``Denoiser`` on the CPU, or only the entries ``rows`` of axis 0.
+        """Return a parameter of ``Denoiser`` as a tensor on the CPU.
 
-        The caller must not modify the result. If ``dtype`` is ``None``, the parameter keeps its
-        stored type.
+        If ``rows`` is set, the tensor contains only these entries of axis 0. If ``dtype`` is
+        ``None``, the parameter keeps its stored type. The caller must not modify the result.
         """
 
 
@@ -76,9 +76,9 @@ class ReadTensor(Protocol):
 class Batch:
     """A batch of B canvases of equal length L.
 
-    The fields are the indices of the canvases, their token ids, int64 ``[B, L]``, and the rows of
-    ``states`` that belong to the canvases. ``draft_start`` is the first position of the draft pass
-    over each canvas. ``None`` means that there is no draft pass.
+    ``numbers`` are the indices of the canvases. ``ids`` are their token ids, int64 ``[B, L]``.
+    ``rows`` are the rows of ``Carried.states`` that belong to the canvases. ``draft_start`` is the
+    first position of the draft pass over each canvas. ``None`` means that there is no draft pass.
     """
 
     numbers: tuple[int, ...]
@@ -133,8 +133,8 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # A weak reference to the layer that was loaded last. The reference returns None after that
-        # layer is freed.
+        # A weak reference to the layer that was loaded last. After this layer is freed, calling the
+        # reference returns None.
         self._last: Callable[[], object] = lambda: None
         self._rooms: list[Tensor] = []  # buffers for the last loaded layer's converted weights
         tables = network.rotary_tables()
@@ -153,8 +153,9 @@ class Layered:
         """Return the input of the first layer ``[B, L, hidden]`` for token ids ``[B, L]``.
 
         The function loads only the table rows of these ids. ``positions`` contains the positions of
-        the tokens. If it is ``None``, the tokens are whole canvases. With self-conditioning,
-        ``conditioning`` contains the soft embeddings ``[B, L, hidden]``. ``None`` means zeros.
+        the tokens. If ``positions`` is ``None``, the tokens are whole canvases. With
+        self-conditioning, ``conditioning`` contains the soft embeddings ``[B, L, hidden]``. ``None``
+        means zeros.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
         rows = self.read(EMBEDDING, self.dtype, wanted)[places].to(self.device)
@@ -221,7 +222,7 @@ class Layered:
         return found.expand_as(ids)
 
     def beside(self, i: int, batch: Batch) -> tuple[Turn | None, Tensor | None, None]:
-        """Return the arguments of layer ``i`` besides the hidden states of a batch.
+        """Return all arguments of layer ``i`` except the hidden states of a batch.
 
         The arguments are the rotation and the additive attention mask. There is no cache.
         """
@@ -252,11 +253,11 @@ class Layered:
         spans: Sequence[tuple[int, int]],
         past: Sequence[Past | None],
     ) -> tuple[Turn | None, None, Packed]:
-        """Return the arguments of layer ``i`` besides the hidden states, for several passes.
+        """Return all arguments of layer ``i`` except the hidden states, for several passes.
 
-        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
-        ``ids`` contains its tokens ``[T]``, ``spans`` its positions ``(first, end)``, and ``past``
-        its cached keys and values.
+        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. The other
+        arguments have one entry per pass: ``ids`` contains the tokens ``[T]``, ``spans`` the
+        positions ``(first, end)``, and ``past`` the cached keys and values.
         """
         positions = [
             move_masks(
@@ -303,7 +304,7 @@ class Layered:
         return Head(weight, self.device, bias, self.network.head.softcap)
 
     def _with_parameters(self, module: _Module, path: str) -> _Module:
-        """Load the parameters of a small module that has no data yet."""
+        """Load the parameters of a small module whose parameters have no data yet."""
         state = {
             name: self.read(f"{path}.{name}", self.dtype).to(self.device)
             for name, _ in module.named_parameters()

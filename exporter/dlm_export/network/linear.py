@@ -78,8 +78,8 @@ def activate(x: Tensor, activation: str, is_plain: bool) -> Tensor:
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":
-        # Not F.relu: ONNX Runtime 1.31.1 removes a Relu before a QuantizeLinear to FP8, which makes
-        # the results wrong.
+        # Do not use F.relu. ONNX Runtime 1.31.1 removes a Relu before a QuantizeLinear to FP8, and
+        # the results are then wrong.
         return torch.maximum(x, torch.zeros((), dtype=x.dtype, device=x.device))
     if activation == "gelu-tanh":
         if is_plain:  # elementary operators, for engines that have no GELU

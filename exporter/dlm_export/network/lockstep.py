@@ -65,12 +65,12 @@ class _Course:
         self.drafts.append(State(canvas, "trajectory", ratio, self._first, Draft(start, read)))
 
     def past(self, i: int) -> Past | None:
-        """Return layer ``i``'s cached keys and values that the next pass reads."""
+        """Return the cached keys and values of layer ``i`` to which the next pass attends."""
         assert self.span is not None
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """If the pass's plan says so, store keys and values ``[1, Hkv, T, D]`` of layer ``i``."""
+        """Store keys and values ``[1, Hkv, T, D]`` of layer ``i``, if ``span.is_stored``."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
@@ -100,7 +100,7 @@ def courses(
 ) -> Iterator[list[Canvas]]:
     """Yield a list of canvases for each request, in order.
 
-    The list contains the canvas before the first pass, and the canvas after every pass. See
+    Each list contains the canvas before the first pass, and the canvas after every pass. See
     ``_run``.
     """
     for course in _run(layered, canvases, policy, memory_bytes, on_decided):

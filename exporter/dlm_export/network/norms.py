@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32.
 
-    The result is cast back to the input's type, and then multiplied by ``weight`` (not by
-    ``1 + weight``).
+    The normalised values are cast back to the input's type, and then multiplied by ``weight``, not
+    by ``1 + weight``.
     """
 
     def __init__(self, size: int, eps: float, is_plain: bool) -> None:

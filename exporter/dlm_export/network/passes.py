@@ -55,8 +55,8 @@ class Span:
     - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
       rows.
 
-    If ``is_draft`` is true, the pass is a draft pass, in which all rows see each other. Only a
-    network with a ``draft_block`` has draft passes. Its other passes are causal.
+    If ``is_draft`` is true, the pass is a draft pass, in which all rows attend to each other. Only
+    networks with a ``draft_block`` have draft passes. Their other passes are causal.
     """
 
     first: int
@@ -67,8 +67,8 @@ class Span:
     def ids(self, longest: int) -> tuple[int, int]:
         """Return the range of the pass's position ids: the first id, and the last id plus 1.
 
-        ``longest`` is the length of the longest canvas. It is added to the position ids of a draft
-        pass.
+        ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to
+        the position ids.
         """
         start = longest if self.is_draft else 0
         return start + self.first, start + self.last
@@ -89,8 +89,8 @@ class Stage:
     - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
       and "denoise" decides positions.
     - ``first``, ``last``: the positions to score and decide.
-    - ``awaited``: passes repeat until all positions in ``[first, awaited)`` are decided. If
-      ``awaited`` equals ``first``, there is one pass.
+    - ``awaited``: the pass is repeated until all positions in ``[first, awaited)`` are decided. If
+      ``awaited`` equals ``first``, the stage has one pass.
     - ``steps``: the number of passes planned for these positions.
     - ``start``, ``end``: the block to which the positions belong.
     - ``is_last``: True if this stage is the last stage of the block.
@@ -126,7 +126,8 @@ def block_length_of(
     """Return the number of tokens that a policy decides in one block.
 
     ``visible_block`` and ``draft_block`` are properties of the network. If the policy sets no block
-    length, one of them is used. A result of 0 means that the whole generation is one block.
+    length, the result is ``draft_block``, or ``visible_block`` if the network has no draft passes.
+    A result of 0 means that the whole generation is one block.
     """
     return policy.block_length or draft_block or visible_block or 0
 
@@ -134,11 +135,10 @@ def block_length_of(
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
     """Plan the passes that fill the undecided positions, bool ``[L]``, block by block.
 
-    With full attention, the first block starts at the first undecided position. With block-causal
-    attention, blocks start at multiples of the block length, so the first block may begin with
-    tokens of the prompt. With causal attention, the first block starts at the first undecided
-    position. ``turns.turns`` explains ``steps``. The commit rule "verify" has no such
-    plan, see ``turns``.
+    With full or causal attention, the first block starts at the first undecided position. With
+    block-causal attention, blocks start at multiples of the block length, so the first block may
+    begin with tokens of the prompt. ``turns.turns`` explains ``steps``. For the commit rule
+    "verify", ``turns.turns`` does not use this function.
     """
     if not undecided.any():
         return []
@@ -172,8 +172,8 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
     only the first pass of the first block computes the whole canvas. The first pass of a later
     block starts ``refresh`` tokens before the block. If the previous block starts even earlier, the
-    pass starts there, because the cached rows of that block are outdated: they were stored before
-    its positions were decided.
+    pass starts with the previous block. The cached rows of the previous block are outdated, because
+    they were stored before its positions were decided.
     """
     before: int | None = None  # start of the block that was decided before this block
     for start, end, steps in blocks:
@@ -203,16 +203,17 @@ def _block_causal_stages(
 
     A denoiser with ``shift`` 1 predicts the token after each row. The row before a block therefore
     predicts the first token of the block. The pass that stores the finished blocks computes this
-    row. The same holds for a network with draft passes: its storing passes are causal, and its
-    other passes are draft passes.
+    row. In a network with draft passes, the passes that store finished blocks are causal, so the
+    row before a block predicts the first token of the block too. All other passes of such a network
+    are draft passes.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
-    computes the whole block, and stores the keys and values of the block. With ``shift`` 1, such
-    passes repeat until the first position of the sub-block is decided. All later passes compute
-    only the sub-block, and use the stored keys and values of the other rows.
+    computes the whole block, and stores the keys and values of the block. With ``shift`` 1, the
+    first pass is repeated until the first position of the sub-block is decided. All later passes
+    compute only the sub-block, and use the stored keys and values of the other rows.
     """
     length, is_draft = len(undecided), looped.draft_block is not None
-    # With random tokens instead of mask tokens, causal passes predict no position.
+    # If blocks start from random tokens, causal passes do not decide any positions.
     shift = 0 if policy.remask == "noise" else 1 if is_draft else looped.shift
     has_cache, stored = policy.cache != "none", 0
     has_parts = policy.cache == "block-dual" and bool(policy.sub_block_length)
@@ -251,8 +252,8 @@ def _block_causal_stages(
 def transfer_counts(masked: int, steps: int) -> list[int]:
     """Split ``masked`` positions over ``steps`` as evenly as integers allow, larger counts first.
 
-    This is the schedule of LLaDA (arXiv:2502.09992, algorithm 4). Raises ValueError if ``steps <
-    1``.
+    The counts follow the schedule of LLaDA (arXiv:2502.09992, algorithm 4). Raises ValueError if
+    ``steps < 1``.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")

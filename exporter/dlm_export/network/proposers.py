@@ -33,8 +33,8 @@ class Proposals:
     """The proposed tokens for a turn's positions, with their scores and probabilities.
 
     All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
-    float64. A higher score means a surer token. Probabilities are those of the proposed tokens, by
-    the softmax of the denoiser's logits.
+    float64. A higher score means a surer token. The probability of a token is the softmax of the
+    denoiser's logits at this token.
     """
 
     tokens: np.ndarray
@@ -94,7 +94,7 @@ class Proposer:
         """
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return a copy of the logits that excludes the mask token, if there is one."""
+        """Return a copy of the logits in which the mask token has the logit minus infinity."""
         logits = logits.clone()
         logits[:, self.mask_token_id : self.mask_token_id + 1] = -torch.inf
         return logits
@@ -104,7 +104,7 @@ class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
     The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
-    temperature. A turn that edits looks for better tokens, so it proposes the most likely token
+    temperature. For a turn that edits committed tokens, the proposed token is the most likely token
     instead of a sample.
     """
 
@@ -146,8 +146,8 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
     ``behind`` contains the logits divided by the temperature, minus the largest such quotient in
     the same row. First, the function selects the ``top_k`` most likely tokens (0 means all tokens).
-    From these, it then selects the most likely tokens until their probabilities add up to more than
-    ``top_p``. All other tokens get probability 0.
+    From these tokens, the function then selects the most likely tokens until their probabilities
+    add up to more than ``top_p``. All other tokens get probability 0.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)

@@ -65,7 +65,7 @@ def outside(past: Past | None, span: Span) -> Past | None:
 def store(past: Past | None, new: Past, span: Span) -> Past:
     """Store the keys and values ``new`` of a pass, and return the resulting cache.
 
-    May modify ``past``, the cache before the pass, in place.
+    The function may modify ``past``, the cache before the pass, in place.
     """
     if past is None:
         return new[0].clone(), new[1].clone()
@@ -110,8 +110,8 @@ class Run:
         self.guess = np.full(len(self.tokens), -1)
         # For ``remask`` "noise": the positions that contain random tokens.
         self.is_noised = np.zeros(len(self.tokens), bool)
-        # For ``remask`` "noise": number of passes over the block, directly before the last one, with
-        # the same most likely tokens.
+        # For ``remask`` "noise": the number of consecutive passes, up to the last pass, in which
+        # the most likely tokens of the block did not change.
         self._stable = 0
         self._turns = turns(
             Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
@@ -143,7 +143,7 @@ class Run:
         return turn.span
 
     def _noise(self, step: int) -> np.ndarray:
-        """Return random tokens for the turn's positions, before pass ``step`` over the block."""
+        """Return the random tokens of pass ``step`` over the block, for the turn's positions."""
         network, positions = self.network, self._turn.positions
         return random_tokens(
             self.policy.seed, step, positions, network.vocab_size, network.mask_token_id
@@ -207,8 +207,9 @@ class Run:
     def _renoise(self, proposals: Proposals, logits: Tensor) -> None:
         """Choose the tokens of the next pass over a block that started from random tokens.
 
-        The chosen positions get their proposed tokens, and the others get new random tokens. After
-        the last pass over the block, its positions get their most likely tokens.
+        The chosen positions get their proposed tokens, and all other positions of the block get new
+        random tokens. After the last pass over the block, all positions get their most likely
+        tokens.
         """
         turn, policy = self._turn, self.policy
         best = self.proposer.masked(logits).argmax(-1).cpu().numpy()

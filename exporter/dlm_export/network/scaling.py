@@ -44,7 +44,7 @@ class Scaling:
         """Return a share between 0 and 1 for each of the unscaled ``frequencies``.
 
         A frequency with share 1 is not scaled. A frequency with share 0 is divided by ``factor``.
-        Other shares interpolate linearly between the two.
+        For shares between 0 and 1, the result is interpolated linearly.
         """
         raise NotImplementedError
 
@@ -152,7 +152,7 @@ class Yarn(Scaling):
         size = 2 * len(frequencies)
 
         def index(turns: float) -> float:
-            """Return the index of the pair that makes ``turns`` turns, which may be a fraction."""
+            """Return the (possibly fractional) index of the pair that makes ``turns`` turns."""
             ratio = self.original_length / (turns * 2 * math.pi)
             return size * math.log(ratio) / (2 * math.log(theta))
 
@@ -172,7 +172,7 @@ class Yarn(Scaling):
 
 @dataclass(frozen=True)
 class QueryScale:
-    """Makes queries longer on long canvases, as in Llama 4 and Ministral 3.
+    """Multiplies queries by a factor that grows with the position, as in Llama 4 and Ministral 3.
 
     The query at position p is multiplied by ``1 + beta * ln(1 + floor(p / original_length))``. This
     factor is 1 at the positions before ``original_length``.

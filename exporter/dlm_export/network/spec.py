@@ -174,7 +174,7 @@ class EmbeddingSpec:
       rows before it.
     - ``token_types``: number of rows of the table of token types. If 0, there is no such table. All
       tokens of a canvas have type 0.
-    - ``norm``: True if a norm is applied to the sum.
+    - ``norm``: True if a norm is applied to the sum of all embeddings of a token.
     - ``scale``: the number by which the embeddings of tokens are multiplied.
     """
 
@@ -206,12 +206,13 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ConditioningSpec:
-    """Describes self-conditioning: a draft pass also reads the predictions of the draft pass before.
+    """Describes self-conditioning: a draft pass uses the predictions of the previous draft pass.
 
-    The predictions of a position are read as a *soft embedding*: the mean of all embeddings, each
-    weighted with the probability of its token. A gated MLP with ``size`` features reads the
-    normalised soft embedding. Its output is added to the embedding of the token, and an RMSNorm
-    without a weight is applied to the sum. Without predictions, the soft embedding is 0.
+    From the predictions for a position, the network computes a *soft embedding*: the mean of the
+    embeddings of all tokens, weighted with the predicted probabilities. The input of a gated MLP
+    with ``size`` features is the normalised soft embedding. The output of the MLP is added to the
+    embedding of the token, and an RMSNorm without a weight is applied to the sum. In the first
+    draft pass over a block, the soft embedding is 0.
     """
 
     size: int
@@ -353,7 +354,7 @@ class NetworkSpec:
     def active_parameter_count(self) -> int:
         """Return the number of parameters that a pass uses for one token.
 
-        Of the experts, only those that the router chooses for the token are counted.
+        Only the experts that the router chooses for the token are counted.
         """
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
@@ -424,8 +425,8 @@ class NetworkSpec:
             for role, count in heads.items()
         ]
         out, value = f"{block}.attention.out", f"{block}.attention.v"
-        # Scales cannot be folded into the value matrix if there is a norm after it, or if the keys
-        # use the same matrix.
+        # Scales cannot be folded into the value matrix if values are normed, or if keys and values
+        # have the same matrix.
         values = None
         if a.has_values and not a.value_norm:
             values = Fold(
@@ -493,10 +494,10 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Map the path of each linear layer that a recipe may quantise to the layer.
+        """Return the linear layers that a recipe may quantise. The keys are their paths.
 
         With self-conditioning, a recipe cannot quantise a tied head, because the soft embeddings
-        are also computed from its table.
+        are also computed from the embedding table.
         """
         return {
             layer.path: layer
@@ -506,11 +507,10 @@ class NetworkSpec:
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Map the path of each group of layers that must have the same format to the group.
+        """Return the groups of layers that must have the same format. The keys are their paths.
 
-        The groups are in the order in which a pass computes them.
-
-        A group is one quantisable layer, or all matrices of a mixture of experts.
+        A group is one quantisable layer, or all matrices of a mixture of experts. The groups are in
+        the order in which a pass computes them.
         """
         found: dict[str, tuple[LinearSpec, ...]] = {}
         for path, layer in self.quantisable().items():
@@ -543,9 +543,9 @@ class NetworkSpec:
     def has_masks_last(self) -> bool:
         """True if every layer has visibility ``masks-last``.
 
-        Inside the network, ``max_canvas_length`` is added to the positions of mask tokens. Causal
-        attention then sees them after all decided tokens. The rotary tables contain each position
-        twice.
+        Inside the network, ``max_canvas_length`` is added to the positions of mask tokens. In
+        causal attention, mask tokens then come after all decided tokens. The rotary tables contain
+        each position twice.
         """
         return all(layer.attention.visibility == "masks-last" for layer in self.layers)
 

@@ -1,7 +1,7 @@
 """Schedules the unmasking loop: which passes run, and which scored positions commit.
 
-A turn is one pass and the commit after it. The reference loop uses this module, and so does code
-that replays the canvases of a finished run. The module needs only numpy and no denoiser.
+A turn is one pass and the commit after it. The reference loop uses this module. Code that replays
+the canvases of a finished run uses it too. The module needs neither torch nor a denoiser.
 
 The papers of the decoding algorithms do not define two rules: every step commits at least one
 token, and positions with equal scores commit from left to right. Scores are compared with
@@ -51,7 +51,7 @@ def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int)
 def reserve_end(canvas: Canvas, policy: Policy, eos_token_ids: Sequence[int]) -> Canvas:
     """Return a canvas with an end token at its last position, if the policy reserves this position.
 
-    The canvas stays as it is if the last position is decided or is the only undecided position.
+    The canvas is not changed if the last position is decided or is the only undecided position.
     """
     tokens, undecided = canvas.tokens.copy(), canvas.undecided.copy()
     if policy.reserve == "none" or not eos_token_ids or not undecided[-1]:
@@ -65,7 +65,7 @@ class Turn:
     """The next turn of the loop: a pass over ``span``, and a commit in the block ``[start, end)``.
 
     - ``passes``: the number of earlier passes of the request. With ``remask`` "noise", the number of
-      earlier passes for the same positions. Random numbers depend on it.
+      earlier passes for the same positions. Random numbers depend on ``passes``.
     - ``step``: the number of earlier passes for the same positions.
     - ``positions``: the scored positions, int64 ``[M]``, in ascending order. The array is empty if
       the pass only fills the cache.
@@ -76,7 +76,7 @@ class Turn:
     - ``drafted``: the drafted tokens of the positions, int64 ``[M]``, if the turn verifies them. The
       last position has no drafted token, and contains -1.
     - ``first_end``: the end of the first unfinished block, if the turn decides positions of several
-      blocks. At least one position before it commits.
+      blocks. At least one position before ``first_end`` commits.
     - ``steps``: the number of passes planned for the same positions.
     """
 
@@ -181,9 +181,10 @@ def turns(
 def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> Iterator[Turn]:
     """Yield passes that decide positions of several blocks (d3LLM, arXiv:2601.07568).
 
-    Before each pass, one more block is added to these blocks if the share ``next_block`` of the
-    last block is decided. If the policy stops at end tokens, all generated positions after the first
-    end token become end tokens.
+    A pass decides positions from the first unfinished block to a last block. Before each pass, the
+    next block becomes the last block if at least the share ``next_block`` of the last block is
+    decided. If the policy stops at end tokens, all generated positions after the first end token
+    become end tokens.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     blocks = [(stage.first, stage.last) for stage in plan(wanted, policy, looped, steps)]
@@ -283,8 +284,8 @@ Walk = Sequence[Step]
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
     """Return how many positions Dream's schedule commits in pass ``step`` of ``steps`` passes.
 
-    ``masked`` is the number of undecided positions before the pass. The last pass commits all of
-    them.
+    ``masked`` is the number of undecided positions before the pass. The last pass commits all
+    undecided positions.
     """
     if step >= steps - 1:
         return masked
@@ -353,10 +354,11 @@ def random_tokens(
 
 
 def temperature_of(policy: Policy, step: int, steps: int) -> float:
-    """Return the temperature of a pass, of which ``steps`` are planned, after ``step`` passes.
+    """Return the temperature of a pass.
 
+    The pass has the number ``step``, counted from 0. ``steps`` is the number of planned passes.
     With ``temperature_drop``, the temperature is computed in fp32, like DiffusionGemma's code does.
-    With ``select`` "argmax", it is 1.
+    With ``select`` "argmax", the temperature is 1.
     """
     if policy.select == "argmax":
         return 1.0
@@ -389,7 +391,10 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``, which depend on the seed, the pass and the position."""
+    """Return random scores, float64 ``[M]``.
+
+    A score depends only on the seed, the pass and the position.
+    """
     return np.array(
         [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
     )
@@ -442,7 +447,7 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 
 
 def _reach(score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Return the positions that commit, whatever the scores of the other positions are."""
+    """Return the positions whose scores reach the threshold, bool ``[M]``."""
     is_entropy = policy.commit == "entropy_threshold"
     limit = -policy.entropy_bound if is_entropy else policy.threshold
     found: np.ndarray = score > limit if policy.compare == ">" else score >= limit
@@ -453,8 +458,8 @@ def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
     """Choose positions of several blocks, at least one of them in the first unfinished block.
 
     With ``compare`` ">=", the position with the highest score always commits, as in d3LLM's code
-    for LLaDA. With ">", only positions of the first block commit with too low a score, as in
-    d3LLM's code for Dream.
+    for LLaDA. With ``compare`` ">", a position whose score does not reach the threshold commits
+    only if it is in the first unfinished block, as in d3LLM's code for Dream.
     """
     is_low = policy.compare == ">" and not _reach(score, policy).any()
     chosen = np.zeros(len(score), bool) if is_low else choose(score, policy, 1)
@@ -465,7 +470,7 @@ def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
 
 
 def _verified(turn: Turn, guess: np.ndarray) -> np.ndarray:
-    """Choose the positions whose drafted tokens were right, and the position after them.
+    """Choose the positions up to and including the first one where drafted and new tokens differ.
 
     A draft pass chooses no position.
     """

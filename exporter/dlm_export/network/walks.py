@@ -96,7 +96,7 @@ class Walked:
         ]
 
     def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
-        """Group passes into batches of at most ``BATCH_TOKENS`` tokens, or of a single longer pass."""
+        """Yield batches of at most ``BATCH_TOKENS`` tokens. A longer pass is a batch of its own."""
         batch: list[_Pass] = []
         tokens = 0
         for walk, number in ready:

@@ -88,19 +88,19 @@ class BenchOptions:
     # Each element is a number of requests that run together. The benchmark always measures a single
     # request too.
     batches: tuple[int, ...] = (1,)
-    # If true, fit a linear model to the times of passes. The default passes are then those that the
-    # fit needs.
+    # If true, fit a linear model to the times of passes. This option also changes the default
+    # passes to the passes that the fit needs.
     cost: bool = False
     # A file that contains prompts in the format of calibration data. Each prompt is measured as one
     # request.
     data: Path | None = None
     samples: int = 64  # maximum number of prompts from ``data``
-    # If this is set, also measure requests whose first ``prefix`` tokens are the same. In each
-    # prompt, ``prompt_tokens`` other tokens follow.
+    # If ``prefix`` is set, also measure requests whose prompts start with the same ``prefix``
+    # tokens. Each prompt then continues with ``prompt_tokens`` tokens of its own.
     prefix: int | None = None
     prefix_requests: int = 16  # number of these requests that are submitted at once
-    # If this is set, compare the bundle with an autoregressive model that takes this time per token
-    # on this machine.
+    # The time per token of an autoregressive model on this machine. If it is set, the benchmark
+    # compares the bundle with this model.
     peer_token_ms: float | None = None
 
 
@@ -153,7 +153,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
       generation ends at its end token. A latency is the time that a whole request takes. ``nfe``
       contains the number of passes of each prompt. ``overhead_ms`` is the result of
-      ``measure_overhead``, and ``loads`` the result of ``measure_loads`` for the numbers of
+      ``measure_overhead``, and ``loads`` the result of ``measure_loads`` for each number of
       requests in ``batches``.
     - ``prefix``: the result of ``measure_prefix``.
     - ``peer``: the result of ``compare_with_peer``.
@@ -413,9 +413,9 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run each prompt as a request, one at a time. Returns the latencies in ms, and the rates.
+    """Run each prompt as a request, one at a time. Returns the latencies, passes and speeds.
 
-    Before the measurement, the first prompt runs once without being measured, to warm up.
+    The first prompt runs once before the measurement, to warm up.
     """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
@@ -461,9 +461,9 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Measure how fast several bundles of one denoiser generate text.
 
-    The bundles take turns, so that load from other processes affects all bundles equally. All
-    bundles are open at the same time. If ``options`` names no preset, all bundles run the default
-    preset of the first bundle.
+    Each round measures all bundles, so that load from other processes affects all bundles equally.
+    All bundles are open at the same time. If ``options`` names no preset, all bundles run the
+    default preset of the first bundle.
 
     Returns a dict for each bundle. The dict contains the values that ``bench`` returns as
     ``generation``, and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.

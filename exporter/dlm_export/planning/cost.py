@@ -2,8 +2,7 @@
 
 The scheduler uses the model to decide when to admit a request. The model has four coefficients,
 none of which is negative. The fit chooses the coefficients that minimise the relative errors for
-the measured passes, so they have no physical meaning. The result also contains the remaining
-errors.
+the measured passes. The result also contains the relative error of each pass.
 """
 
 from __future__ import annotations

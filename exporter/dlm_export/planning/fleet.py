@@ -1,11 +1,12 @@
-"""Plans how many replicas of a server keep a target for the latency, and what the replicas cost.
+"""Plans how many replicas of a server are needed for a given latency, and what they cost.
 
 ``queueing`` simulates a replica. The times of its passes come from the first of these sources that
 is available:
 
-1. ``given``: the time of a pass that the user gives for a target.
+1. ``given``: the time of a pass that the user gives for a device.
 2. ``measured``: the loads that ``bench --data --batch`` measured on this machine.
-3. ``lower limit``: the plan's prediction. A real server needs at least as many replicas.
+3. ``lower limit``: the plan's prediction. Real passes take longer, so a real server may need more
+   replicas than the plan predicts.
 
 Requests share passes only if ``bench`` has measured shared passes. Otherwise, each pass computes
 one request.
@@ -27,13 +28,13 @@ GIVEN, MEASURED, LOWER_LIMIT = "given", "measured", "lower limit"
 
 @dataclass(frozen=True)
 class Demand:
-    """The requests that a fleet must serve, and its target for the latency.
+    """The requests that a fleet must serve, and the latency that it must achieve.
 
     - ``per_s``: mean number of requests per second.
-    - ``p95_ms``: the target for the latency. 95% of the requests must take at most this time.
+    - ``p95_ms``: the required latency in ms. 95% of the requests must take at most this time.
     - ``max_running``: largest number of requests that run at the same time on a replica.
     - ``overhead_ms``: time that a server adds to each request outside the scheduler.
-    - ``pass_ms``: maps targets to the time of a pass of one request.
+    - ``pass_ms``: maps the names of targets to the time in ms of a pass of one request.
     """
 
     per_s: float
@@ -52,8 +53,8 @@ class Fleet:
     - ``basis``: the source of the times: "given", "measured" or "lower limit".
     - ``alone_ms``: mean time of a request without other requests.
     - ``most_per_s``: largest number of requests per second that a replica can complete.
-    - ``replicas``: number of replicas. ``None`` if even a replica without load misses the target.
-    - ``load``: load of each replica, as a share of ``most_per_s``.
+    - ``replicas``: number of replicas. ``None`` if even a replica without load is too slow.
+    - ``load``: requests per second of each replica, divided by ``most_per_s``.
     - ``cost_per_hour``, ``cost_per_million_requests``: ``None`` if the target's price is unknown.
     """
 
@@ -102,7 +103,11 @@ def plan_fleets(plan: Plan, demand: Demand, measured: Measured | None = None) ->
 def _services(
     each: Prediction, plan: Plan, demand: Demand, measured: Measured | None
 ) -> Iterator[tuple[float | None, str, Service]]:
-    """Yield the tokens per pass, the source of the times, and the ``Service`` of a prediction."""
+    """Yield a ``Service`` for each predicted number of tokens per pass.
+
+    Each element contains the number of tokens per pass, the source of the pass times, and the
+    ``Service``. If the requests were measured, there is only one element, whose number is ``None``.
+    """
     if each.fits is False:
         return
     given = demand.pass_ms.get(each.target)

@@ -1,7 +1,8 @@
 """Predicts the passes of a generation: the size and the order of all passes.
 
-``network.turns`` determines the passes of the loop. A scheduler changes the first passes in two
-ways. It skips the tokens whose keys and values it reuses, and it splits a long prompt into parts.
+``network.turns`` determines the passes of the loop. A scheduler changes the passes over the prompt
+in two ways: it skips the tokens whose keys and values it reuses, and it splits a long prompt into
+parts.
 In the native code, the functions ``skip_stored`` and ``split_prefill`` in ``decode/request.cc``
 make these changes.
 """

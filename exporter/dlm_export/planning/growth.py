@@ -19,7 +19,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """The time and cost per token in the precision ``precision``."""
+    """The predicted time and cost per token of one denoiser on one target."""
 
     precision: str
     ms_per_token: float
@@ -30,7 +30,7 @@ class Point:
 class Growth:
     """The time and cost per token as a function of one variable.
 
-    ``axis`` is the variable: "canvas", "batch" or "size". ``block_length`` is the block length.
+    ``axis`` is the variable: "canvas", "batch" or "size".
     For each target, ``lines`` contains one point per element of ``values``. A point is ``None`` if
     no precision fits into the target's memory, or if the time is unknown.
     """
@@ -53,13 +53,13 @@ def growth_of(
     """Compute how the time per token grows with the canvas length, batch size and parameter count.
 
     For canvas length and batch size, the function uses the denoiser ``shape``. For the parameter
-    count, it uses denoisers with the proportions of LLaDA. If ``shape`` is block-causal, the
-    denoisers with LLaDA's proportions run the default policy, because LLaDA has full attention. The
-    function uses only the first element of ``tokens_per_pass``.
+    count, it uses denoisers with the proportions of LLaDA, which have full attention. If ``shape``
+    is block-causal, the policy for ``shape`` does not suit full attention, so these denoisers run
+    the default policy. The function uses only the first element of ``tokens_per_pass``.
 
     Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
-    the times of some precisions, the function ignores all other precisions. The times of the other
-    precisions are theoretical limits, and a real time is never shorter than its limit.
+    the times of some precisions, the function ignores all other precisions, because their
+    uncorrected times are lower limits and would look too fast.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

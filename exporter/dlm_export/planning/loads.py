@@ -1,4 +1,4 @@
-"""Measures the passes of a scheduler that several requests keep busy."""
+"""Measures how long the passes of a scheduler take while several requests run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def measure_loads(
 
     ``options`` are arguments of ``Scheduler.submit``. In each returned row, ``shares`` is the mean
     number of requests in a pass, and ``ms_per_pass`` is the mean time from the start of a pass to
-    the start of the next pass. The scheduler may not reuse keys and values of earlier
-    prompts. Otherwise, repeated prompts would be computed only once.
+    the start of the next pass. The scheduler does not reuse keys and values of earlier prompts.
+    Otherwise, repeated prompts would be computed only once.
     """
     progress.start("loads", len(running))
     rows = []

@@ -135,7 +135,8 @@ def read_measured(path: Path) -> Measured:
         return found
 
     def positive(*keys: str | int) -> float:
-        # Reject zero, because a time or a rate of zero would later cause a division by zero.
+        # Replace zero by the smallest positive number, because a time or a rate of zero would later
+        # cause a division by zero.
         return max(get(float, *keys), sys.float_info.min)
 
     machine = Machine(*(positive("roofline", each.name) for each in fields(Machine)))

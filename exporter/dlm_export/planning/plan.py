@@ -244,8 +244,8 @@ def make_plan(
             recipe_for(
                 targets[:1],
                 name,
-                # This call raises an error that lists the valid names, unless a CPU can simulate the
-                # precision.
+                # This call usually raises an error that lists the valid names. It raises no error
+                # for a precision that a CPU can simulate.
             )
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
@@ -354,8 +354,8 @@ def _cache(shape: Shape, policy: Policy, request: Request) -> Cache:
     loop = loop_for(policy, shape.network, request)
     page = page_tokens(shape.network.visible_block)
     own = whole_pages(request.canvas, page) - loop.reused
-    # With guidance, the second canvas of a request starts with mask tokens instead of the prompt.
-    # All requests share the pages of these mask tokens too.
+    # A request with guidance has a second canvas, which starts with mask tokens instead of the
+    # prompt. All requests share the keys and values of these mask tokens, too.
     tokens = loop.canvases * (request.batch * own + loop.reused)
     per_token = cache_bytes_by_type(shape.network)
     return Cache(

@@ -51,8 +51,8 @@ class Request:
 
     - ``block_lengths``: block lengths to compare. If empty, the block length of the policy is used.
     - ``prices``: maps target names to prices per hour, in any currency.
-    - ``preset``: name of the preset that contains the policy. If ``None``, the policy is that of
-      ``default_policy``.
+    - ``preset``: name of the preset that contains the policy. If ``None``, the policy is the result
+      of ``default_policy``.
     - ``changes``: changed fields of the policy.
     - ``reused_tokens``: number of leading tokens of the prompt that an earlier request has computed.
     - ``max_tokens``: the largest number of tokens in a pass over a part of the prompt. ``None``
@@ -76,7 +76,7 @@ class Request:
 
 
 def default_policy(network: NetworkSpec) -> Policy:
-    """Return the policy of a plan without a preset, which uses the cache ``block`` or ``dual``."""
+    """Return the policy for plans that name no preset. The policy uses a cache."""
     if network.visible_block is None:
         return Policy(cache="dual")
     if network.noise == "uniform":
@@ -85,7 +85,7 @@ def default_policy(network: NetworkSpec) -> Policy:
 
 
 def block_length_for(policy: Policy, network: NetworkSpec, new_tokens: int) -> int:
-    """Return the number of tokens in a block of a generation."""
+    """Return how many tokens a generation decides in one block."""
     return block_length_of(policy, network.visible_block, network.draft_block) or new_tokens
 
 
@@ -228,7 +228,10 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """List the target's unknown bandwidth and rates that the time for ``work`` depends on."""
+    """List the unknown values of a target that are needed to predict the time of ``work``.
+
+    These values are the memory bandwidth and the rates of multiply-adds.
+    """
     lacking = [
         NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
     ]

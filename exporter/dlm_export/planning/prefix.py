@@ -50,8 +50,8 @@ class PrefixLoad:
 class Side:
     """The measurements of one scheduler.
 
-    For ``first_tokens_ms``, the requests run one after another. For all other fields, they are
-    submitted at once.
+    ``first_tokens_ms`` is measured with requests that run one after another. All other fields are
+    measured with requests that are submitted at once.
 
     - ``first_tokens_ms``: the median time from submitting a request until its first tokens are
       committed.
@@ -111,7 +111,7 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
     block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
     if (
         bundle.draft_block is not None
-    ):  # blocks start after the prompt, whose last row is computed if it predicts a token
+    ):  # the whole prompt may be reused, except the last row if it predicts a token
         block_length, shift = 1, int(policy.remask != "noise")
     if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
         raise RequestError(
@@ -125,12 +125,12 @@ def measure_prefix(
 ) -> dict[str, Any]:
     """Run the requests of a load with and without the reuse of prompts.
 
-    The two schedulers take turns, and a different scheduler is first in each round. Returns the
-    values that ``bench --json`` prints as ``prefix``. ``reused`` and ``computed`` contain the
-    results with and without reuse: medians over the rounds, and ranges from the smallest to the
-    largest value. ``compared`` is the number of canvases that were compared between the two
-    schedulers, and ``differing`` is the number of canvases that differ. Raises RequestError if the
-    requests reuse no keys and values.
+    In each round, the requests run once with reuse and once without. The order changes after each
+    round. Returns the values that ``bench --json`` prints as ``prefix``. ``reused`` and
+    ``computed`` contain the results with and without reuse: medians over the rounds, and ranges
+    from the smallest to the largest value. ``compared`` is the number of finished canvases that
+    were compared, and ``differing`` is the number of canvases that differ with reuse. Raises
+    RequestError if the requests reuse no keys and values.
     """
     prompts = random_prompts(bundle, max(load.requests, 1 + FIRST_REQUESTS), load.own, load.shared)
     sides: dict[str, list[Side]] = {"reused": [], "computed": []}
@@ -186,9 +186,10 @@ def measure_side(
 ) -> Side:
     """Measure a scheduler with this ``prefix_cache_bytes``.
 
-    The first prompt runs once before the time to the first tokens is measured, and is not counted.
-    Then a new scheduler gets the first ``requests`` prompts at once. ``asked`` contains the
-    arguments of ``submit`` that all requests have in common.
+    First, the function runs requests one after another, to measure the time to the first tokens.
+    The first of these requests only warms up, and is not measured. Then the function submits the
+    first ``requests`` prompts to a new scheduler at once. ``asked`` contains the arguments of
+    ``submit`` that all requests have in common.
     """
 
     def scheduler() -> Scheduler:

@@ -5,8 +5,8 @@ random replica, so the arrivals at one replica are a Poisson process too. The si
 follows the rules of the scheduler in ``runtime/native/src/decode/runner.cc``:
 
 - At most ``max_running`` requests run. All other requests wait, and start in the order of arrival.
-- A pass computes several of the running requests. Requests that have had no pass yet come
-  first. Then come the requests that have waited longest since their last pass.
+- A pass computes several of the running requests. It first takes requests that have had no pass
+  yet, and then the requests that have waited longest since their last pass.
 - A request that arrives during a pass starts after the pass.
 
 The formulas for M/G/k queues do not apply to such a server, because requests share passes, and a
@@ -25,7 +25,7 @@ import numpy as np
 REQUESTS = 20_000  # number of requests to simulate, if they need at most ``MOST_PASSES`` passes
 MOST_PASSES = 400_000
 LEAST_REQUESTS = 4_000
-WARM_UP = 0.1  # share of the requests at the start whose latencies are not counted
+WARM_UP = 0.1  # the latencies of this share of the requests, at the start, are ignored
 STEPS = 100  # a replica's load is planned in steps of one hundredth of the highest possible load
 
 
@@ -34,9 +34,9 @@ class Service:
     """How a replica computes requests.
 
     - ``nfe``: the possible numbers of passes of a request, which are all equally likely.
-    - ``pass_ms``: pairs of a number of requests, and the time in ms of a pass with this many
-      requests. The numbers are in ascending order. Times of other numbers are interpolated. The
-      last number, rounded, is the largest number of requests in a pass.
+    - ``pass_ms``: pairs ``(requests, ms)``: a pass with this many requests takes this many
+      milliseconds. The pairs are in ascending order. Times between two pairs are interpolated. The
+      rounded number of requests in the last pair is the largest number of requests in a pass.
     - ``overhead_ms``: time that is added to each request. Other requests may run during this time.
     """
 
@@ -78,7 +78,7 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Replicas:
-    """A number of replicas. ``load`` is the share of the highest possible load."""
+    """A number of replicas. ``load`` is each replica's share of its highest possible load."""
 
     count: int
     load: float
@@ -133,10 +133,13 @@ def replay(
 
 
 def latencies_at(service: Service, max_running: int, load: float) -> Latencies:
-    """Return the latencies of a replica. ``load``, below 1, is rounded up to the next step."""
+    """Return the latencies of a replica whose load is the share ``load`` of its highest load.
+
+    ``load`` must be less than 1, and is rounded up to a multiple of ``1 / STEPS``.
+    """
     alone = service.times(1)[0]
-    # Simulate in units of the time of a pass with one request. Devices that differ only in speed
-    # then share one stored simulation.
+    # Use the time of a pass with one request as the unit of time, so that devices that differ only
+    # in speed share one cached simulation.
     pass_ms = tuple((shares, round(ms / alone, 6)) for shares, ms in service.pass_ms)
     relative = replace(service, pass_ms=pass_ms, overhead_ms=0.0)
     found = _simulated(relative, max_running, math.ceil(load * STEPS - 1e-9))
@@ -156,11 +159,11 @@ def _simulated(service: Service, max_running: int, step: int) -> tuple[float, fl
 def fewest_replicas(
     service: Service, max_running: int, per_s: float, p95_ms: float
 ) -> Replicas | None:
-    """Find the smallest number of replicas for which 95% of all requests meet the target.
+    """Find the smallest number of replicas for which 95% of requests take at most ``p95_ms``.
 
-    Returns ``None`` if even a replica without load misses the target.
+    Returns ``None`` if even a replica without load is too slow.
     """
-    low, high = 0, STEPS - 1  # the highest load that meets the target is low..high steps
+    low, high = 0, STEPS - 1  # the bounds of the highest load for which ``p95_ms`` is met, in steps
     while low < high:
         step = (low + high + 1) // 2
         if latencies_at(service, max_running, step / STEPS).p95_ms <= p95_ms:

@@ -29,7 +29,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # stands for the number format of the unquantised parts: fp32, fp16 or bf16
+FULL = "full"  # the name for the number format of unquantised parts, which is fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
@@ -284,9 +284,9 @@ class Machine:
     def rates(self) -> Rates:
         """Convert the measured rates to the ``Rates`` that ``limit_s`` needs.
 
-        Of the two int8 rates, the result contains the faster one. All unquantised parts get the
-        rate of fp32. Parts in fp16 get the fp32 rate too, because ONNX Runtime converts fp16 to
-        fp32 on processors that cannot multiply fp16.
+        The result contains the faster of the two int8 rates. All unquantised parts get the rate of
+        fp32. Parts in fp16 get this rate too, because ONNX Runtime converts fp16 to fp32 on
+        processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
@@ -295,12 +295,12 @@ class Machine:
 def measure(threads: int, rounds: int = 9) -> Machine:
     """Measure this machine's rates with ONNX Runtime on ``threads`` threads.
 
-    ``threads=0`` means all cores. Each rate is the median of ``rounds`` runs. The measurements of
-    different rates take turns. Raises ModuleNotFoundError if onnx is not installed.
+    ``threads=0`` means all cores. The function measures every rate once in each of ``rounds``
+    rounds, and returns the median of each rate. Raises ModuleNotFoundError if onnx is not
+    installed.
 
     The memory bandwidth is measured with the operator ReduceSum, which reads a large array once.
-    The array is so large that memory limits the speed: at least 256 MiB, and at least four times
-    the size of the last-level cache.
+    ``_read_bytes`` determines the size of the array.
 
     The int8 rate is measured with MatMulInteger of uint8 and int8. In all matrix products, the
     right operand is a constant, like a weight, so that ONNX Runtime packs the right operand only
@@ -328,8 +328,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # The sessions take turns. Threads of a session that is not running must not use the
-        # processor.
+        # Prevent the threads of an idle session from using the processor.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -374,8 +373,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 def _read_bytes() -> int:
     """Return the size in bytes of the array for measuring the memory bandwidth.
 
-    The array is four times as large as the last-level caches, but not smaller than 256 MiB. The
-    array takes at most a quarter of the free memory.
+    The array does not fit into the processor's caches: it is four times as large as the last-level
+    caches, but not smaller than 256 MiB. The array takes at most a quarter of the free memory.
     """
     from dlm_export.memory import available_memory_bytes
 
@@ -386,7 +385,8 @@ def _read_bytes() -> int:
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return the total size in bytes of all last-level caches, or 0 if Linux does not report it."""
-    # (level of the cache, list of the cores that share the cache) -> size in bytes.
+    # Maps the level of a cache, and the list of the cores that share the cache, to its size in
+    # bytes.
     found: dict[tuple[int, str], int] = {}
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:

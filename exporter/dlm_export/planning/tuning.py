@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# A measurement multiplies by several different weights in turn. Their total size is between
-# ``_LEAST_BYTES`` and ``_MOST_BYTES``. All these weights together do not fit into the processor's
-# cache, so the processor reads them from memory, as in a real pass.
+# A measurement multiplies by several different weights in turn, so that the processor reads them
+# from memory, as in a real pass. Their total size in bytes is between ``_LEAST_BYTES`` and
+# ``_MOST_BYTES``, or smaller if the network contains only a few weights of the same shape.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -113,9 +113,9 @@ def measure(
 ) -> Tuning:
     """Time a matrix product of ``rows`` rows for each matrix shape in ``layers``, in each format.
 
-    Full precision is measured too. The measurements of different formats take turns. Each
-    measurement uses all cores, and the same settings of ONNX Runtime as the native runtime.
-    ``$DLM_KERNELS`` selects the kernels.
+    Full precision is measured too. Each round measures every format. A measurement uses all cores,
+    and the same settings of ONNX Runtime as the native runtime. ``$DLM_KERNELS`` selects the
+    kernels.
 
     If the head shares an unquantised embedding table, ``table`` is the table's type. ``on_done`` is
     called after each shape. Raises RequestError if a format has no kernels.

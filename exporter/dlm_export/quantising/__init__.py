@@ -4,7 +4,7 @@ A weight is *solved* if a solver such as GPTQ has rounded the weight. A *calibra
 canvas on which the layers' inputs are observed.
 
 - ``samples`` loads text, and makes calibration states from the text.
-- ``calibrate`` runs the denoiser on the states, and computes the ``numbers``. ``calibrate`` uses
+- ``calibrate`` runs the denoiser on the states, and computes ranges, scales and weights. It uses
   ``folding``, ``gptq`` and, for mixtures of experts, ``experts``.
 - ``modelopt`` finds ranges and scales with NVIDIA's library instead.
 

@@ -87,8 +87,8 @@ def calibrate(
         states: Calibration states. May be empty if ``recipe.needs_states`` is false.
         on_done: Called ``units(...)`` times.
         calibrator: Either ``own`` or ``modelopt``. With ``modelopt``, NVIDIA's package finds ranges
-            and folded scales, and the whole denoiser is loaded into memory. Our own code always
-            calibrates the experts.
+            and folded scales, and the whole denoiser is loaded into memory. Experts are always
+            calibrated by dlm-export's own code.
         scale_dtype: Type of scales in the graph.
         workplace: The memory and device to use.
         fewest_tokens: A solver rounds an expert's weights only if at least this many calibration
@@ -184,7 +184,7 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """For each layer in order, and then the head: fold scales, observe inputs, round matrices."""
+    """Fold scales, observe inputs and round matrices, layer by layer, and finally in the head."""
     c, recipe = done.parameters.network, done.recipe
     seeds = {of: number for number, of in enumerate(sites)}
     done.observers = Observers()
@@ -203,7 +203,8 @@ def _sweep(
         }
         foldable = here if recipe.smoothing is not None else solvable
         if is_folding and foldable:
-            # While scales are being found, inputs are not rotated (by a Hadamard matrix) yet.
+            # Do not rotate inputs (multiply them by a Hadamard matrix) here, because the scales
+            # apply to inputs that are not rotated.
             met = observed(Wanted(i, foldable, seeds, AWQ_ROWS, keep=False))
             fold(done, met.observers, foldable, met.entered, fewest_tokens)
             del met
@@ -243,7 +244,7 @@ def _sweep(
 def _here(
     done: Quantisation, states: Sequence[State], workplace: Workplace, *, has_experts: bool
 ) -> Observe:
-    """Run the states in this process, all of them together."""
+    """Return a function that runs layers on all states in this process."""
     c, memory = done.parameters.network, workplace.activation_bytes
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -256,7 +257,7 @@ def _here(
 
 
 def _elsewhere(done: Quantisation, states: Sequence[State], remote: Remote) -> Observe:
-    """Run the states with the workers of ``--ray``, in parts."""
+    """Return a function that divides the states among the workers of ``--ray`` to run layers."""
     dtype = computing_dtype(done.parameters.network, remote.source.torch_device)
     described = [remote.solving, sorted(done.formats.items()), done.recipe.as_dict()]
     digest = hashlib.sha256(json.dumps(described).encode())
@@ -269,8 +270,8 @@ def _elsewhere(done: Quantisation, states: Sequence[State], remote: Remote) -> O
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
     """Return True if a solver must still round a matrix in ``readers`` and needs a Gram matrix.
 
-    All of these matrices have the same input, so they share one Gram matrix. Stacks of experts are
-    ignored, because each expert needs its own Gram matrix.
+    All matrices in ``readers`` have the same input, so they share one Gram matrix. Stacks of
+    experts are ignored, because each expert needs its own Gram matrix.
     """
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
@@ -304,7 +305,7 @@ def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
-    """Return the layers that a recipe quantises, in the order of a pass."""
+    """Return the layers that a recipe quantises, in the order in which a pass computes them."""
     return [
         layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
     ]
@@ -339,8 +340,8 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # In NVFP4, the range of each group is computed in every pass. The scale of the tensor must only
-    # be large enough for the largest range.
+    # In NVFP4, each pass computes the ranges of the groups. The static scale of the whole tensor
+    # must only be large enough for the largest of these ranges.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(

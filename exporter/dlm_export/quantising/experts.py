@@ -1,10 +1,10 @@
 """Calibrates experts: counts the tokens of each expert, and collects each expert's inputs.
 
-To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
-all tokens, in memory or in a memory-mapped file, and the inputs of a single expert are selected
-from them. Memory contains only one expert's Gram matrix at a time. If too few tokens are routed to
-an expert, the expert's weights are rounded to nearest. All experts of a layer share an activation
-range, so there is a range even for an expert without tokens.
+To limit memory, this module processes one expert at a time. It first stores the inputs of a mixture
+for all tokens, in memory or in a memory-mapped file. For each expert, it then reads the inputs of
+the tokens that are routed to the expert, and computes the expert's Gram matrix. If too few tokens
+are routed to an expert, the expert's weights are rounded to nearest. All experts of a layer share
+one activation range, so an expert without tokens has a range too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Entered:
 
     ``x`` contains the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen``
     contains the k experts of each token, ``[tokens, k]``, and ``weights`` contains the routing
-    weights of the chosen experts. ``counts_for`` contains the factor by which each token is
-    multiplied in a Gram matrix.
+    weights of the chosen experts. ``counts_for`` contains the factor with which each token enters a
+    Gram matrix.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Entered:
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of ``x`` with the indices ``rows``, in batches on the layer's device.
 
-        Each batch comes with the factors of its tokens in the Gram matrix.
+        Also yields, for each batch, the factors of the tokens in the Gram matrix.
         """
         for some in torch.split(rows, BATCH_TOKENS):
             yield self.x[some].to(self.device), self.counts_for[some].to(self.device)
@@ -119,7 +119,7 @@ def hidden_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield an expert's features before the down projection in batches ``[n, size]``.
 
-    Each batch comes with the factors of its tokens in the Gram matrix.
+    Also yields, for each batch, the factors of the tokens in the Gram matrix.
     """
     for (x, counts), mine in zip(
         entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True

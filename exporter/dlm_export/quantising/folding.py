@@ -1,6 +1,7 @@
-"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds them into parameters.
+"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds the scales into parameters.
 
-The folded scales change the parameters of the operators that compute the inputs.
+To divide a layer's input by scales, the module divides the parameters of the operator that computes
+the input. It then multiplies the layer's weights by the same scales.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# All experts of a mixture share the scales of gate and up. To compare possible scales, AWQ uses
-# this many experts only.
+# All experts of a mixture share the scales of gate and up. AWQ compares possible scales on at most
+# this many experts.
 AWQ_EXPERTS = 8
 
 
@@ -30,7 +31,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for all layer inputs that can be scaled, and fold them into ``done.parameters``."""
+    """Find scales for the layer inputs that can be scaled, and fold them into the parameters."""
     found = {}
     for of, observer in observers.items():
         readers = sites[of]

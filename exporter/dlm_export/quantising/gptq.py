@@ -1,8 +1,8 @@
 """Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one.
 
-After rounding a row, GPTQ changes later rows to compensate for the rounding errors. The expensive
-work grows with the cube of the number of inputs. This work runs in torch, on a GPU if there is one.
-The codes are computed in numpy, by the functions that define the number formats.
+After rounding a row, GPTQ changes later rows to compensate for the rounding errors. The cost of the
+matrix operations grows with the cube of the number of inputs, so they run in torch, on a GPU if
+there is one. The codes are computed in numpy, by the functions that define the number formats.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ decoding uses only the predictions at masked positions.
 _BATCH = 128
 _STEP = 16  # Number of rows in a small batch. Inside a small batch, errors are applied row by row.
 _STRIP = 1024  # number of columns of a Gram matrix that are computed at a time
-# A smaller mean square is replaced by this value, so that a vector of zeros causes no division by
-# zero and adds nothing to the Gram matrix.
+# The lower bound of a vector's mean square. The bound avoids a division by zero if a vector
+# contains only zeros. Such a vector adds nothing to the Gram matrix.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
 """The largest number of inputs for which the Cholesky factor is computed in float64.
@@ -51,10 +51,9 @@ For more inputs, the factor is computed in fp32, as in the paper.
 class Gram:
     """The Gram matrix, fp32 ``[K, K]``: a weighted sum of ``x^T x`` over a layer's inputs ``x``.
 
-    Only the upper triangle is computed. The vectors are normalised first, because in trained
-    denoisers, the vectors of a few tokens are a thousand times as long as all other vectors.
-    Without normalisation, the rounding would depend only on the tokens with long vectors (figures
-    in BENCHMARKS.md).
+    Only the upper triangle is computed. The inputs are normalised first: in trained denoisers, the
+    input vectors of a few tokens are a thousand times as long as all other input vectors. Without
+    normalisation, the rounding would depend only on these few tokens (figures in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
@@ -63,8 +62,8 @@ class Gram:
     def add(self, x: Tensor, weight: Tensor) -> None:
         """Add P input vectors ``x``, fp32 ``[P, K]``, each with a factor ``weight`` ``[P]``.
 
-        Each vector is first scaled to a mean square of 1, and then multiplied by the vector's
-        factor.
+        Each vector is first scaled to a mean square of 1. The factor then multiplies the vector's
+        product ``x^T x``.
         """
         weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
         for start in range(0, x.shape[1], _STRIP):
@@ -78,9 +77,9 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     ``U`` is upper triangular, and ``U^T U`` is the inverse of the damped Gram matrix. "Damped"
     means that a constant was added to the diagonal.
 
-    If an input was always zero, rounding its row of the weights changes no other row. The
-    function needs memory for two matrices ``[K, K]``, which are in float64 if K is at most
-    ``EXACT``.
+    If an input was zero for all tokens, rounding the weights of this input changes no other
+    weights. The function needs memory for two matrices ``[K, K]``, which are in float64 if K is at
+    most ``EXACT``.
 
     Args:
         gram: fp32 ``[K, K]``. Only the upper triangle is used.
@@ -149,8 +148,8 @@ def gptq(
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes little for the calibration inputs ``x``.
 
-    In int4 and in nvfp4 (groups of 16), a group's scale is computed before the group's first row is
-    rounded, from weights that are already corrected. In int8 and fp8, each column has one scale.
+    In int4 and in nvfp4 (groups of 16), a group's scale is computed just before the group's first
+    row is rounded, from the corrected weights. In int8 and fp8, each column has one scale.
     The function needs K^2 N multiply-adds.
 
     Args:
@@ -190,8 +189,8 @@ def gptq(
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
-        # On a CPU, ``now`` and ``left`` share memory. The batch's rows in ``left`` are not used
-        # again.
+        # On a CPU, ``now`` and ``left`` share memory. Changing ``now`` is safe, because the batch's
+        # rows in ``left`` are not used again.
         now = left[start:stop].cpu().numpy()
         local = factor[start:stop, start:stop].cpu().numpy()
         errors = np.empty_like(now)
@@ -203,7 +202,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The factors by which the squared errors of the rows are multiplied.
+                        # ``counts`` contains a factor for the squared error of each row.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

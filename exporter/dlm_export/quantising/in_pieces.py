@@ -1,8 +1,8 @@
-"""Makes calibration states, and observes the inputs of layers, with workers.
+"""Makes calibration states, and observes the inputs of layers, in worker processes.
 
-A piece of trajectory states is a few samples, for which a worker generates text. A piece of a
-layer's run is a part of the states. The hidden states of a part stay with the workers, and are the
-input of the next layer's piece.
+One task of a worker is called a piece. To make trajectory states, a piece generates text for a few
+samples. To observe the inputs of a layer, a piece runs the layer on a part of the states. The
+workers keep the hidden states of each part, because the next layer needs them as input.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def trajectories(
 ) -> Trajectories:
     """Like ``samples.trajectories``, but the workers generate the texts.
 
-    ``name`` identifies the samples, the policy and the source in the workers' record.
+    The workers record results under ``name``, so ``name`` must be unique for the samples, the
+    policy and the source.
     """
 
     def run(wanted: Sequence[Sample]) -> Iterator[Sequence[np.ndarray | State]]:
@@ -106,7 +107,7 @@ class Observation:
 
 
 class Remote:
-    """Runs layers with workers. ``observe`` is an ``Observe`` for ``calibrate``."""
+    """Runs layers with workers. ``calibrate`` calls the method ``observe``."""
 
     def __init__(
         self,
@@ -117,7 +118,11 @@ class Remote:
         states: Sequence[State],
         name: str,
     ) -> None:
-        """``name`` identifies the source, the recipe and the states in the workers' record."""
+        """Store the arguments, and split the states into parts.
+
+        The workers record results under ``name``, so ``name`` must be unique for the source, the
+        recipe and the states.
+        """
         self._workers, self._source, self._dtype, self._done = workers, source, dtype, done
         positions = observing.predicted_positions(states, source.network.mask_token_id)
         least, most = PART_TOKENS
@@ -129,8 +134,8 @@ class Remote:
     def observe(self, wanted: Wanted) -> Observed:
         """Run a layer on all parts, and merge the results in the order of the parts.
 
-        The merged observers are recorded. The results of the layer before are then removed from the
-        record, because its matrices are rounded already.
+        The method records the merged observers. It then removes the results of the previous layer
+        from the record, because that layer's matrices are already rounded.
         """
         i, record = wanted.layer, self._workers.record
         if not wanted.sites and i == len(self._source.network.layers):

@@ -1,10 +1,10 @@
-"""Finds activation ranges and scales with NVIDIA's modelopt, instead of our own calibration.
+"""Finds activation ranges and scales with NVIDIA's modelopt, instead of dlm-export's calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
 place. This module therefore gives modelopt a copy of the denoiser, in which linear layers are
 ``nn.Linear`` modules. It uses only two results of modelopt: the range of each layer's input, and
-the scales of SmoothQuant (arXiv:2211.10438) and AWQ (arXiv:2306.00978). Our own code rounds and
-writes the weights.
+the scales of SmoothQuant (arXiv:2211.10438) and AWQ (arXiv:2306.00978). dlm-export's own code
+rounds and writes the weights.
 
 modelopt is optional. Users must install modelopt without its extra ``[onnx]``, because this extra
 requires other versions of onnx and onnxruntime than this project. This module imports only
@@ -144,7 +144,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # As in our own observers, an input that was always zero gets a small range.
+    # An input that was always zero gets a small range, as in dlm-export's own calibration.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 
@@ -182,8 +182,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # SmoothQuant's scales depend only on ranges, so they are the same for every format. Use
-            # INT8, because modelopt computes them only for INT8.
+            # Use INT8 for every layer, because modelopt computes SmoothQuant's scales only for
+            # INT8. The scales depend only on ranges, so they are the same for every format.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )

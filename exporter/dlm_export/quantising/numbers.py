@@ -93,11 +93,11 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide an input by ``scales``, and multiply the rows of the matrices that use it.
+        """Divide a layer input by ``scales``, and multiply the weights that use this input.
 
-        The result of each product stays the same. ``of`` is the site of these matrices (see
-        ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for
-        each of E experts.
+        The product of the input and the weights stays the same. ``of`` is the site of the layers
+        with this input (see ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with
+        separate scales for each of E experts.
         """
         readers = self._readers[of]
         fold = readers[0].fold
@@ -119,10 +119,7 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array.
-
-    An index of this array must consist of two parts, one for each axis.
-    """
+    """Return the transposed matrix as a ``Lazy`` array. An index must have one part per axis."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
@@ -166,7 +163,7 @@ class Quantisation:
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """Return a layer's unquantised weight, fp32 ``[K, N]``, with folded scales.
+        """Return a layer's unquantised weight, fp32 ``[K, N]``. The folded scales are applied.
 
         The weight is rotated (multiplied by a Hadamard matrix) if the layer's input is rotated.
         """
@@ -177,9 +174,10 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``, with folded scales.
+        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``.
 
-        The weight is not rotated. Indexing the array reads the selected part.
+        The folded scales are applied. The weight is not rotated. Indexing the array reads the
+        selected part.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)

@@ -32,8 +32,8 @@ class Part:
     """Some of the calibration states.
 
     ``predicted`` contains, for each state, the positions for which the head is computed. ``first``
-    and ``first_predicted`` are the number of positions, and of predicted positions, in the parts
-    before this one.
+    is the number of positions in all earlier parts. ``first_predicted`` is the number of predicted
+    positions in all earlier parts.
     """
 
     states: Sequence[State]
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Says what to observe during a run of layer ``layer``, or of the head after the last layer.
+    """Describes what to observe while layer ``layer`` runs, or the head after the last layer.
 
     - ``sites``: the layers whose inputs are observed, grouped by input.
     - ``seeds``: for each of the sites, the seed of its observer.
@@ -65,7 +65,10 @@ class Wanted:
 
 @dataclass
 class Observed:
-    """The results of a run. ``entered`` contains the inputs of the layer's quantised experts."""
+    """What was observed while a layer ran.
+
+    ``entered`` contains the inputs of the layer's quantised experts.
+    """
 
     observers: Observers
     grams: dict[str, Gram] = field(default_factory=dict)
@@ -81,7 +84,8 @@ class Observed:
 def predicted_positions(states: Sequence[State], mask_token_id: int) -> list[np.ndarray]:
     """Return, for each state, the positions for which the head is computed.
 
-    These are the masked positions, or all positions if no state contains masked positions.
+    The head is computed for masked positions. If no state contains masked positions, the head is
+    computed for all positions.
     """
     is_masked = [state.is_masked(mask_token_id) for state in states]
     found = [np.flatnonzero(each) for each in is_masked]
@@ -112,7 +116,7 @@ def split(states: Sequence[State], predicted: Sequence[np.ndarray], part_tokens:
 
 
 class Run:
-    """A part of the states on its way through the denoiser."""
+    """Runs the layers of the denoiser on a part of the states, one layer at a time."""
 
     def __init__(
         self,
@@ -123,9 +127,10 @@ class Run:
         folder: Path | None = None,
         entering: Tensor | None = None,
     ) -> None:
-        """``memory_bytes`` and ``folder`` say where to store hidden states (see ``Carried``).
+        """Hidden states that do not fit into ``memory_bytes`` are stored in a file in ``folder``.
 
-        ``entering`` contains the hidden states before the next layer. ``None`` embeds the canvases.
+        ``entering`` contains the hidden states before the next layer. If ``entering`` is ``None``,
+        the run starts with the embeddings of the canvases.
         """
         self._layered, self._part = layered, part
         self._memory_bytes, self._folder = memory_bytes, folder

@@ -118,17 +118,17 @@ def threshold_preset(
 ) -> tuple[str, Policy]:
     """Return a preset's name, and the preset's policy without random choices (``comparable``).
 
-    The default preset is the parallel loop that was published for networks of this kind. If there
-    is no such preset, raises RequestError, which lists the choices.
+    If ``name`` is ``None``, the function chooses a preset that commits several tokens per pass and
+    suits the network. Raises RequestError if ``presets`` does not contain the preset.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # The preset of Fast-dLLM v2 supports only some block lengths, so it may be missing.
+    # ``presets`` contains "fast-dllm-v2" only if this preset supports the network's block length.
     if name is None and network.draft_block is not None:
         chosen = "diffusion-gemma" if network.noise == "uniform" else "nemotron-diffusion"
     elif name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if name is None and network.has_masks_last:
-        chosen = "wedlm"  # with "sdar", the blocks of causal attention would have one token
+        chosen = "wedlm"  # with "sdar", each block of a causal network would contain one token
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: choose one of {', '.join(presets)}")
     return chosen, comparable(presets[chosen])
@@ -205,8 +205,8 @@ def trajectories(
     If blocks start from random tokens, the function yields the states of each generation's draft
     passes instead. The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
-    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called as often as there are
-    samples, whenever the next equal share of all positions is decided.
+    ``lockstep.courses`` explains ``memory_bytes``. For n samples, ``on_done`` is called n times:
+    each time that another n-th of all masked positions is decided.
     """
     # Import ``lockstep`` here, because reading data and comparing bundles must work without torch.
     from dlm_export.network import lockstep

@@ -106,7 +106,7 @@ class Server:
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
         self._checking = asyncio.Lock()
         self._arriving = 0  # total size of all arriving bodies in bytes
-        # Make the description once, because this takes tens of milliseconds.
+        # Create the OpenAPI description only once, because creating it takes tens of milliseconds.
         self._description = json.dumps(document()).encode()
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -182,8 +182,8 @@ class Server:
     async def _read(self, kind: type[fields.Body], request: Request) -> Any:
         """Read and check the body of a request. Raises ApiError.
 
-        A thread that checks a body holds the interpreter's lock, so the event loop must wait. Only
-        one thread checks a large body at a time, so that the event loop waits for one thread only.
+        Large bodies are checked one at a time, in a separate thread. Several such threads would
+        compete with the event loop for Python's global interpreter lock.
         """
         content = await self._body(request)
         most_commas = fields.commas_for(self._models.longest_context)
@@ -402,7 +402,7 @@ class _Around:
         given = headers.get(b"x-request-id", b"")[:MOST_ID].decode("latin-1")
         made = given if given and given.isascii() and given.isprintable() else ""
         request_id = made or f"req_{secrets.token_hex(12)}"
-        # Give this request its own state, because all requests share the lifespan's state.
+        # Replace the dict ``state``, because all requests share the original dict.
         scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
         # If the client disconnects before the response, log the status 499, as nginx does.
         status, began = 499, time.perf_counter()
@@ -477,7 +477,7 @@ def _submitted(deciding: Deciding, model: Model) -> Job:
 def _answered(
     form: Form, ask: Ask, model: Model, made: Sequence[Generation]
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Return the answers to the jobs, and the body of the response."""
+    """Convert the results in ``made`` to answers. Also returns the body of the response."""
     answers = [answer(ask, model, each) for each in made]
     return answers, form.whole(ask, model, answers)
 

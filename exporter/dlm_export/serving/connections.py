@@ -1,8 +1,8 @@
 """Limits the number of connections, and the time that slow clients may take.
 
-The limits are needed because some clients are slow on purpose, and uvicorn has no such limits. It
-limits neither the number of connections nor the time in which a request's headers must arrive. If
-the application rejects a body, uvicorn still receives the rest of the body.
+These limits stop clients that are slow on purpose. uvicorn limits neither the number of connections
+nor the time in which a request's headers must arrive. If the application rejects a body, uvicorn
+still receives the rest of the body.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Turns:
     """Starts the pipelined requests of all connections, one per iteration of the event loop.
 
     A pipelined request arrives before the previous request of the same connection is answered.
-    uvicorn starts a pipelined request as soon as the previous answer is complete. If uvicorn did so
-    for many connections in the same iteration, each iteration would take long. All other requests
-    would then wait, because they need several iterations.
+    uvicorn starts a pipelined request as soon as the previous answer is complete. If many
+    connections did so in the same iteration, the iteration would take long, and would delay all
+    other requests.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Connection] = deque()
 
     def wait(self, connection: Connection) -> None:
-        """Start the next request of a connection when it is the connection's turn."""
+        """Start the next pipelined request of ``connection`` in a later iteration."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             connection.loop.call_soon(self._next)
@@ -165,7 +165,8 @@ class Connection(H11Protocol):
     def _drop(self) -> None:
         """Close the connection, and discard all data that the client has not received.
 
-        Without the socket option, the kernel would keep megabytes of data and try to send them.
+        By default, the kernel would keep megabytes of unsent data and try to send them. The socket
+        option SO_LINGER makes the kernel discard this data.
         """
         linger = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(

@@ -55,7 +55,7 @@ class Ask:
     stops: list[str] = field(default_factory=list)
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the arguments of ``Scheduler.submit``, with one dict per answer."""
+        """Return one dict per answer, with the arguments of ``Scheduler.submit``."""
         first = self.options.get("seed", 0)
         return [
             given | self.options | {"seed": first + number}
@@ -172,7 +172,10 @@ def message(given: Message, where: str) -> dict[str, Any]:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """Convert an earlier function call: its arguments are JSON text, but templates need an object."""
+    """Convert an earlier function call for the chat template.
+
+    In requests, the call's arguments are a JSON text. Chat templates need an object instead.
+    """
     arguments: Any = call.function.arguments
     with suppress(ValueError, RecursionError):  # keep the text if it is invalid JSON
         arguments = json.loads(arguments)
@@ -279,7 +282,10 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format. Text needs none."""
+    """Return the arguments of ``Bundle.constraint`` for a response format.
+
+    For the format "text", which needs no constraint, the function returns an empty dict.
+    """
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}

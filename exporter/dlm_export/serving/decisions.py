@@ -117,7 +117,7 @@ def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, in
 def counted(made: Decision) -> dict[str, int]:
     """Count the tokens and passes of a decision.
 
-    The tokens of the prompt count once, even if the decision consists of several requests.
+    The tokens of the prompt are counted once, even if the decision consists of several requests.
     """
     last = made.generations[-1]
     return {

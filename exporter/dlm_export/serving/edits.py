@@ -2,10 +2,9 @@
 
 The user's message has three sections: snippets that the user viewed, the current file, and the
 user's last edits as diffs. The section of the current file contains the cursor, and tags around the
-region to edit. This module turns the message into an infill: the denoiser generates the region
-between the texts before and after it. On the canvas, the current file comes last, and mask tokens
-replace the region. The snippets, the edits and the old region come before the current file. The
-denoiser can thus attend to the old region and to the text around the new region.
+region to edit. This module converts the message to a canvas: first the snippets, the edits and the
+old region, and then the current file, in which mask tokens replace the region. The denoiser fills
+the region. It can attend to the old region, and to the text before and after the new region.
 """
 
 from __future__ import annotations

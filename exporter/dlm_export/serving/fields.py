@@ -1,4 +1,4 @@
-"""Defines the bodies of requests, and rejects unknown fields, which may be misspelled.
+"""Defines the bodies of requests. Unknown fields are rejected, because they may be misspelled.
 
 OpenAI's API defines the names and types of most fields. Mercury's API adds ``diffusing``,
 ``realtime``, ``reasoning_summary`` and fill-in-the-middle. The object ``dlm`` contains the options
@@ -28,8 +28,9 @@ separate thread. All other requests wait during this time.
 MOST_COMMAS = 1 << 18
 """The maximum number of commas outside strings in a body, for models with long contexts.
 
-This limits the numbers in lists, which commas separate. pydantic checks a number faster than a
-string, so this limit is larger than ``MOST_VALUES``. See ``commas_for``.
+Commas separate the numbers in lists, so this limits how many numbers a body contains. pydantic
+checks a number faster than a string, so this limit is larger than ``MOST_VALUES``. See
+``commas_for``.
 """
 MOST_PROBLEMS = 1000
 """If a body contains more problems than this, the error message states only their number.
@@ -218,9 +219,9 @@ class ChatBody(ChatSampling):
 
 
 TokenId = Annotated[int, Field(strict=True)]
-# With this mode, pydantic tries the types from left to right, and stops at the first type that
-# fits. Otherwise, it would check a list of token ids several times. ``TokenId`` is strict, so that
-# the text "7" does not become a number.
+# In the mode "left_to_right", pydantic stops at the first type that fits. In its default mode,
+# pydantic would check a list of token ids several times. ``TokenId`` is strict, so that pydantic
+# does not convert the text "7" to a number.
 Prompt = Annotated[
     str | Items[TokenId] | Items[str] | Items[Items[TokenId]], Field(union_mode="left_to_right")
 ]
@@ -262,8 +263,8 @@ class DetokenizeBody(Body):
 def commas_for(context: int) -> int:
     """Return the maximum number of commas outside strings in a body.
 
-    ``context`` is the longest context of the server's models, in tokens. The result is enough
-    for the maximum number of prompts, each of ``context`` token IDs, but at most ``MOST_COMMAS``.
+    ``context`` is the longest context of the server's models, in tokens. The result leaves room for
+    the maximum number of prompts with ``context`` token IDs each, but is at most ``MOST_COMMAS``.
     """
     return min(MOST_VALUES + MOST_PROMPTS * context, MOST_COMMAS)
 
@@ -305,7 +306,7 @@ def counts(content: bytes) -> tuple[int, int]:
     bare = content.replace(rb"\\", b"").replace(rb"\"", b"")
     count = bare.count(b'"') // 2
     if count > MOST_VALUES:
-        return count, 0  # do not split the text, because there are already too many strings
+        return count, 0  # do not count commas, because there are already too many strings
     outside = b"".join(bare.split(b'"')[::2])
     return count + outside.count(b"[") + outside.count(b"{"), outside.count(b",")
 
@@ -334,9 +335,8 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
     """Return the most specific problem of the first wrong field.
 
     If a field allows several types, pydantic reports a problem for each allowed type. This function
-    chooses the problem with the longest path. Among problems with equally long paths, the function
-    prefers a problem that is not a wrong type, because a wrong type only shows that the value
-    belongs to a different allowed type.
+    chooses the problem with the longest path. If several paths are equally long, the function
+    ignores problems of the kind "wrong type", because the value may have a different allowed type.
     """
     path = _path(errors[0])
     same = [each for each in errors if _path(each)[: len(path)] == path]

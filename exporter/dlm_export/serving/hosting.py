@@ -60,13 +60,13 @@ class Model:
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
 
     def note_compiled(self, key: bytes) -> None:
-        """Remember a compiled constraint. Forget the oldest constraint if there are many."""
+        """Remember the key of a constraint that was compiled. Keeps ``MOST_COMPILED`` keys."""
         self.compiled[key] = None
         if len(self.compiled) > MOST_COMPILED:
             self.compiled.pop(next(iter(self.compiled)))
 
     def note_failure(self, key: bytes, error: CompileError) -> None:
-        """Remember that a constraint cannot be compiled. Forget the oldest if there are many."""
+        """Remember why a constraint cannot be compiled. Keeps ``MOST_COMPILED`` errors."""
         # Remove an old entry, so that the new entry becomes the last one.
         self._failures.pop(key, None)
         self._failures[key] = (time.monotonic(), error)

@@ -3,11 +3,11 @@
     serve run dlm_export.serving.ray_serve:build bundles=build/demo max_replicas=4
 
 Each replica opens all bundles and answers all paths of the server. Ray's proxy receives the
-requests. For each request, it chooses two random replicas, and sends the request to the replica
-that has fewer requests. With ``routing=session``, it sends requests with the same header
-``x-session-id`` to the same replica. If a replica is killed, its requests fail with status 500, and
-the proxy sends later requests to other replicas. The replicas check keys and limits. The proxy does
-not check them. The header ``x-replica`` of a response names the replica.
+requests. For each request, the proxy chooses two random replicas, and sends the request to the
+replica that has fewer requests. With ``routing=session``, the proxy sends requests with the same
+header ``x-session-id`` to the same replica. If a replica is killed, its requests fail with status
+500, and the proxy sends later requests to other replicas. The replicas, not the proxy, check API
+keys and limits. The header ``x-replica`` of a response names the replica.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def build(settings: Settings) -> serve.Application:
     deployment = serve.deployment(
         name="dlm-serve",
         ray_actor_options={"num_cpus": settings.threads, "num_gpus": settings.gpus},
-        # Ray sends a replica more requests than its schedulers accept, so that the replica answers
-        # 429. Beyond this number, Ray's proxy queues requests, and then answers 503.
+        # Let Ray send a replica more requests than its schedulers accept. The replica then rejects
+        # the excess requests with status 429. Beyond this number, Ray's proxy queues requests, and
+        # then answers with status 503.
         max_ongoing_requests=2 * most,
         max_queued_requests=most,
         autoscaling_config={

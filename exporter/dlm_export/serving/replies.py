@@ -83,7 +83,7 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
 
 
 def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
-    """Count tokens and passes. If a prompt has several answers, the prompt's tokens count once."""
+    """Count tokens and passes. The tokens of a prompt with several answers are counted once."""
     prompts = answers[:: ask.choices]
     prompt = sum(each.generation.prompt_tokens for each in prompts)
     completion = sum(each.completion_tokens for each in answers)
@@ -164,7 +164,7 @@ Scored = tuple[str, float]
 
 
 def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
-    """Return each token of an answer with its alternatives, all with text and log probability."""
+    """For each token of an answer and its alternatives, return the text and log probability."""
     tokenizer, made = model.bundle.tokenizer, found.generation
     assert tokenizer is not None
     return [
@@ -181,7 +181,7 @@ def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
 
 
 def token_logprobs(model: Model, found: Answer) -> list[dict[str, Any]]:
-    """Return log probabilities of an answer's tokens and alternatives, in the format of chats."""
+    """Return the log probabilities of tokens and alternatives in the format of chat replies."""
     return [
         _token(*chosen) | {"top_logprobs": [_token(*each) for each in alternatives]}
         for chosen, alternatives in _chosen(model, found)
@@ -193,7 +193,7 @@ def _token(text: str, log_prob: float) -> dict[str, Any]:
 
 
 def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
-    """Return log probabilities of an answer's tokens and alternatives, as completions have them."""
+    """Return the log probabilities of tokens and alternatives in the format of completions."""
     tokens = _chosen(model, found)
     texts = [text for (text, _), _ in tokens]
     top = [_by_text([*others, chosen]) for chosen, others in tokens]

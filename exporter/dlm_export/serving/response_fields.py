@@ -252,8 +252,8 @@ def _format(wanted: TextFormat | None) -> ResponseFormat | None:
 def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
     """Return the messages of a chat, and the path of each message's field in ``body``.
 
-    A function call after a message of the assistant is added to that message, because both are
-    parts of one answer.
+    If a function call follows a message of the assistant, the call is added to this message,
+    because the message and the call are parts of one answer.
     """
     found: list[Message] = []
     places: list[str] = []

@@ -120,7 +120,7 @@ def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer):
-    """Writes the events of one response, with the log probabilities after the whole text.
+    """Writes the events of one response. The log probabilities follow the whole text.
 
     Args:
         form: Creates the response.

@@ -82,7 +82,8 @@ class _Uvicorn(uvicorn.Server):
             for listener in self.servers[0].sockets:
                 with listener.dup() as same:
                     same.listen(BACKLOG)
-                    # Clients that connect and send nothing then cost the event loop no time.
+                    # Accept a connection only when data arrives, so that clients that send nothing
+                    # cost the event loop no time.
                     if hasattr(socket, "TCP_DEFER_ACCEPT"):
                         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
@@ -171,7 +172,7 @@ def serve(
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
 
-    # Exclude all loaded objects from garbage collection, because they stay until the end.
+    # Exclude all loaded objects from garbage collection, because they are never freed.
     gc.freeze()
     try:
         asyncio.run(run())

@@ -98,7 +98,7 @@ class Writer(ABC):
         """Yield the events that end the stream after a job has failed."""
 
     def _note(self, index: int, job: Job, event: Event | None) -> None:  # noqa: B027
-        """Note the progress of a job before its events are written.
+        """Record the progress of a job before its events are written.
 
         ``event`` is None before the first event of a job.
         """
@@ -213,7 +213,8 @@ class Writer(ABC):
         positions = self._positions(job, event)
         ends = set(bundle.eos_token_ids)
         runs: list[list[int]] = []
-        # For each sequence of adjacent decided tokens, the number of undecided positions before it.
+        # One element for each sequence of adjacent decided tokens: the number of undecided
+        # positions directly before the sequence.
         marks: list[int] = []
         gap, guessed, decided = 0, [], 0
         is_past_end = False
@@ -263,7 +264,8 @@ class ChoicesWriter(Writer):
         super().__init__(ask, model, is_diffusing)
         kind = f"{form.head.kind}.chunk" if form.is_chat else form.head.kind
         self._form, self._counts = form, counts
-        # For each choice: the numbers of prompt tokens, generated tokens, passes and reused tokens.
+        # Maps each choice to its numbers of prompt tokens, generated tokens, passes and reused
+        # tokens.
         self._so_far: dict[int, tuple[int, int, int, int]] = {}
         self._head = replace(form.head, kind=kind)
 

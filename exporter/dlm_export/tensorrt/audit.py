@@ -4,9 +4,9 @@ A layer whose format differs is called a fallback. An engine with fallbacks is r
 user allows them. In this module, a layer is a matrix multiplication. The module path of a layer is
 part of the names of its nodes in the device graph. The formats come from two sources:
 
-- The parsed network, which needs no GPU. This network is strongly typed, so each operand of a
-  multiplication can be traced back to the operand's dequantisation.
-- The report of the engine inspector, on a device only.
+- The network that TensorRT has parsed. Parsing needs no GPU. The network is strongly typed, so each
+  operand of a multiplication can be traced back to the operand's dequantisation.
+- The report of TensorRT's engine inspector, which is available only on the device.
 
 The result maps the module path of each layer to its format. Formats have the same names as in
 recipes.
@@ -28,8 +28,8 @@ FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 # TensorRT's names of number formats. The inspector uses these names in "Format/Datatype", for
 # example in "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# An engine contains the weights, kernels and constants. Its size must be at least SIZE_LEAST times
-# the size of the weights, and at most SIZE_MOST times this size plus SIZE_KERNELS_BYTES.
+# An engine contains the weights, kernels and constants. If the weights take W bytes, the engine
+# must take at least SIZE_LEAST * W bytes, and at most SIZE_MOST * W + SIZE_KERNELS_BYTES bytes.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
@@ -87,7 +87,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
     Raises AuditError if the engine contains weights in a wider type, or lacks weights.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
-    padding = 4096 * 2048  # upper bound of the padding in the file of weights, which engines lack
+    padding = 4096 * 2048  # an upper bound: the weight file contains padding, engines do not
     if not low - padding <= engine_bytes <= high and not allow_fallback:
         raise AuditError(
             f"the engine for {target} was not written: it has {engine_bytes:,} bytes, but its weights have "
@@ -170,9 +170,10 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """Return the number format of a dequantised operand, and its group size along the inputs.
+    """Return the number format of a quantised operand, and its group size along the inputs.
 
-    Both values are ``None`` if the operand is not dequantised.
+    The group size is ``None`` unless the operand is a weight in which groups of inputs have their
+    own scales. If the operand is not quantised, the number format is ``None`` too.
     """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":

@@ -84,7 +84,7 @@ def _rtx_module() -> ModuleType | None:
     for name in RTX.modules:
         if importlib.util.find_spec(name) is not None:
             if importlib.util.find_spec("tensorrt_rtx_libs") is not None:
-                # This import loads the libraries that the bindings link to.
+                # Load the shared libraries that the bindings need.
                 importlib.import_module("tensorrt_rtx_libs")
             try:
                 return importlib.import_module(name)

@@ -69,7 +69,7 @@ class Built:
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
-    """Return a copy of the manifest with an added engine.
+    """Return a copy of the manifest that also describes the engine ``built``.
 
     An old engine of the same target is replaced. The field ``files`` is not changed.
     """
@@ -221,8 +221,8 @@ def build_engine(
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
     """Build the engine, and write it to a file. Returns False if the build fails.
 
-    The logger then contains the reason. Newer builders write the engine part by part, so memory
-    never contains both the whole engine and the weights.
+    After a failure, the logger contains the reason. Newer builders write the engine part by part,
+    so memory never contains both the whole engine and the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -256,7 +256,7 @@ def engine_file(target: Target) -> str:
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """Return the seal of an engine's record: the SHA-256 of all other fields, as canonical JSON.
+    """Return the seal of an engine's record: a SHA-256 hash of all other fields.
 
     The seal shows whether the record was edited later.
     """

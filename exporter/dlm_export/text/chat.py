@@ -7,8 +7,9 @@ A template is a program, and only some templates can be converted:
 - The text between two messages may depend only on the roles of both messages, and on whether the
   second message is the last message of the chat.
 
-To find the segments, this module renders all conversations of up to four messages. If the template
-breaks these rules for a conversation, the runtime rejects conversations of this kind.
+To find the segments, this module renders all combinations of roles in conversations of up to four
+messages. If the template breaks one of these rules for a combination, the runtime rejects
+conversations with this combination.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
     """Return the texts before, between and after the markers.
 
-    Returns ``None`` unless each marker appears exactly once, and the markers are in this order.
+    Returns ``None`` unless each marker appears exactly once, in the order of ``markers``.
     """
     pieces = []
     for marker in markers:

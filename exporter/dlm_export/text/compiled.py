@@ -78,9 +78,10 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """Mark each token whose text is encoded to this token alone.
+    """Mark the tokens to which the tokenizer encodes their own text.
 
-    If a word of the input is the text of a marked token, the runtime need not merge smaller tokens.
+    If a word is the text of a marked token, the runtime uses this token without merging smaller
+    tokens.
     """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
     # Do not mark added tokens. If the text of an added token appears as ordinary text, it is

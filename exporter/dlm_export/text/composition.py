@@ -37,10 +37,10 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """Make the tables from Python's tables, without characters that the library does not know.
+    """Make the tables from the tables in Python's module ``unicodedata``.
 
-    "The library" means the Python library ``tokenizers``. The module ``proof`` compares the result
-    with the library.
+    Characters that the Python library tokenizers does not know are left out. The module ``proof``
+    compares the result with the tokenizers library.
     """
     from tokenizers import normalizers
 
@@ -51,8 +51,8 @@ def composition() -> Composition:
     for point in range(0x80, LAST_PLANE):
         letter = chr(point)
         order, mapping = unicodedata.combining(letter), unicodedata.decomposition(letter)
-        # The library knows a mark if it moves the mark before U+0345, which has the highest
-        # combining class.
+        # The tokenizers library knows a mark if it moves the mark before U+0345, which has the
+        # highest combining class.
         if order and (order >= 240 or decomposed("\u0345" + letter)[0] != "\u0345"):
             classes[point] = order
         if not mapping or mapping.startswith("<"):

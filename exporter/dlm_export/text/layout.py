@@ -161,7 +161,10 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """Return the offset of each part in the concatenation of all parts, and then the total length."""
+    """Return where each part starts in the concatenation of all parts.
+
+    The last element of the result is the length of the concatenation.
+    """
     return np.cumsum([0, *map(len, parts)])
 
 

@@ -7,11 +7,11 @@ the one that backtracking finds first.
 This module first compiles the expression to *places*. A place is one instruction, such as "consume
 a character of this set". A state of the automaton is a list of places, in the order in which
 backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
-ends the expression, the places after it in the list are dropped. The automaton therefore finds the
+ends the expression, all later places in the list are dropped. The automaton therefore finds the
 same matches as backtracking.
 
-A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
-a match only when it reads that character. The module calls the tokenizers library to find which
+A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
+match only when it reads the next character. The module calls the tokenizers library to find which
 characters ``\\s`` or ``\\p{L}`` match.
 """
 
@@ -50,9 +50,10 @@ class Splits:
     """Compiled split patterns.
 
     ``classes``, uint8 ``[0x110000]``, contains the class of each code point. Each pattern has a
-    table, int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is
-    0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match ends
-    before a character of this class, 1 is added to the entry.
+    table, int32 ``[states, classes + 1]``. A row of the table is for a state of the automaton, and
+    a column is for the class of the next character. The last column is for the end of the text. An
+    entry is 0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match
+    ends before the next character, 1 is added to the entry.
     """
 
     classes: np.ndarray
@@ -284,7 +285,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if there is a way from ``first`` to ``last`` that consumes no character."""
+        """Return True if a path from ``first`` to ``last`` consumes no character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -461,7 +462,7 @@ def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
     The result contains no surrogates. In some of Unicode's planes, only the first character was
-    tested. If it is in the set, the result contains the whole plane.
+    tested. If this first character is in the set, the result contains the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -476,7 +477,10 @@ _ALIKE = (*range(4, 14), 15, 16)
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Return the characters to test, as pairs: a code point, and a text that starts with it."""
+    """Return the characters to test, in texts of consecutive characters.
+
+    Each element is the code point of a text's first character, and the text.
+    """
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

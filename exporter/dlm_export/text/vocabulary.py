@@ -3,8 +3,8 @@
 WordPiece (``word_pieces``) and two kinds of BPE are supported. The first kind is BPE over bytes, as
 in GPT-2. The second kind is BPE over characters with byte fallback, which encodes characters
 outside the vocabulary as bytes. All other tokenizers are rejected with an error that names the
-unsupported part. SentencePiece vocabularies contain U+2581 instead of spaces. Their tables contain
-spaces, because these tokenizers treat U+2581 and a space alike.
+unsupported part. SentencePiece vocabularies contain U+2581 instead of spaces. This module replaces
+U+2581 by a space, because SentencePiece tokenizers treat U+2581 and a space alike.
 """
 
 from __future__ import annotations

@@ -119,10 +119,10 @@ def of_word_pieces(
 
 
 def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tuple[str, int]]:
-    """Return the text to which each token is decoded after another token, and the token's flags.
+    """For each token, return the text to which it is decoded after another token, and its flags.
 
-    The first token of a sequence may be decoded to a different text. Raises NotCompiled if the
-    runtime could not compute this text from the returned text.
+    At the start of a sequence, the token may be decoded to a different text. Raises NotCompiled if
+    the runtime could not compute that text from the returned text.
     """
     if [part["type"] for part in decoders] == ["Fuse"]:
         if any(name.startswith(PREFIX) for name in names.values()):

@@ -253,7 +253,7 @@ def text_start(asked: Asked, prompt_tokens: int) -> int:
 
 
 def step_tensors(event: dlm_runtime.Event, start: int, prompt_tokens: int) -> dict[str, Any]:
-    """Return the output tensors of a response before the last one."""
+    """Return the output tensors of a response that is not the last response to its request."""
     ids = np.where(event.undecided, -1, event.canvas)[start:]
     return {
         "TEXT": np.array([(event.delta or "").encode()], dtype=object),

@@ -1,8 +1,9 @@
 """Parses ``dlm_runtime.h`` into ctypes: structs, callbacks, functions and constants.
 
-C functions and struct fields are declared only in this header. The header uses only a small part of
-C's syntax, so that a few regular expressions can parse it. Each statement contains one declaration.
-Structs are written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
+C functions and struct fields are declared only in ``dlm_runtime.h``. The header uses only a small
+part of C's syntax, so that a few regular expressions can parse it. Each statement contains one
+declaration. Structs are written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME =
+number``.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
         for declarator in (first, *(f"{base[0]} {other}" for other in others)):
             fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
     sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
-    # If a struct also has a field with the size of a text, the text may contain NUL. Reading a
-    # c_char_p stops at the first NUL, so a plain pointer is used for such a text.
+    # If a struct contains a text and a field with the size of the text, the text may contain NUL.
+    # Reading a c_char_p stops at the first NUL, so a plain pointer is used for such a text.
     fields = [
         (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
         for field, kind in fields
@@ -101,8 +102,8 @@ def _arguments(text: str, types: dict[str, Any], is_callback: bool = False) -> l
     kinds = [_type(argument, types, True) for argument in text.split(",")]
     if not is_callback:
         return kinds
-    # For a c_char_p, ctypes gives a callback a copy of the text. The callback must write to the
-    # original memory.
+    # If an argument of a callback is a c_char_p, ctypes passes a copy of the text. Callbacks must
+    # write to the original memory, so they get a c_void_p.
     return [C.c_void_p if kind is C.c_char_p else kind for kind in kinds]
 
 

@@ -71,9 +71,9 @@ _FINISHES = {
 
 
 def finish_name(number: int) -> str:
-    """Return the name of the DLM_FINISH_... constant with the number N.
+    """Return the name of the DLM_FINISH_... constant whose value is N.
 
-    If only a newer library defines the number, the result is ``unknown (N)``.
+    If only a newer library defines this value, the result is ``unknown (N)``.
     """
     return _FINISHES.get(number, f"unknown ({number})")
 
@@ -149,7 +149,7 @@ def initialised(kind: Any) -> Any:
 
 
 def policy_fields() -> list[Any]:
-    """Return the library's description of each policy field, in the order of the struct's fields."""
+    """Return the library's description of each policy field, in the order of ``dlm_policy``."""
     found: list[Any] = []
     while field := library().dlm_policy_field_at(len(found)):
         found.append(field.contents)
@@ -157,11 +157,11 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Return the sets of CPU kernels for this processor architecture as a dict, fastest set first.
+    """Return the sets of CPU kernels for this processor architecture. The fastest set comes first.
 
-    The key is the kernel set's name. The value is None if this processor can run the kernel set.
+    The key is the name of a kernel set. The value is None if this processor can run the set.
 
-    Otherwise, the value is the reason why this processor cannot run the kernel set.
+    If this processor cannot run a kernel set, the value is the reason.
     """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):

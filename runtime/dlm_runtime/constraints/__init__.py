@@ -3,7 +3,7 @@
 A constraint is a JSON Schema, a regular expression, a grammar, a list of texts, or the schema of
 records in JSON Lines, CSV or XML.
 
-``compiled`` calls the native library, which compiles a constraint for a vocabulary. The vocabulary
-belongs to a bundle, or the module ``vocabulary`` reads it from a tokenizer. ``automaton`` reads the
-arrays of a compiled constraint.
+The module ``compiled`` calls the native library, which compiles a constraint for a vocabulary. The
+vocabulary belongs to a bundle, or the module ``vocabulary`` reads it from a tokenizer. The module
+``automaton`` reads the arrays of a compiled constraint.
 """

@@ -5,8 +5,8 @@ the automaton, and checks its arrays.
 
 Two tokens are in the same *class* if, from every state, both lead to the same next state. For a
 pair of states, the classes that lead from the first state to the second form a *group*. The time
-that a constraint adds to a pass depends on the number of classes and groups, and hardly on the size
-of the vocabulary.
+that a constraint adds to a pass depends on the number of classes and groups. The size of the
+vocabulary has almost no effect.
 """
 
 from __future__ import annotations

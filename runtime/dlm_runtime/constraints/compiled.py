@@ -96,7 +96,7 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """Return the content of a file with this constraint, for programs that read automata."""
+        """Return the constraint as the bytes of a file, for programs that read automata."""
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:
@@ -133,8 +133,8 @@ def compile_content(
     """Compile a constraint from its source, for one vocabulary.
 
     Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
-    ``vocab_size``. Tokens with an id of ``vocab_size`` or more are not used. ``made_of`` is a hash
-    of 32 bytes, which the bytes of the compiled constraint contain.
+    ``vocab_size``. Tokens with an id of ``vocab_size`` or more are not used. The compiled
+    constraint contains the 32 bytes ``made_of``, by which a cache recognises it.
 
     Raises RequestError if the constraint cannot be compiled within ``limits``. Warns with
     SchemaWarning about keywords that look misspelled.
@@ -247,7 +247,7 @@ def _kept(path: Path, key: bytes) -> Constraint | None:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None
     except DlmError:
-        return None  # the constraint is then compiled again, and the file is overwritten
+        return None  # the caller compiles the constraint again, and overwrites the file
 
 
 def _keep(path: Path, data: bytes) -> None:

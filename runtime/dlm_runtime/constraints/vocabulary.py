@@ -28,7 +28,7 @@ class Vocabulary:
         """Encode each text and return only its first token.
 
         The result for a text is -1 if there is no tokenizer, if the tokenizer rejects the text, or
-        if the text does not start with the bytes of the token.
+        if the text does not start with the bytes of its first token.
         """
         if self.tokenizer is None:
             return [-1] * len(texts)
@@ -42,8 +42,8 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        The values of these fields are created once. The native library makes a lookup index for a
-        vocabulary. If later constraints pass the same token array and the same callback, the
+        The values of the three fields are created once. The native library makes a lookup index for
+        a vocabulary. If later constraints pass the same token array and the same callback, the
         library does not make a new index.
         """
 
@@ -88,7 +88,7 @@ def _spelled(name: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte for which each letter stands in GPT-2's vocabulary files.
+    """Return a dict that maps each letter in GPT-2's vocabulary files to its byte.
 
     For a printable byte, the letter is the character whose code point equals the byte. For the
     other bytes, in ascending order, the letters are the characters from U+0100 on.

@@ -181,7 +181,7 @@ class Constraints:
     ) -> compiled.Constraint:
         """Return the constraint that is stored for ``key``.
 
-        If there is no such constraint, compile it and store it.
+        If the constraint is not stored yet, compile it and store it.
         """
         with self._lock:
             made = self._kept.get(key)
@@ -216,12 +216,12 @@ class Constraints:
             return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
-        """Add the loss of a constrained request to the bundle's total loss.
+        """Add the ``constraint_log_prob_loss`` of a request to the bundle's total.
 
         If the average loss per token is large, issue a warning.
 
-        The warning appears once per bundle. A large average means that the constraints force texts
-        that are far less likely than the denoiser's own choices.
+        The warning appears once per bundle. A large average loss means that the constraints force
+        texts that are far less likely than the denoiser's own choices.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss
@@ -285,7 +285,7 @@ def _content(kind: str, value: Any) -> str:
 def _schema(kind: str, value: Any) -> Any:
     """Convert a schema to a JSON value.
 
-    ``value`` is the value itself, its JSON text, or a class with a method that returns the schema.
+    ``value`` is the schema, its JSON text, or a class with a method that returns the schema.
 
     Raises RequestError.
     """

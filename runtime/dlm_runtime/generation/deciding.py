@@ -199,7 +199,7 @@ class Deciding:
         return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
 
     def take(self, made: Generation) -> None:
-        """Read the answers from the result of a request that had these ``arguments``.
+        """Read the answers from ``made``, the result of a request with ``arguments``.
 
         Raises CancelledError if the request ended early.
         """
@@ -231,7 +231,7 @@ class Deciding:
     def _texts_of(self, name: str) -> tuple[str, ...]:
         """Return the legal texts of a question's slot.
 
-        If the answer is final, this is only the chosen option. Otherwise, all options are legal.
+        If the answer is final, only the chosen option is legal. Otherwise, all options are legal.
         """
         slot, answer = self._slots[name], self._answers.get(name)
         if answer is None:
@@ -241,7 +241,7 @@ class Deciding:
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
         """Return an upper limit on the number of tokens of the answer and of the tokens after it.
 
-        After the answer, there is either an end token or the number ``rest`` of mask tokens.
+        The answer is followed by an end token, or by ``rest`` mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
@@ -306,7 +306,7 @@ class Decides:
                 follows the prompt, or the last message of the chat.
             prompt: The state, as a text.
             tokens: The state, as token ids. In this case, the questions must have no instructions
-                and no descriptions, because they would be added as text.
+                and no descriptions, because these are added to the state as text.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
             passes: The number of times that the answer is predicted, 1 or more. After each
                 prediction, the answers to the questions with the most certain answers become final.
@@ -353,7 +353,7 @@ class Decides:
         rest: int = 0,
         special_tokens: bool = False,
     ) -> Deciding:
-        """Prepare a decision whose requests the program runs, for example with a scheduler.
+        """Prepare a decision. The calling program runs its requests, for example with a scheduler.
 
         Args and Raises: as for ``decide``.
 

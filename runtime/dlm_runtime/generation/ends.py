@@ -19,14 +19,15 @@ class Ends:
     """Calls functions when jobs have ended.
 
     ``descriptor`` is the scheduler's file descriptor ``ended_fd``, to which the native scheduler
-    writes when jobs end. A separate thread reads the descriptor and calls the functions, so passes
-    never wait for Python. This thread starts at the first call of ``when_ended``.
+    writes when jobs end. A separate thread reads the descriptor and calls the functions that
+    ``when_ended`` received. Passes therefore never wait for Python. This thread starts at the first
+    call of ``when_ended``.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-        # Re-entrant, because the garbage collector may close a coroutine at any time, which calls
-        # forget().
+        # The lock is re-entrant. The garbage collector may close a coroutine at any time, and
+        # closing a coroutine calls forget().
         self._lock = threading.RLock()
         self._waiting: set[tuple[Job, Callable[[], None]]] = set()
         self._thread: threading.Thread | None = None

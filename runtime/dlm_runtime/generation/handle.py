@@ -36,7 +36,8 @@ class Handle:
         owned: An object that must live as long as the bundle, such as a callback.
         causes: The object in which callbacks store exceptions: ``causes.error`` is the exception
             that a callback raised. None if the bundle has no callback.
-        prefix_cache_bytes: The most bytes of keys and values that each session keeps between calls.
+        prefix_cache_bytes: Limit on the bytes of keys and values that each session stores between
+            calls.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Handle:
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
         self._prefix_cache_bytes = prefix_cache_bytes
-        # Number of running calls that use the bundle. If the bundle is closed meanwhile, the last
-        # of these calls frees it.
+        # Number of running calls that use the bundle. If the bundle is closed during these calls,
+        # the last call frees the bundle.
         self._busy = 0
         self._is_closed = False
         self._with: list[SupportsClose] = []
@@ -122,7 +123,7 @@ class Handle:
             self._busy += 1
 
     def end(self) -> None:
-        """Declare that a use has ended, which ``begin`` has declared before.
+        """End a use of the engine that ``begin`` has started.
 
         In a forked process, this does nothing.
         """
@@ -136,8 +137,8 @@ class Handle:
     def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
         """Return a session for one native call.
 
-        Between the passes of the call, signal handlers run, and requests are cancelled if their
-        event is set.
+        Between the passes of a native call, signal handlers run, and requests are cancelled if
+        their event is set.
         """
         self.begin()
         session = None
@@ -164,7 +165,7 @@ class Handle:
     def check(self, status: int, session: C.c_void_p) -> None:
         """Raise the error of a failed native call.
 
-        If a callback raised an exception, this exception becomes the cause.
+        If a callback raised an exception, this exception becomes the cause of the raised error.
         """
         if not status:
             return

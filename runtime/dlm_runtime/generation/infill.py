@@ -1,7 +1,7 @@
 """Infilling: fills holes in a text and keeps the text around them.
 
 A hole is a sequence of mask tokens. The number of tokens that a hole needs is not known in advance.
-There are two ways to choose it:
+There are two ways to choose this number:
 
 - The hole is longer than needed, and the denoiser pads the hole with end tokens.
 - Several lengths are tried, and the most likely result is used.

@@ -16,9 +16,9 @@ _MOST_BYTES = 1 << 20  # size limit of a file with the output of ``dlm-export be
 class PassCost:
     """The time of a pass in milliseconds, as a linear model.
 
-    The time is a sum of four parts: a fixed part, a part per token, a part per scored row, and a
-    part per pair of a token and a position that the token sees. ``dlm-export bench --cost``
-    measures these parts. Each part is finite and 0 or more.
+    The time of a pass is the sum of four parts: a fixed part, a part per token, a part per scored
+    row, and a part per pair of a token and a position that the token sees. ``dlm-export bench
+    --cost`` measures these parts. Each part is finite and 0 or more.
     """
 
     pass_ms: float

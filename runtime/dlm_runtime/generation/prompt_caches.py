@@ -46,9 +46,9 @@ class UsesPromptCaches:
     ) -> int:
         """Compute the keys and values of a prompt, and write them to a file.
 
-        Later requests whose prompts start with the same tokens reuse these keys and values instead
-        of computing them again. The denoiser's attention must be block-causal, and the engine must
-        run on a CPU. Pass exactly one of ``prompt``, ``tokens`` and ``chat``.
+        Later requests whose prompts start with the same tokens reuse the keys and values in the
+        file, instead of computing them again. The denoiser's attention must be block-causal, and
+        the engine must run on a CPU. Pass exactly one of ``prompt``, ``tokens`` and ``chat``.
 
         Args:
             path: The file to write. An existing file is replaced when the new file is complete.
@@ -83,8 +83,8 @@ class UsesPromptCaches:
         """Use a prompt cache that ``save_prompt_cache`` wrote with the same bundle.
 
         All later requests of this bundle and of its schedulers use the file, if their prompts start
-        with the same tokens. The file is mapped into memory. It must not change while the bundle is
-        open.
+        with the tokens of the file. The file is mapped into memory. It must not change while the
+        bundle is open.
 
         Raises:
             BundleError: The file is missing or damaged, or was saved with a different bundle.

@@ -425,7 +425,7 @@ class Request:
     def event(self, step: Any, text: str | None) -> Event:
         """Convert a step that the native library reports to an ``Event`` without a result.
 
-        ``text`` is the text so far at the previous step.
+        ``text`` is the text that was complete after the previous step.
         """
         length = step.length
         delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
@@ -529,7 +529,7 @@ def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
 
 
 def layout_of(chosen: str | Layout) -> Layout:
-    """Return the layout with this name, or the caller's ``Layout`` itself. Raises RequestError."""
+    """Return the layout of a name, or the caller's ``Layout`` unchanged. Raises RequestError."""
     if isinstance(chosen, Layout):
         separators = [(chosen.item_separator, ","), (chosen.key_separator, ":")]
         is_json = all(

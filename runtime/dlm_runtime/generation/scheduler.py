@@ -88,7 +88,7 @@ class Job:
 
     The request is cancelled when the last reference to the job is dropped.
 
-    As long as the job's result was not read, the job keeps its scheduler alive.
+    Until its result is read, the job keeps its scheduler alive.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -146,7 +146,7 @@ class Job:
             pass.
 
         Raises:
-            TimeoutError: The job did not end in this time.
+            TimeoutError: The job did not end within ``timeout`` seconds.
             DlmError: The errors of ``Bundle.generate``, or the error that ended the scheduler's
                 thread.
         """
@@ -195,8 +195,8 @@ class Job:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Generation:
-        # Imported inside functions, because importing asyncio takes longer than importing the whole
-        # runtime.
+        # asyncio is imported inside functions, because importing it takes longer than importing the
+        # whole runtime.
         import asyncio
 
         await self._ended(asyncio.Event())
@@ -233,7 +233,7 @@ class Job:
     async def _ended(self, changed: asyncio.Event) -> None:
         """Wait until the job has ended.
 
-        At its end, ``changed`` is set, so that ``__aiter__`` wakes up.
+        When the job ends, ``changed`` is set, which wakes ``__aiter__``.
 
         If this coroutine is cancelled, the job is cancelled too.
         """
@@ -307,7 +307,7 @@ class _Runner:
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
-        )  # re-entrant: the garbage collector may call stop() at any time
+        )  # its lock is re-entrant: the garbage collector may call stop() at any time
         # Number of running calls that use the native scheduler's handle. The thread waits until
         # these calls have ended before it destroys the handle.
         self._users = 0

@@ -160,11 +160,11 @@ class Text:
         Special tokens that the template writes are recognised. If a message contains the text of a
         special token, this text is ordinary text.
 
-        To distinguish these two cases, the first letter of each special token in a message or tool
-        is replaced by a private-use character, and the chat is rendered again. All special tokens
-        that remain were written by the template. These special tokens split the chat into pieces. A
-        piece that contains a private-use character is encoded separately, as plain text with the
-        letters restored.
+        To distinguish special tokens of the template from texts in messages, the first letter of
+        each special token in a message or tool is replaced by a private-use character, and the chat
+        is rendered again. All special tokens that remain were written by the template. These
+        special tokens split the chat into pieces. A piece that contains a private-use character is
+        encoded separately, as plain text with the letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -211,8 +211,9 @@ class Text:
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-            # The tokenizer also returns the unknown token for text that it cannot encode. So the
-            # unknown token counts as special only if the text itself contains its name.
+            # The tokenizer also returns the unknown token for text that it cannot encode.
+            # Therefore, the unknown token counts as special only if the text contains the name of
+            # this token.
             if token in self.specials and (
                 token != self.unknown or text[start:end].strip() == self.specials[token]
             ):
@@ -231,8 +232,8 @@ class Text:
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
         """Split an encoded text at its special tokens.
 
-        Yields tuples of a list of ids and the start and end of their characters in the text. A list
-        contains either one special token, or all tokens between two special tokens.
+        Yields tuples: a list of token ids, and the start and the end of the text of these tokens. A
+        list contains either one special token, or all tokens between two special tokens.
         """
         ids: list[int] = []
         done = 0
@@ -310,7 +311,7 @@ class Marks:
         """
 
     def put(self, text: str, places: list[int]) -> str:
-        """Return the text with private-use characters in place of the letters at these positions."""
+        """Return the text with private-use characters in place of the letters at ``places``."""
         letters = list(text)
         for at in places:
             letter = text[at]

@@ -93,7 +93,8 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # If the process has ended, the pipe is broken. The code below then reports the reason.
+            # If the process has ended, writing fails. The code below then reports why the process
+            # ended.
             with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
@@ -103,7 +104,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # also on Ctrl-C; otherwise, a later request would read this answer
+        except BaseException:  # on Ctrl-C too: otherwise, a later request would read this answer
             self._stop()
             raise
         if "refused" in reply:

@@ -38,8 +38,8 @@ class Tokenizer:
     ) -> None:
         """``special_tokens`` contains the texts of special tokens that a template may use.
 
-        The keys are the names that the template uses. Raises BundleError if the tokenizer is
-        invalid. The message names the file ``where``.
+        The keys of ``special_tokens`` are the names that the template uses. Raises BundleError if
+        the tokenizer is invalid. The message names the file ``where``.
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # the hash of the tokenizer's file
@@ -81,7 +81,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """The highest token id plus one, including added tokens. Raises RequestError."""
+        """The highest token id plus one. Added tokens are included. Raises RequestError."""
         return int(self._ask("size", "the tokenizer's vocabulary cannot be read"))
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
@@ -129,7 +129,7 @@ class Tokenizer:
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """Return the types of the decoder's steps, and the name of each token id.
+        """Return the types of the steps of the tokenizer's decoder, and the name of each token id.
 
         The name of an added token is None.
         """

@@ -1,5 +1,5 @@
-// Code that all fuzz targets use: a check that ends the run when it fails, a reader for the bytes
-// of an input, and a mutator for files that consist of numbers.
+// Code that the fuzz targets share: a check that ends the program if it fails, a reader for the
+// bytes of an input, and a mutator for files of int32 numbers.
 //
 // A target is one source file that defines LLVMFuzzerTestOneInput. With clang, it is linked with
 // libFuzzer. With other compilers, it is linked with replay.cc, which runs it on existing files.
@@ -30,8 +30,7 @@ inline void claim(bool holds, const char* what, int line) {
 }
 #define CLAIM(condition) fuzz::claim((condition), #condition, __LINE__)
 
-// Returns true if a message has the form that users should see: one line that is printable and not
-// empty.
+// Returns true if a message is one line of printable text that is not empty.
 inline bool is_sentence(std::string_view text) {
   if (text.empty()) return false;
   for (const char c : text)
@@ -75,8 +74,8 @@ class Input {
 };
 
 // Mutates a file of little-endian int32 numbers. The numbers start at offset `first`. Most
-// mutations change a number in place, so that the sizes in the file's header stay right. Other
-// mutations use libFuzzer's own mutator.
+// mutations change one number, so that the sizes in the file's header stay right. The other
+// mutations call libFuzzer's own mutator.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {

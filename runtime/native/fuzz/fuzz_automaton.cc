@@ -3,8 +3,8 @@
 // message.
 //
 // The input consists of four bytes that select the request, and the automaton file without its
-// SHA-256. The target appends the SHA-256. If the file is only a little too short for the sizes in
-// its header, the target first adds the missing data.
+// SHA-256. If the file is a little shorter than its header says, the target adds the missing data.
+// Then the target appends the SHA-256.
 #include <algorithm>
 #include <vector>
 

@@ -1,10 +1,10 @@
 // A fuzz target that opens a bundle with any text as its manifest. Opening must either fail with an
 // error message, or give a bundle for which every query works.
 //
-// The input is manifest.json, followed by a NUL and the contents of the listed files. Each content
-// is cut, or padded with zeros, to the listed size. If the manifest contains 64 letters "a", the
-// target replaces them with the SHA-256 of the first file. Without this, the hash check would
-// always fail, and the run would never reach the code after the check.
+// The input is manifest.json, followed by a NUL and the contents of the listed files. The target
+// cuts the content of each file to the listed size, or pads it with zeros. If the manifest contains
+// 64 letters "a", the target replaces them with the SHA-256 of the first file. Otherwise the hash
+// check would always fail, and the fuzzer would never test the code after the check.
 #include <sys/stat.h>
 #include <unistd.h>
 

@@ -146,7 +146,7 @@ class World {
     return made;
   }
 
-  // Fills `tokens_` with up to 19 random tokens of a prompt, and returns their number. In rare
+  // Fills `tokens_` with a prompt of up to 19 tokens, and returns the number of tokens. In rare
   // cases, the first token is outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
@@ -306,7 +306,8 @@ class World {
     return static_cast<World*>(user)->call_back();
   }
 
-  // Decodes each token to one character of one or two bytes, or to half a character.
+  // Decodes each token to a character of one to three bytes. In rare cases, appends a byte that is
+  // not valid UTF-8.
   static dlm_status decode(void* user, const int32_t* tokens, size_t count, char* string,
                            size_t capacity, size_t* size) {
     World& world = *static_cast<World*>(user);

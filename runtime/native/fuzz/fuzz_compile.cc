@@ -30,8 +30,8 @@ constexpr size_t kMostContent = 4096, kMostTokens = 64;
 constexpr double kSeconds = 0.25;
 constexpr size_t kMemory = 48 << 20;
 constexpr int64_t kStates = 2000, kEdges = 100'000;
-// Memory that the memory limit does not cover: the vocabulary, the parsed JSON of the content, and
-// the automaton.
+// Allowance for memory that the memory limit does not include: the vocabulary, the parsed JSON of
+// the content, and the automaton.
 constexpr size_t kOtherMemory = 32 << 20;
 constexpr double kOtherSeconds = 0.25;
 
@@ -75,8 +75,8 @@ int32_t first_token(void* user, const char* string, size_t size) {
   return best;
 }
 
-// Returns one of the shortest texts of an automaton. Each token of the text reduces the distance to
-// the end by one.
+// Returns one of the shortest texts that the automaton accepts. Each step follows an edge to a
+// state from which a shorter text is enough.
 std::string shortest_text(const dlm::Automaton& automaton, const Tokens& tokens) {
   std::string text;
   size_t state = 0;

@@ -1,5 +1,5 @@
-// A fuzz target that reads a compiled text file. With this file, it encodes a text, decodes the ids
-// once as a whole and once in pieces, and encodes a chat.
+// A fuzz target that reads a compiled text file. With this file, the target encodes a text, decodes
+// the ids in one call and in several calls, and encodes a chat.
 //
 // The input has three parts: one byte with the size of the text, the text itself, and the text
 // file.

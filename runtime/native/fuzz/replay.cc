@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "%s: cannot be read\n", path.c_str());
       return 1;
     }
-    // If a file crashes the target, the last printed line names this file.
+    // Print the path first, so that the last line names the file if the target crashes.
     std::fprintf(stderr, "%s\n", path.c_str());
     LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
   }

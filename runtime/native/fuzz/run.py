@@ -3,7 +3,7 @@
 
 The targets are built in build/native-fuzz. New interesting inputs are stored in build/fuzz/TARGET.
 If an input makes a target fail, the input is stored in build/fuzz, and its path is printed. After
-you have fixed the defect, move the input to runtime/native/fuzz/found/TARGET. This program needs
+you have fixed the failure, move the input to runtime/native/fuzz/found/TARGET. This program needs
 clang. The exit status is 1 if a target failed.
 """
 
@@ -33,7 +33,7 @@ def find_clang() -> str | None:
 
 
 def build(names: list[str]) -> Path:
-    """Build the targets with these names, and return the folder of the programs."""
+    """Build the fuzz targets ``names``, and return the folder of the programs."""
     clang = find_clang()
     if clang is None:
         raise SystemExit(

@@ -1,8 +1,8 @@
 """Writes the first inputs of the fuzz targets.
 
-``python runtime/native/fuzz/seeds.py FOLDER`` writes files FOLDER/TARGET/NAME. They are small files
-of every kind that a target reads, made by the same code as in a build. The comment at the top of
-each target describes the form of its inputs.
+``python runtime/native/fuzz/seeds.py FOLDER`` writes files FOLDER/TARGET/NAME. The files are small
+inputs of every kind that a target reads. The code that makes them is also used in builds. The
+comment at the top of each target describes the form of its inputs.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _of_characters() -> str:
 def texts() -> dict[str, bytes]:
     """Return compiled text files of several tokenizers.
 
-    Some tokenizers split the text or compose characters, and some do not. Some work on bytes, and
-    some on characters.
+    Only some of the tokenizers split the text or compose characters. Some tokenizers work on bytes,
+    and some on characters.
     """
     found = {}
     for name, file in {
@@ -156,8 +156,8 @@ def manifest(text_bytes: int) -> dict[str, Any]:
 def automata() -> dict[str, bytes]:
     """Return inputs with automata that were compiled for a small vocabulary.
 
-    An input consists of the bytes that select a request, and the automaton file without its
-    SHA-256.
+    An input consists of bytes that select a request, followed by an automaton file without the
+    file's SHA-256.
     """
     vocabulary = made_up_vocabulary(128, (126, 127), Longest)
     expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")

@@ -11,10 +11,10 @@
  * scheduler return the same results (dlm_result).
  *
  * Conventions
- * - A function that can fail returns dlm_status. If it also has a result, its last argument is
- *   an address to which it writes the result. If the call fails, it writes NULL or 0 there. In a
- *   comment, "NOT_FOUND if the file is missing" means that the call returns DLM_NOT_FOUND if the
- *   file is missing.
+ * - A function that can fail returns dlm_status. If such a function has a result, its last argument
+ *   is the address where it writes the result. If the call fails, it writes NULL or 0 to this
+ *   address. In a comment, "NOT_FOUND if the file is missing" means that the call returns
+ *   DLM_NOT_FOUND if the file is missing.
  * - The caller must destroy each object that it creates. Destroying NULL does nothing. The library
  *   uses the caller's pointers only during the call, unless the comment of a function or field says
  *   otherwise.
@@ -24,8 +24,8 @@
  *   The default of each field is in parentheses or marked "default". If struct_size is larger than
  *   the struct in the library's version, the call fails with INVALID_ARGUMENT, because the library
  *   would ignore the last fields.
- * - If the library fills a struct, it owns the struct and returns a pointer to it. Then struct_size
- *   is the number of bytes of the struct that the caller may read.
+ * - Some structs are filled and owned by the library, which returns a pointer to the struct. The
+ *   caller may read only the first struct_size bytes of such a struct.
  * - A call fails with INVALID_ARGUMENT if a number is outside its range. A range such as 1..8
  *   includes both ends.
  * - New versions may add values to enumerations such as DLM_FINISH_... and DLM_TEXT_.... The
@@ -85,14 +85,15 @@ DLM_API const char* dlm_status_name(dlm_status status); /* returns a static stri
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V, 3..16777216 */
-  int32_t mask_token_id;     /* 0..V. V: the denoiser has no mask token, and starts from random
-                                tokens. It then needs draft passes, and a policy with remask "noise" */
+  int32_t mask_token_id;     /* 0..V. If it is V, the denoiser has no mask token and starts from
+                                random tokens. This requires draft passes, and a policy with remask
+                                "noise" */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. 0 for a
-                                bundle from files whose layers have different numbers of heads */
-  int32_t head_size;         /* size of a head in every layer, 1..4096. 0 for a bundle from files
-                                whose layers have different head sizes */
+  int32_t kv_heads;          /* number of key and value heads in every layer, 1..4096. If a bundle
+                                on disk has layers with different numbers of heads: 0 */
+  int32_t head_size;         /* size of a head in every layer, 1..4096. If a bundle on disk has
+                                layers with different head sizes: 0 */
   int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
   int32_t kv_element_bytes; /* size in bytes of each number in the cached keys and values: 4 for
                                fp32, 2 for fp16 or bf16, 1 for int8. With int8, each row also
@@ -103,20 +104,21 @@ typedef struct dlm_denoiser {
   const int32_t* eos_token_ids; /* [eos_count], ids of the end tokens, 0..V-1. The mask token
                                    must not be one of them */
   size_t eos_count;             /* 0..1024 */
-  int64_t visible_block;  /* 0..16777216. 0: attention is full, which means that every row sees all
-                             positions. n > 0: attention is block-causal. Then each block has n
-                             positions, the first block starts at position 0, and a row does not see
-                             blocks after its own block */
-  int32_t max_new_tokens; /* number of new tokens if a request's max_new_tokens is
-                             DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
+  int64_t visible_block;        /* 0..16777216. If it is 0, attention is full: every row sees all
+                                   positions. If it is n > 0, attention is block-causal: position 0
+                                   starts the first block of n positions, and a row does not see
+                                   later blocks */
+  int32_t max_new_tokens;       /* number of new tokens if a request's max_new_tokens is
+                                   DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
   int64_t draft_block; /* 0..16777216. If draft_block is n > 0, the denoiser has draft passes: each
                           row of a draft pass sees all rows of the pass and predicts its own
-                          position. Each row of any other pass sees no later positions and predicts
-                          the next position. n is the number of rows of a draft pass in training.
-                          draft_block needs visible_block 1, shift 0 and a cache */
+                          position. In all other passes, a row sees no later positions and predicts
+                          the next position. n is the number of rows that draft passes had during
+                          training. draft_block needs visible_block 1, shift 0 and a cache */
   int64_t conditioning_size; /* C, 0..65536. If C > 0, the denoiser has self-conditioning: a draft
-                                pass returns C numbers for each scored row, which the next draft
-                                pass over the same block reads. Then mask_token_id is V */
+                                pass returns C numbers for each scored row, and the next draft pass
+                                over the same block reads them. In this case, mask_token_id must be
+                                V */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -132,8 +134,8 @@ typedef struct dlm_pass {
   int32_t tokens;              /* T */
   int32_t cached;              /* S */
   int32_t rows;                /* R */
-  int32_t layers;              /* number of layers, which is the length of each of the four
-                                  arrays of pointers */
+  int32_t layers;              /* number of layers, and length of past_keys, past_values,
+                                  present_keys and present_values */
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas; in a draft pass,
                                   max_canvas_length is added to the positions */
@@ -160,15 +162,16 @@ typedef struct dlm_pass {
                                the caller does not need it */
 } dlm_pass;
 
-/* Runs one pass. If the status is not DLM_OK, the requests of the pass end with this status. */
+/* Runs one pass. If the function returns a status other than DLM_OK, the requests of the pass end
+ * with this status. */
 typedef dlm_status (*dlm_pass_fn)(void* user, const dlm_pass* pass);
 
 /* ---- Policy ---------------------------------------------------------------------------------- */
 
-/* A policy decides which tokens are committed after each pass. A preset of the bundle sets all
- * fields of a policy, and the caller may then change some of them. Some fields are strings, so that
- * a policy looks the same in C, in Python and in manifest.json. The library does not copy these
- * strings. Use literals or strings that the bundle owns. */
+/* A policy decides which tokens are committed after each pass. dlm_bundle_policy sets all fields to
+ * a preset of the bundle, and the caller may then change fields. Some fields are strings, so that a
+ * policy looks the same in C, in Python and in manifest.json. The library does not copy these
+ * strings, so use literals or strings that the bundle owns. */
 typedef struct dlm_policy {
   size_t struct_size;
   const char* select;  /* "argmax" (default): take the most likely token | "sample": draw a token
@@ -177,22 +180,23 @@ typedef struct dlm_policy {
                           | "random" */
   const char* commit;  /* the rule that chooses which positions commit: "static" (default) |
                           "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" |
-                          "sequential" | "entropy_threshold" | "verify": for denoisers
-                          with draft passes. A draft pass predicts the tokens of a block, and a
-                          causal pass verifies them. The text is the text of the causal passes alone,
-                          one token at a time. "verify" needs cache "block" and select "argmax". It
+                          "sequential" | "entropy_threshold" | "verify": for denoisers with draft
+                          passes. A draft pass predicts the tokens of a block, and a causal pass
+                          verifies them. Causal passes alone, which decide one token per pass, would
+                          give the same text. "verify" needs cache "block" and select "argmax". It
                           cannot be combined with constraints, guidance, sub-blocks, given tokens
-                          after the first undecided position, or a number of steps */
+                          after the first undecided position, steps_per_block or
+                          dlm_request.steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
-  const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided,
-                          further passes may replace its tokens; see edit_threshold | "noise": a
-                          block starts from random tokens instead of mask tokens. Each pass predicts
-                          all positions of the block. For the next pass, the positions that `commit`
-                          chooses get their predicted tokens, and all others get new random tokens.
-                          The last pass decides the block: each position gets its most likely token.
-                          "noise" needs commit "entropy_bound", "threshold" or "factor", and cache
-                          "block" or "none". It cannot be combined with constraints, guidance,
-                          sub-blocks or a reserved end */
+  const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided, more
+                          passes run and may replace tokens of the block; see edit_threshold |
+                          "noise": a block starts from random tokens instead of mask tokens. Each
+                          pass predicts all positions of the block. For the next pass, the positions
+                          that `commit` chooses get their predicted tokens, and all others get new
+                          random tokens. The last pass decides the block: each position gets its
+                          most likely token. "noise" needs commit "entropy_bound", "threshold" or
+                          "factor", and cache "block" or "none". It cannot be combined with
+                          constraints, guidance, sub-blocks or reserve "end" */
   const char* cache; /* which keys and values passes reuse: "none" (default) | "prefix", "dual": for
                         full attention | "block", "block-dual": for block-causal attention. With
                         "block-dual", some passes run only a sub-block */
@@ -206,21 +210,20 @@ typedef struct dlm_policy {
                               undecided position, and the value 0 means draft_block */
   int32_t steps_per_block; /* planned number of passes for each block, 0..16777216. 0 (default):
                               one pass per token */
-  int32_t refresh;         /* a number of tokens, 0..16777216, for cache "prefix" and "dual". 0
-                              (default): the first pass of every block runs the whole canvas.
-                              Otherwise: only the first pass of the first block runs the whole
-                              canvas. The first pass of a later block runs the positions that the
-                              block's other passes run. It also runs the previous block, and at
-                              least this number of tokens before the later block */
-  double threshold;        /* for commit "threshold" and "dynamic": positions commit if their
-                              score is at least this number (or above it, see compare), 0..1
-                              (0.9) */
+  int32_t refresh;         /* for cache "prefix" and "dual": a number of tokens, 0..16777216. 0
+                              (default): the first pass over each block runs the whole canvas.
+                              Otherwise, only the first pass over the first block runs the whole
+                              canvas. The first pass over a later block starts `refresh` tokens
+                              before this block, or at the start of the previous block if that is
+                              earlier. It ends where the other passes over the block end */
+  double threshold;        /* for commit "threshold" and "dynamic": positions commit if their score
+                              is at least this number, or, with compare ">", above it; 0..1 (0.9) */
   double factor;           /* for commit "factor": a higher factor commits more positions per
                               pass, 0..1e9 (1) */
-  double entropy_bound;    /* for commit "entropy_bound": a higher bound commits more positions
-                              per pass; in nats, 0..1e9 (0.1). For commit "entropy_threshold":
-                              positions commit if their entropy is at most this number (or below
-                              it, with compare ">") */
+  double entropy_bound;    /* for commit "entropy_bound": a higher bound commits more positions per
+                              pass; in nats, 0..1e9 (0.1). For commit "entropy_threshold": positions
+                              commit if their entropy is at most this number, or, with compare ">",
+                              below it */
   double timestep_eps;     /* for commit "timestep": the last time step of the schedule, 1e-9..1
                               (1e-3) */
   double temperature; /* the logits are divided by this number. For select "sample": above 0, up to
@@ -278,23 +281,24 @@ typedef struct dlm_policy {
                            result is an approximation, because reused keys and values also depend
                            on later tokens of the earlier request. 0 (default): the request
                            computes its whole prompt */
-  double next_block;    /* for full attention and cache "none", 0..1 (1). If this share of the
-                           positions of a block is decided, passes also commit positions of the next
-                           block. 1: a block starts when the block before it is finished. Below 1,
-                           the commit rule must be "threshold" or "entropy_threshold". Each pass then
-                           commits at least one position of the first unfinished block. With compare
-                           ">=", it always commits the position with the highest score too. After an
-                           end token, all positions become end tokens. A value below 1 cannot be
-                           combined with edits or constraints */
-  double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): by how much the
-                              temperature falls over the planned passes of a block. In pass k of n,
-                              the temperature is temperature - temperature_drop * (k - 1) / n */
+  double next_block;    /* for full attention and cache "none": a share, 0..1 (1). When this share
+                           of the positions of a block is decided, passes also commit positions of
+                           the next block. 1: a block starts when the previous block is finished.
+                           Below 1, the commit rule must be "threshold" or "entropy_threshold". Each
+                           pass then commits at least one position of the first unfinished block.
+                           With compare ">=", it always commits the position with the highest score
+                           too. After an end token, all positions become end tokens. A value below 1
+                           cannot be combined with edits or constraints */
+  double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): the amount by
+                              which the temperature falls over the planned passes of a block. In
+                              pass k of n, it has fallen by temperature_drop * (k - 1) / n */
   double stable_entropy;   /* for remask "noise" and score "entropy": a block ends before its last
                               planned pass if the mean entropy of its positions is below this number,
                               in nats, 0..1e9, and if its most likely tokens are stable (see
                               stable_passes). 0 (default): all planned passes are made */
-  int32_t stable_passes;   /* for stable_entropy, 0..16777216 (1): the most likely tokens of a block
-                              are stable if they are the same in this number of passes before, too */
+  int32_t stable_passes;   /* for stable_entropy: a number of passes, 0..16777216 (1). The most
+                              likely tokens of a block are stable if they were the same in this
+                              number of previous passes */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */
@@ -338,17 +342,16 @@ typedef struct dlm_open_options {
                                  (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or the
                                  system's library if this variable is not set */
   int32_t threads;      /* for "onnxruntime", 0..4096. 0 (default): one thread per core. The library
-                           never starts more threads than the number of cores that the process may
-                           use */
+                           never starts more threads than the process may use cores */
   int32_t check_hashes; /* 1 (default): the sizes and SHA-256 hashes of files are compared with the
-                           manifest. A large file is not hashed again if it has not changed since
-                           its hash was found to be right. But every file is hashed if
-                           $DLM_HASH_FILES is "always" (default: "changed"), or if engine is "none".
-                           0: only the sizes of files are compared */
+                           manifest. A large file is not hashed again if it has not changed since an
+                           earlier check that succeeded. But every file is hashed if $DLM_HASH_FILES
+                           is "always" (default: "changed"), or if engine is "none". 0: only the
+                           sizes of files are compared */
   const char* provider; /* for "onnxruntime": "cpu" (default) | "cuda" | "tensorrt" |
                            "nv_tensorrt_rtx". With a GPU provider, engine "auto" means
                            "onnxruntime" */
-  int32_t device;       /* for GPU providers: CUDA's index of the GPU, starting at 0 (0) */
+  int32_t device;       /* for GPU providers: index of the GPU in CUDA, 0 or more (0) */
   int32_t allow_fallback; /* 1: the CPU runs the nodes that the provider cannot run, and
                              dlm_bundle_info.engine lists them. 0 (default): if there are such
                              nodes, opening fails with UNSUPPORTED, and the message lists them */
@@ -359,10 +362,10 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
  *
  * On a CPU, "onnxruntime" uses the kernels of this library if they are faster than those of ONNX
  * Runtime. There are several kernel sets: "amx-int8", "avx512-vnni", "avx-vnni", "avx2" and
- * "neon-dotprod". The library uses the first of these sets that the processor supports.
- * $DLM_KERNELS selects another set, or "none". To find out whether "amx-int8" works, the library
- * asks the operating system for permission to use AMX registers. In threads that use these
- * registers, signal frames are then 8 KiB larger.
+ * "neon-dotprod". The library uses the first of these sets that the processor supports. To use
+ * another set or no set, set $DLM_KERNELS to its name or to "none". To find out whether "amx-int8"
+ * works, the library asks the operating system for permission to use AMX registers. In threads that
+ * use these registers, signal frames are then 8 KiB larger.
  *
  * The official builds of ONNX Runtime store a device id and send telemetry, unless
  * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. If the variable is not set, opening a
@@ -400,9 +403,9 @@ DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 DLM_API dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                                    size_t message_capacity, dlm_bundle** bundle);
 
-/* Creates a bundle without files. The function `run` runs its passes. The library calls `run` on
- * the thread that runs the session or scheduler, so several threads may call `run` at the same
- * time. The library copies *denoiser. `user` must outlive the bundle. */
+/* Creates a bundle without files. The library calls `run` for each pass, on the thread that runs
+ * the session or scheduler. So several threads may call `run` at the same time. The library copies
+ * *denoiser. `user` must outlive the bundle. */
 DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run,
                                             void* user, char* message, size_t message_capacity,
                                             dlm_bundle** bundle);
@@ -420,13 +423,12 @@ typedef struct dlm_bundle_info {
 DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* returns NULL if
                                                                                  bundle is NULL */
 
-/* Loads a prompt cache that dlm_session_save_prompt_cache wrote with the same bundle. After
- * that, requests of all sessions and schedulers of the bundle use its keys and values if their
- * prompts start with the same tokens. Any thread may call this function. The library maps the
- * file into memory, so the file must not change until the bundle is destroyed. To save a new
- * version, replace the file. NOT_FOUND if the file is missing. BAD_BUNDLE if it is damaged, or
- * was saved with another bundle. UNSUPPORTED for the same reasons as in
- * dlm_session_save_prompt_cache. */
+/* Loads a prompt cache that dlm_session_save_prompt_cache wrote with the same bundle. After that,
+ * if the prompt of a request of the bundle starts with the same tokens, the request uses the keys
+ * and values of the prompt cache. Any thread may call this function. The library maps the file into
+ * memory, so the file must not change until the bundle is destroyed. To save a new version, replace
+ * the file. NOT_FOUND if the file is missing. BAD_BUNDLE if it is damaged, or was saved with
+ * another bundle. UNSUPPORTED for the same reasons as in dlm_session_save_prompt_cache. */
 DLM_API dlm_status dlm_bundle_load_prompt_cache(dlm_bundle* bundle, const char* path, char* message,
                                                 size_t message_capacity);
 
@@ -445,8 +447,8 @@ DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* prese
 /* A tokenizer and a chat template, compiled into the bundle's text file. A dlm_text returns the
  * same token ids as the Hugging Face tokenizers library, and renders the same chats as Jinja.
  * `dlm-export build` compares the ids and the chats, and writes no text file if there is a
- * difference. Any number of threads may use a dlm_text at the same time. Each string is passed
- * with its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
+ * difference. Any number of threads may use a dlm_text at the same time. Each string is passed with
+ * its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
 typedef struct dlm_text dlm_text;
 
 /* Returns the dlm_text of the bundle, which the bundle owns. The first call reads the text file.
@@ -483,8 +485,8 @@ DLM_API dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, 
                                    char* message, size_t message_capacity, char* string,
                                    size_t capacity, size_t* size);
 
-/* A message of a chat. Callers pass arrays of this struct, so new fields cannot be added within an
- * ABI version. */
+/* A message of a chat. Callers pass arrays of this struct, so it cannot get new fields until
+ * DLM_ABI_VERSION increases. */
 typedef struct dlm_message {
   const char* role; /* a role that the template knows: "system", "user", "assistant", "tool" */
   const char* content;
@@ -553,22 +555,22 @@ typedef struct dlm_constraint {
                           be set, because the default is NULL */
   size_t content_size; /* bytes (0) */
   const char* before;  /* fixed text before the generated text. NULL (default): no such text. The
-                          constraint applies to both fixed texts and the generated text together */
+                          constraint applies to `before`, the generated text and `behind`
+                          together */
   const char* behind;  /* fixed text after the generated text. NULL (default): no such text */
 
   /* Options for JSON. */
   const char* item_separator; /* text between the items of an array, and between the properties
                                  of an object (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
-  int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64. Each
-                        item is then on a separate line. -1 (default): the JSON text has no line
-                        breaks */
+  int32_t indent;    /* number of spaces by which each nesting level is indented, 0..64, with each
+                        item on a separate line. -1 (default): the JSON text has no line breaks */
   int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
                         (0) */
-  int32_t max_depth; /* largest number of times that a recursive schema may contain itself,
-                        0..64. This is also the largest nesting depth of a value for which the
-                        schema allows anything, and of recursive references in a grammar. -1
-                        (default): 3, or less if the automaton would be too large */
+  int32_t max_depth; /* limit for recursion, 0..64: how many times a schema or a rule of a grammar
+                        may be nested in itself, and how deep a value may be nested if the schema
+                        allows any value. -1 (default): 3, or less if the automaton would be too
+                        large */
   int32_t any_order; /* 1: the properties of an object with at most 6 properties may be in any
                         order. 0 (default): properties are in the order of the schema */
   int32_t more_properties; /* 1: objects may have properties that the schema allows without naming
@@ -594,7 +596,7 @@ typedef struct dlm_constraint {
   const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
                                      (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text. NULL (default): the library
+  dlm_first_token_fn first_token; /* returns the first token of a text. NULL (default): the library
                                      does not know how the tokenizer splits texts */
   void* user;                     /* passed to first_token (NULL) */
 
@@ -664,20 +666,20 @@ typedef struct dlm_step {
                                      block_start..block_end-1 */
   int32_t nfe;                    /* number of passes so far */
   int32_t committed;              /* number of positions that this step committed */
-  int32_t done;     /* 1 if the request has ended, so that this is its last step; dlm_result.finish
+  int32_t done;     /* 1 if this is the last step, because the request has ended; dlm_result.finish
                        gives the reason */
-  const char* text; /* the text that this step adds, then NUL, if dlm_request.text is
-                       DLM_TEXT_STEPS; otherwise "". The text consists of complete characters, which
-                       will not change */
+  const char* text; /* if dlm_request.text is DLM_TEXT_STEPS: the text that this step adds, then
+                       NUL. It consists of complete characters, and later steps do not change it.
+                       Otherwise: "" */
   size_t text_size; /* size of `text` in bytes, without the NUL */
 } dlm_step;
 
 /* The library calls this function after each pass of a request, on the thread that runs the pass.
- * If the request then ends without a further pass, the function is called once more. If it returns
- * a number other than 0, the request ends with DLM_CANCELLED. In a callback of a session, the only
- * call on this session that succeeds is dlm_session_cancel; all other calls return
- * INVALID_ARGUMENT. A callback of a scheduler must not wait for a job, and must not run or destroy
- * the scheduler. */
+ * If the request then ends without a further pass, the library calls the function once more. If the
+ * function returns a number other than 0, the request ends with DLM_CANCELLED. In a callback of a
+ * session, the only call on this session that succeeds is dlm_session_cancel; all other calls
+ * return INVALID_ARGUMENT. A callback of a scheduler must not wait for a job, and must not run or
+ * destroy the scheduler. */
 typedef int32_t (*dlm_step_fn)(void* user, const dlm_step* step);
 
 /* Decodes token ids, for programs that have their own tokenizer. The function writes at most
@@ -769,21 +771,21 @@ typedef struct dlm_stats {
   int32_t denoise_passes; /* number of passes that predict tokens, including draft
                              passes */
   int32_t store_passes;   /* for cache "block": number of passes that store finished blocks */
-  double prefill_s;       /* seconds in the engine, for prefill_passes and store_passes */
-  double passes_s;        /* seconds in the engine, for denoise_passes and verify_passes */
+  double prefill_s;       /* time of prefill_passes and store_passes in the engine, in seconds */
+  double passes_s;        /* time of denoise_passes and verify_passes in the engine, in seconds */
   double selection_s;     /* seconds for scoring, ranking and committing tokens */
   double cache_s;         /* seconds for moving keys and values between passes */
-  double total_s; /* seconds from start to end, without the time in the program's callbacks. This is
-                     more than the sum of the other times, because it includes the loop's
-                     bookkeeping */
+  double total_s; /* seconds from start to end of the request, without the time in the program's
+                     callbacks. This is more than the sum of the other times, because it includes
+                     the time between passes */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of the request used at
                             the same time; 0 without a cache */
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values were
                             reused from other requests of the same scheduler or session, or from a
                             prompt cache */
   int32_t verify_passes; /* for commit "verify": number of causal passes that verify drafts */
-  int32_t verified_tokens; /* for commit "verify": number of tokens that these passes decided. The
-                              mean acceptance length is verified_tokens / verify_passes */
+  int32_t verified_tokens; /* for commit "verify": number of tokens that the causal passes decided.
+                              The mean acceptance length is verified_tokens / verify_passes */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -801,9 +803,9 @@ enum {
 
 /* The result of a request. If the request ended before all positions were decided, the library
  * fills the undecided positions. If there is a constraint, the library first completes its text.
- * Every other undecided position gets the token that the last pass proposed there. If the last
- * pass proposed no token there, the position gets the first end token, or the mask token if the
- * denoiser has no end token. The session or job owns the result. */
+ * Every other undecided position gets the token that the last pass proposed for it. If the last
+ * pass proposed no token for a position, this position gets the first end token, or the mask token
+ * if the denoiser has no end token. The session or job owns the result. */
 typedef struct dlm_result {
   size_t struct_size;
   dlm_status status;         /* DLM_OK, or an error status if the request failed. After an error,
@@ -876,9 +878,9 @@ DLM_API void dlm_session_destroy(dlm_session* session); /* must not be called fr
 DLM_API const char* dlm_session_last_error(const dlm_session* session);
 
 /* The library calls this function before every pass of a session or scheduler, on the thread that
- * runs the pass. A program can use it to react to a signal before the next pass. If the function of
- * a session returns a number other than 0, the running call ends with DLM_CANCELLED, and the
- * session drops its requests. The function may call dlm_session_cancel. */
+ * runs the pass. A program can use the function to react to a signal before the next pass. If the
+ * function of a session returns a number other than 0, the running call ends with DLM_CANCELLED,
+ * and the session drops its requests. The function may call dlm_session_cancel. */
 typedef int32_t (*dlm_before_pass_fn)(void* user);
 
 /* Sets the function that the library calls before every pass of the session. The function stays set
@@ -895,11 +897,11 @@ DLM_API dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass
 DLM_API dlm_status dlm_session_prefix_cache(dlm_session* session, uint64_t bytes);
 
 /* Computes the keys and values of tokens [count], and writes them to the file `path`, which is
- * called a prompt cache. The library writes only whole pages. A page consists of one or more of
- * the denoiser's blocks: as few as are needed for at least 16 tokens. If `saved` is not NULL,
- * sets *saved to the number of tokens whose keys and values were written. The file appears only
- * when it is complete, and replaces an existing file. If a request is running, the session drops
- * it. INVALID_ARGUMENT if the tokens do not fill a page, or if the file cannot be written.
+ * called a prompt cache. The library writes only whole pages. A page consists of whole blocks of
+ * the denoiser, and is the shortest sequence of blocks with at least 16 tokens. If `saved` is not
+ * NULL, sets *saved to the number of tokens whose keys and values were written. The file appears
+ * only when it is complete, and replaces an existing file. If a request is running, the session
+ * drops it. INVALID_ARGUMENT if the tokens do not fill a page, or if the file cannot be written.
  * UNSUPPORTED if the denoiser has full attention, or if the engine cannot share passes. */
 DLM_API dlm_status dlm_session_save_prompt_cache(dlm_session* session, const int32_t* tokens,
                                                  size_t count, const char* path, size_t* saved);
@@ -929,8 +931,8 @@ DLM_API dlm_status dlm_session_generate_batch(dlm_session* session,
                                               size_t request_count, int32_t max_batch);
 
 /* The next two functions run a request like dlm_session_generate, but one pass at a time. Call
- * dlm_session_start once, and then dlm_session_step until step->done is 1. If the session starts
- * a new request, it drops the running request. If dlm_session_step fails, the request has ended. */
+ * dlm_session_start once, and then dlm_session_step until step->done is 1. Starting a new request
+ * drops the running request of the session. If dlm_session_step fails, the request has ended. */
 DLM_API dlm_status dlm_session_start(dlm_session* session, const dlm_request* request);
 DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step);
 
@@ -1008,18 +1010,17 @@ typedef struct dlm_scheduler_options {
                                 dlm_scheduler_stats.expected_s. NULL (default): no model. If recent
                                 passes took longer than predicted, the library increases its
                                 predictions for max_pass_ms accordingly */
-  int32_t ended_fd; /* file descriptor of an eventfd, or of the writing end of a non-blocking
-                       pipe; -1 (default): no descriptor. Whenever a request has ended, the
-                       scheduler writes the number 1 to it, as 8 bytes. So a program can wait for
-                       many jobs with one call of poll(). ended_fd must stay open until the
-                       scheduler is destroyed */
-  uint64_t prefix_cache_bytes; /* number of bytes within cache_bytes that may keep the keys and
-                                  values of prompts and answers after their requests have ended.
-                                  A later request reuses them if its prompt starts with the same
-                                  tokens. UINT64_MAX (default): all bytes of cache_bytes that
-                                  running requests do not use. 0: requests reuse nothing. Reuse
-                                  needs a denoiser with block-causal attention, and an engine
-                                  that can share passes */
+  int32_t ended_fd; /* file descriptor of an eventfd, or of the writing end of a non-blocking pipe;
+                       -1 (default): no descriptor. Whenever a request ends, the scheduler writes
+                       the number 1 to this descriptor, as 8 bytes. So a program can wait for many
+                       jobs with one call of poll(). ended_fd must stay open until the scheduler is
+                       destroyed */
+  uint64_t prefix_cache_bytes; /* largest number of bytes, out of cache_bytes, for keys and values
+                                  of requests that have ended. A later request reuses these keys and
+                                  values if its prompt starts with the same tokens. UINT64_MAX
+                                  (default): all bytes of cache_bytes that running requests do not
+                                  use. 0: requests reuse nothing. Reuse needs a denoiser with
+                                  block-causal attention, and an engine that can share passes */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 
@@ -1034,10 +1035,11 @@ DLM_API dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_
 DLM_API void dlm_scheduler_destroy(dlm_scheduler* scheduler);
 
 /* Submits a request. Any thread may call this function. The caller must destroy the job. The thread
- * in dlm_scheduler_run calls the callbacks of the request until the request has ended, even if the
- * job has been destroyed. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid, or
- * if the keys and values of its canvas need more than cache_bytes. If dlm_scheduler_run has failed,
- * this call returns the same status, until dlm_scheduler_run is called again. */
+ * that runs dlm_scheduler_run calls the callbacks of the request until the request has ended, even
+ * if the job was destroyed before that. BUSY if the queue is full. INVALID_ARGUMENT if the request
+ * is invalid, or if the keys and values of its canvas need more than cache_bytes. If
+ * dlm_scheduler_run has failed, this call returns the same status, until dlm_scheduler_run is
+ * called again. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* request,
                                         char* message, size_t message_capacity, dlm_job** job);
 
@@ -1066,15 +1068,16 @@ typedef struct dlm_scheduler_stats {
                                            submitted requests. `finished`: requests that have ended.
                                            `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;        /* for each pass, the number of its requests; added up over all passes */
+  int64_t shares;        /* sum over all passes of the number of requests in the pass */
   double busy_s;         /* seconds spent in passes and commits */
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of all requests used at
                             the same time */
   double passes_s;       /* seconds spent in passes, without commits */
-  double expected_s;     /* predicted seconds for the passes in passes_s; 0 without a cost model, or
-                            if the engine cannot share passes */
-  int64_t prefix_hits;   /* number of requests that reused keys and values of other requests */
-  int64_t prefix_tokens; /* number of tokens whose keys and values these requests reused */
+  double expected_s;     /* predicted value of passes_s; 0 without a cost model, or if the engine
+                            cannot share passes */
+  int64_t prefix_hits;   /* number of requests that reused keys and values of other requests or of a
+                            prompt cache */
+  int64_t prefix_tokens; /* sum of the reused tokens (dlm_stats.cached_tokens) of all requests */
   uint64_t prefix_bytes; /* number of bytes of keys and values that new requests can reuse */
 } dlm_scheduler_stats;
 

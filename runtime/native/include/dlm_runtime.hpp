@@ -1,5 +1,5 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This header defines the classes
-// completely. They call only the C ABI.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. The classes consist of inline
+// functions that call only the C ABI.
 //
 // - For each handle of the C ABI, there is a class. Objects of the class can be moved but not
 //   copied. A session, scheduler or text keeps its bundle open.
@@ -82,7 +82,8 @@ struct Request {
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // true: Result contains the text; also set by a prompt, a chat or on_text
+  bool text = false;  // true: Result contains the text. A prompt, a chat or on_text has the same
+                      // effect
   StepFn on_step;
   TextFn on_text;                  // called with the text that each step adds
   std::int32_t top_log_probs = 0;  // number of alternative tokens to report for each position
@@ -130,8 +131,8 @@ Handle* made(Call call) {
   return out;
 }
 
-// Stores an exception that a callback threw until the C call that ran the callback has returned.
-// After the C call, its caller calls rethrow().
+// Stores an exception that a callback throws during a C call. After the C call has returned,
+// rethrow() throws the exception again.
 class Thrown {
  public:
   template <class Function>
@@ -318,7 +319,8 @@ class Text {
   static std::vector<std::int32_t> ids(Call call) {
     std::vector<std::int32_t> out;
     std::size_t count = 0;
-    do {  // The first call returns the number of ids, and the second call returns the ids.
+    do {  // The first call with capacity 0 returns the number of ids. The second call returns the
+          // ids.
       out.resize(count);
       detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
     } while (count > out.size());
@@ -453,8 +455,8 @@ class Session {
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
-  // Sets how many bytes of keys and values the session may keep between its calls, for later
-  // requests whose prompts start with the same tokens.
+  // Sets the largest number of bytes of keys and values that the session keeps between calls. Later
+  // requests reuse them if their prompts start with the same tokens.
   void prefix_cache(std::uint64_t bytes) {
     detail::Thrown none;
     check(dlm_session_prefix_cache(get(), bytes), none);
@@ -500,8 +502,8 @@ struct Handed {
   Owned<dlm_job, dlm_job_destroy> job;  // the member that is destroyed first
 };
 
-// Keeps a request alive if its Job was destroyed before the request had ended, because the current
-// pass may still use the request's objects.
+// Keeps the objects of requests whose Job was destroyed before the request had ended. The current
+// pass may still use these objects.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {

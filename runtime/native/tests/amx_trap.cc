@@ -1,7 +1,8 @@
 // Emulates AMX on a processor without AMX. The processor faults at each AMX instruction. The signal
 // handler then decodes the instruction as described in Intel's manual (volume 2, chapters 2.3,
 // "TDPBSSD" and others), and executes it on emulated registers. Only the instructions that
-// kernels/x86/matrix_amx.h uses are emulated. At any other instruction, the program ends.
+// kernels/x86/matrix_amx.h uses are emulated. If the processor faults at any other instruction, the
+// program ends.
 #include "amx_trap.h"
 
 #include <signal.h>
@@ -18,7 +19,8 @@ using matrix::demand;
 // R, X, B and map, a byte with the fields W, vvvv, L and pp, the opcode, the ModRM byte, and an
 // address.
 struct Instruction {
-  // Prefix: the value of pp, which means no prefix, 66, F3 or F2; mode 3: no address.
+  // `prefix` is the field pp: 0 means no prefix, 1 means 66, 2 means F3, and 3 means F2. If `mode`
+  // is 3, the instruction has no address.
   int prefix, opcode, mode;
   int reg, rm, vvvv;
   uint64_t base = 0, index = 0;  // the address of row i is base + i * index

@@ -5,8 +5,8 @@
 
 namespace kernels_test {
 
-// While a trap exists, its SIGILL handler emulates the instructions that kernels/x86/matrix_amx.h
-// uses.
+// While an AmxTrap exists, a handler of SIGILL emulates the AMX instructions that
+// kernels/x86/matrix_amx.h uses.
 class AmxTrap {
  public:
   AmxTrap();

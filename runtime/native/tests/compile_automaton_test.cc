@@ -1,8 +1,9 @@
-// Tests of byte automata. Some tests compare the automata of random expressions with lists of all
-// their short texts. Other tests check that automata are minimal and that limits work.
+// Tests of byte automata. Some tests compare the automaton of a random expression with a list of
+// all short texts of the expression. Other tests check that automata are minimal and that limits
+// work.
 //
-// This program is compiled with the library's sources, because the library hides the classes that
-// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
+// The library does not export the tested classes, so this program is compiled with the library's
+// sources. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -26,7 +27,7 @@ void check(bool holds, int line, const char* what) {
 }
 #define CHECK(condition) check((condition), __LINE__, #condition)
 
-constexpr size_t kLongest = 6;  // number of bytes of the longest tested texts; each byte is a or b
+constexpr size_t kLongest = 6;  // length in bytes of the longest tested texts; each byte is a or b
 using Texts = std::set<std::string>;
 
 Texts joined(const Texts& first, const Texts& second) {
@@ -223,8 +224,8 @@ void test_merging() {
   Automata automata(e);
   const Node a = e.bytes("a"), b = e.bytes("b"), c = e.bytes("c");
   const Node loop = e.repeat(e.either(a, e.sequence(b, e.either(a, b))), 0, kUnbounded);
-  // `unrolled` accepts the same texts as `loop`, but its first round is written out. If the same
-  // text follows both, they must have the same number of states.
+  // `unrolled` accepts the same texts as `loop`, but its expression repeats the body before the
+  // loop. Followed by the same text, both must have the same number of states.
   const Node unrolled =
       e.either(e.empty(), e.sequence(e.either(a, e.sequence(b, e.either(a, b))), loop));
   const size_t plain = automata.of(e.sequence(loop, c)).states();

@@ -91,7 +91,7 @@ void grammars_accept_their_texts() {
   check("root ::= \"a\" even | \"b\" root | \"\"\neven ::= \"a\" root | \"b\" even",
         {"", "aa", "babba", "bb"}, {"a", "ab", "baaa"}, 0);
   check("root ::= ws \"x\" ws\nws ::= | \" \" ws", {"x", "   x  "}, {"", "  "}, 0);
-  // `depth` limits all recursion that is not at the end of a rule.
+  // The depth limits recursive references that are not at the end of a rule.
   const std::string sums =
       "root ::= term (\"+\" term)*\nterm ::= factor (\"*\" factor)*\n"
       "factor ::= [0-9] | \"(\" root \")\"";

@@ -1,8 +1,8 @@
 // Tests of the parsers of constraints: regular expressions, patterns of JSON Schema, formats,
 // numbers, and hostile input.
 //
-// This program is compiled with the library's sources, because the library hides the classes that
-// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
+// The library does not export the tested classes, so this program is compiled with the library's
+// sources. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <functional>

@@ -1,8 +1,8 @@
 // Tests of the token stage, which converts an automaton over bytes to an automaton over tokens. For
 // random vocabularies, the tests compare the result with the texts that the tokens spell.
 //
-// This program is compiled with the library's sources, because the library hides the classes that
-// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
+// The library does not export the tested classes, so this program is compiled with the library's
+// sources. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -88,15 +88,15 @@ std::vector<std::string> make_vocabulary(Source& source) {
   return tokens;
 }
 
-// Walks both automata in parallel. In the automaton over tokens, each token must lead to the state
-// that its bytes lead to. `forced` marks the states after which a text is forced, so that only some
-// of these tokens remain.
+// Walks both automata in parallel. In `made`, the automaton over tokens, each token must lead to
+// the state that its bytes lead to in `texts`. If `is_all` is false, `made` may lack tokens that
+// the tokenizer would not use.
 void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
              const std::vector<std::string>& tokens, const std::vector<int32_t>& ends,
              bool is_all) {
   std::map<std::pair<int32_t, int32_t>, bool> seen;
   std::vector<std::pair<int32_t, int32_t>> open{{0, 0}};
-  // 1 for each state from which tokens of the vocabulary can complete a text, otherwise 0.
+  // For each state: 1 if tokens of the vocabulary can complete a text from this state, otherwise 0.
   std::vector<uint8_t> can_end(texts.accepting);
   const auto behind = [&](int32_t state, const std::string& text) {
     for (const char byte : text)
@@ -225,12 +225,11 @@ void test_random_automata(std::mt19937& random, int rounds) {
       const dlm::Automaton shorter = token_automaton(texts, encoded, budget);
       compare(texts, shorter, tokens, ends, false);
       check_classes(shorter);
-      // If tokens can spell a text, the automaton also accepts the tokens into which the tokenizer
-      // encodes this text.
+      // `shorter` must accept each text that `made` accepts.
       for (int i = 0; i < 20; ++i)
         if (const std::string text = draw(texts, source); has_text(made, tokens, text))
           CHECK(has_text(shorter, tokens, text));
-      // If the automaton is written to a file and read again, the result is the same automaton.
+      // Writing the automaton to a file and reading the file must give the same automaton.
       made.made_of = {1, 2, 3};
       const std::vector<uint8_t> file = dlm::write_automaton(made);
       const dlm::Automaton read = dlm::read_automaton(file.data(), file.size(), "test");
@@ -248,8 +247,8 @@ void test_random_automata(std::mt19937& random, int rounds) {
   CHECK(compared > rounds / 2);
 }
 
-// Tests a choice between some words and any other text. Nearly all tokens can follow each of the
-// words' states.
+// Tests a choice between some words and any other text. In nearly every state inside a word, nearly
+// all tokens are allowed.
 void test_words_beside_any_text() {
   std::vector<std::string> tokens{"", "", "", "", "\"", "\"a", "b\""};
   for (size_t first = 0, length = 1; length <= 5; ++length) {

@@ -1,8 +1,8 @@
 // Tests of constraints. Some tests read valid and damaged automaton files. Other tests list all
 // texts of a constraint, and compare the most likely text and random samples with this list.
 //
-// This program is compiled with the library's sources, because the library hides the classes that
-// it tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
+// The library does not export the tested classes, so this program is compiled with the library's
+// sources. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -72,8 +72,8 @@ dlm::Automaton read(const std::vector<uint8_t>& file) {
   return dlm::read_automaton(file.data(), file.size(), "it");
 }
 
-// Makes a random automaton of few tokens. From every state, each class leads to one state or to
-// none.
+// Makes a random automaton with few tokens. From each state, a class of tokens leads to at most one
+// state.
 Made random_automaton(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);
@@ -137,8 +137,8 @@ void test_files(std::mt19937& random) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
     }
-    // Even a file with a valid hash may have any content. The reader must reject it, or it must be
-    // safe to use.
+    // A file with a valid hash may still have any content. The reader must reject the file, or its
+    // automaton must be safe to use.
     for (int32_t change = 0; change < 40; ++change) {
       std::vector<uint8_t> hostile = whole;
       const size_t number =
@@ -174,8 +174,8 @@ void test_files(std::mt19937& random) {
   }
 }
 
-// If a class leads from one state to two next states, the reader rejects the file. It does so no
-// matter which of the two edges has the larger group.
+// The reader rejects a file in which a class leads from one state to two states. This does not
+// depend on which of the two edges has the larger group.
 void test_ambiguous_files() {
   // The tokens are a and b. From state 0, the group {a, b} leads back to state 0, and the group {b}
   // leads to state 1, where a text may end.
@@ -240,7 +240,8 @@ void test_exact_sums(std::mt19937& random) {
   }
 }
 
-// An automaton, places with rows of logits, and the states where a text starts and ends.
+// An automaton, and the places of a text: for each token of the text, its row of logits. `start` is
+// the state where the text starts.
 struct Problem {
   dlm::Automaton automaton;
   std::vector<std::vector<float>> logits;
@@ -342,7 +343,8 @@ void test_most_likely_text(std::mt19937& random) {
   }
 }
 
-// Tests how the code finds the best token of a class with more tokens than it searches at a time.
+// Tests the search for the best token of a class that has more tokens than the code searches at a
+// time.
 void test_long_classes(std::mt19937& random) {
   constexpr int32_t vocab_size = 3000;
   Made made{vocab_size, 2, 2, {}, {0, 1, 2}, {0, 1}, {0, 1, 2}, {1, 1}, {0, 1}, {1, 0}};
@@ -368,8 +370,8 @@ void test_long_classes(std::mt19937& random) {
   }
 }
 
-// Returns the weight of each token of a place for sampling: its logit divided by the temperature,
-// minus a large number if the token is cut.
+// Returns the weight of each token of a place for sampling. This is the token's logit divided by
+// the temperature. If top_p or top_k excludes the token, a large number is subtracted.
 std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size,
                              const dlm::Sampling& sampling) {
   std::vector<double> weights;
@@ -405,7 +407,7 @@ void test_all_texts(std::mt19937& random) {
   for (int32_t round = 0; round < 2000; ++round) {
     Problem problem = random_problem(random);
     for (dlm::Place& place : problem.places) {
-      // `other` is used only when a request edits decided tokens, which does not sample.
+      // Only requests that edit decided tokens use `other`, and these requests do not sample.
       place.other = -1;
       if (place.logits == nullptr) place.best = -1;
     }
@@ -516,8 +518,8 @@ float extreme_logit(std::mt19937& random, int32_t palette) {
   }
 }
 
-// Finds the tokens that are cut at each place. Follows the definition in decode/sampling.h, one
-// token at a time.
+// Finds the tokens that top_p and top_k exclude at each place. Follows the definition in
+// decode/sampling.h, one token at a time.
 std::vector<std::vector<uint8_t>> cut_tokens(const Problem& problem,
                                              const dlm::Sampling& sampling) {
   std::vector<std::vector<uint8_t>> cut;
@@ -588,7 +590,8 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
   }
   CHECK(taken != nullptr);
   if (taken == nullptr || taken == best) return;
-  // The code computes sums that are not large in double, so they may have rounding errors.
+  // The tested code adds numbers as double unless they are large, so its sums may have rounding
+  // errors.
   const double total = std::fabs(exact_difference(*best, Known()));
   CHECK(!is_exact && taken->ruled_out == best->ruled_out && total < 0x1p21 &&
         exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
@@ -681,7 +684,7 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
     const std::vector<uint8_t> ends = dlm::Ways(problem.automaton).reaching({}, problem.room);
     const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1,
                                  draw(0, 2) == 0 ? draw(1, 3) : 0};
-    if (has_nan) {  // Requests with such rows fail, but the code must not crash.
+    if (has_nan) {  // Requests with NaN logits fail, but the code must not crash.
       dlm::Viterbi viterbi(problem.automaton);
       dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
       std::vector<int32_t> tokens;
@@ -694,8 +697,9 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       }
       continue;
     }
-    // A palette is a kind of random logits (see extreme_logit). In the first four palettes, sums
-    // are exact multiples of a small power of 2, or too large for double.
+    // A palette is a kind of random logits (see extreme_logit). With palettes 0, 2 and 3, sums are
+    // exact multiples of a small power of 2, or too large for double, so the tested code must find
+    // exactly the best text.
     check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
     check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
   }
@@ -724,7 +728,8 @@ Made letters() {
 struct Noise {
   std::mt19937 random;
   int32_t fails_at = -1, passes = 0;
-  dlm_session* cancels = nullptr;  // the session to cancel in the pass before the failing pass
+  dlm_session* cancels = nullptr;  // if not NULL, the pass before the failing pass cancels this
+                                   // session
 };
 
 dlm_status run_noise(void* user, const dlm_pass* pass) {
@@ -752,8 +757,8 @@ dlm_status run_noise(void* user, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// Runs requests that are cancelled, run out of passes or time, or fail. If a request ends well, its
-// text must be complete. There must be no leak.
+// Runs requests that are cancelled, reach a limit for passes or time, or fail. If a request does
+// not fail, its text must be complete. There must be no leak.
 void test_requests(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);

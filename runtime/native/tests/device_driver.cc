@@ -4,8 +4,8 @@
 // sanitizers.
 //
 // The layers of a bundle may have different sizes, but a callback engine has one size for all
-// layers. So each layer of the callback engine has one head, which is as wide as the widest layer
-// of the bundle. Each pass works on a copy of the rows in the bundle's layout.
+// layers. So each layer of the callback engine has one head, which is as wide as the bundle's
+// widest layer. Each pass copies the rows to the bundle's layout, and back.
 //
 //   device_driver BUNDLE [KEY=VALUE ...]
 //     layers            for each layer KV_HEADSxHEAD_SIZE, separated by commas

@@ -1,7 +1,7 @@
-// The linear layers of kernels/x86/amx_kernels.cc with AVX2 instead of AVX-512, so that more
-// processors can run the tests. This file is compiled twice: with AMX instructions, and with
-// registers that are emulated in plain C++. In the emulated version, sanitizers can check every
-// memory access.
+// Compiles the linear layers of kernels/x86/amx_kernels.cc with AVX2 instead of AVX-512, so that
+// more processors can run the tests. The build compiles this file twice: with AMX instructions, and
+// with registers that plain C++ emulates. Sanitizers can check every memory access of the emulated
+// version.
 #ifdef DLM_AMX_EMULATED
 #include "matrix_emulated.h"
 #else

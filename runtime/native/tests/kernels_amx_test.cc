@@ -1,5 +1,5 @@
-// Tests of the decision whether AMX may be used. They cover each reason for refusing AMX, and the
-// check that the kernels multiply correctly.
+// Tests of find_amx_refusal and multiplies_rightly. They cover each reason for not using AMX, and
+// the check that the kernels multiply correctly.
 #include <cerrno>
 
 #include "kernels/x86/amx.h"
@@ -43,8 +43,8 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
 // ---- The multiplication test ----
 
 const dlm::Kernels* whole = nullptr;
-// the group size for which a result is made wrong, and the index of this result, counted from the
-// end
+// multiply_wrongly changes one result of layers with the group size spoilt_format: the result with
+// the index spoilt_at, counted from the end
 int64_t spoilt_format = 0, spoilt_at = 0;
 
 void multiply_wrongly(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {

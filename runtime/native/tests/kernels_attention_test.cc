@@ -313,8 +313,9 @@ struct Attention {
   }
 };
 
-// Attention scores are sums of D products. Their error is about sqrt(D) * 2^-24 times their size,
-// which is at most 100 here. The softmax weights have the same error. All other errors are smaller.
+// Attention scores are sums of D products. Their absolute error is about sqrt(D) * 2^-24 times the
+// score, which is at most 100 here. The softmax weights have the same relative error. All other
+// errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
@@ -382,7 +383,7 @@ void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
 }
 
 // A prompt gives the same bits in one pass and in several passes that read the rows of earlier
-// passes. The cached rows may be anywhere in the cache. The bits are equal if each pass has more
+// passes. The cached rows may be anywhere in the cache. This holds only if each pass has more
 // queries per key/value head than a vector has lanes.
 void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(11);
@@ -406,8 +407,7 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
       if (N - end < kLeast) end = N;
       Attention part = whole.alone({0, 0, first, end - first});
       part.S = first;
-      // Row r of a head is at places[r] in the cache. The rows are in runs of one or more pages of
-      // 16 rows.
+      // Row r of a head is at places[r] in the cache. Rows are contiguous within pages of 16 rows.
       std::vector<int64_t> starts;
       for (int64_t page = 0; page * 16 < first; ++page) starts.push_back(page * 16);
       const bool is_mixed = numbers.below(2) == 0;
@@ -434,8 +434,8 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
 }
 
 // Tests blocks of any length. The positions are consecutive from any start, or in any order with
-// some positions missing. The rotation applies only to a part of each head. The results for a block
-// must be bit-identical, whatever follows the block.
+// some positions missing. The rotation applies only to a part of each head. Later blocks must not
+// change the bits of the results for a block.
 void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(15);
   InOrder in_order;
@@ -502,8 +502,8 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
-// A draft pass gives the same bits as a pass with full attention, if the cache does not round keys
-// and values. All other passes give the same bits as causal passes.
+// If the cache does not round keys and values, a draft pass gives the same bits as a pass with full
+// attention. Other passes of a denoiser with draft passes give the same bits as causal passes.
 void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(17);
   InOrder in_order;
@@ -527,8 +527,8 @@ void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kern
     }
 }
 
-// Tests rows of any magnitude, up to the limits of scales and codes. A value that is not finite
-// must affect only its own row.
+// Tests rows of any magnitude, up to the limits of scales and codes. A number that is NaN or
+// infinite must affect only its own row.
 void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(14);
   InOrder in_order;

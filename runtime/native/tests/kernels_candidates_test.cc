@@ -51,8 +51,8 @@ void check_candidates(Tally& tally, const dlm::Kernels& kernels, Rows& rows) {
       CHECK(rows.tokens[2 * r + rank] == order[rank]);
       const double behind = masked[static_cast<size_t>(order[rank])] - largest,
                    prob = std::exp(behind) / total;
-      // The tolerance allows for the error of the exponentials (see test_gated_linear), and for the
-      // error of a sum of V exponentials.
+      // The tolerance covers the error of an exponential (see test_gated_linear), and the error of
+      // a sum of V exponentials.
       CHECK(std::abs(rows.probs[2 * r + rank] - prob) <= (1e-6 - 1e-7 * behind) * prob + 1e-37);
     }
     CHECK(std::abs(rows.entropy[r] - (weighed / total - std::log(total))) <= 1e-5);
@@ -65,7 +65,7 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     tally.about = std::string(kernels.name) + ", vocabulary of " + std::to_string(V);
     Rows rows(numbers, 5, V);
     check_candidates(tally, kernels, rows);
-    // The masked token must not win, even if it has the highest logit.
+    // The mask token must not be a candidate, even if it has the highest logit.
     for (const int64_t masked : {int64_t{0}, V / 2, V - 1}) {
       if (V < 3) continue;
       Rows other = rows;

@@ -43,8 +43,8 @@ struct Weight {
     return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data();
   }
 
-  // The padding of the last panel must not affect results. So it is filled with numbers other than
-  // zero.
+  // The padding of the last panel must not affect results, so this function fills it with numbers
+  // other than zero.
   Weight& pack() {
     halves.clear();
     for (const float scale : scales) halves.push_back(half_of(scale));
@@ -178,7 +178,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
     for (int64_t rows = 1; rows <= 40; ++rows) {
-      // For some of these numbers of inputs, the last group is shorter.
+      // Some of these numbers of inputs are not multiples of the group size.
       for (const int64_t K : {8, 32, 40, 136, 264}) {
         std::vector<Weight> weights;
         for (int64_t i = 0; i < 1 + rows % 3; ++i)
@@ -209,7 +209,7 @@ Floats make_extreme_rows(int64_t rows, int64_t K) {
   return x;
 }
 
-// With the largest codes, the kernels' 16-bit sums are at most 7% below overflow.
+// With the largest codes, the 16-bit sums of the kernels come within 7% of an overflow.
 void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1032, N = 40;
   for (const int64_t size : kGroupSizes) {
@@ -286,8 +286,9 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
                                             // at both ends
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
       const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
-      // Exponentials are accurate to 2e-7, plus the rounding error of their exponent. There are
-      // three more rounding errors of 6e-8 each. An exponential below 2 ^ -126 saturates.
+      // Exponentials have a relative error of 2e-7, plus the rounding error of the exponent. Three
+      // more operations have rounding errors of 6e-8 each. Exponentials below 2 ^ -126 become 2 ^
+      // -126.
       for (size_t i = 0; i < y.size(); ++i) {
         const double expected =
             static_cast<double>(gate[i]) / (1 + std::exp(-static_cast<double>(gate[i]))) * up[i];

@@ -1,7 +1,7 @@
 // Compares every kernel set that this processor supports with plain loops. For INT8 and INT4
 // layers, the results must be bit-identical. Sums of floats must be equal within a tolerance. If
-// the processor does not support a kernel set, this program tests the set only if other
-// instructions of the processor can emulate it.
+// the processor does not support a kernel set, the program tests this set only if it can emulate
+// the missing instructions.
 //
 // Prints one line for each set, and "N passed, N failed". The exit status is 1 if a check failed.
 #include "kernels_test.h"

@@ -83,8 +83,8 @@ inline bool same_bits(const Floats& a, const Floats& b) {
          (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-// Returns the largest difference divided by `scale`. The result is infinite if one number is finite
-// and the corresponding number is not.
+// Returns the largest difference between corresponding numbers, divided by `scale`. Two NaNs count
+// as equal. If only one of two corresponding numbers is finite, the result is infinite.
 inline double distance(const Floats& got, const std::vector<double>& expected, double scale) {
   double worst = got.size() == expected.size() ? 0 : std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::min(got.size(), expected.size()); ++i) {

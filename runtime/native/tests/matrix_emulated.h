@@ -1,6 +1,6 @@
 // Emulates the matrix registers of kernels/x86/matrix_amx.h in plain C++, following Intel's
-// description of the instructions. If the processor would fault, the program ends. It also ends if
-// a kernel uses contents of a register that the kernel did not set.
+// description of the instructions. The program ends if a real processor would fault, or if a kernel
+// reads a part of a register that the kernel has not set.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ class File {
 
   void zero(int number) { std::memset(find(number).bytes, 0, sizeof(Register::bytes)); }
 
-  // A load sets the register to zero outside of its shape. A store writes only the part inside the
+  // load() sets the register to zero outside of its shape. store() writes only the part inside the
   // shape.
   void load(int number, const void* from, int64_t stride) {
     zero(number);

@@ -3,9 +3,9 @@
 // give the usual result.
 //
 // memory_test STRIDE [BUNDLE]: makes every STRIDE-th allocation fail. Also opens BUNDLE, a folder
-// with a compiled text file. The program is compiled with the library's sources, so that a bundle
-// of files can have a fake engine. Prints "N allocations failed, N claims did", where a claim is a
-// check.
+// with a compiled text file. The program is compiled with the library's sources, so that it can
+// give a bundle a fake engine. Prints "N allocations failed, N claims did": the number of
+// allocations that the test made fail, and the number of failed checks.
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -29,9 +29,9 @@
 
 namespace {
 
-// The number of allocations that still succeed. After them, one allocation fails. A negative number
-// means that no allocation fails. The allocations of all threads count, because opening a bundle
-// hashes files on a second thread.
+// The number of allocations that still succeed before one allocation fails. If it is negative, no
+// allocation fails. The allocations of all threads count, because opening a bundle hashes files on
+// a second thread.
 std::atomic<long> allocations_left{-1};
 std::atomic<bool> has_failed{false};
 
@@ -52,7 +52,7 @@ void* allocate(std::size_t bytes) {
   return found;
 }
 
-// From now on, no allocation fails. The test calls this before it allocates memory itself.
+// Stops failing allocations. The test calls this function before it allocates memory itself.
 void stop_failing() { allocations_left = -1; }
 
 int failures = 0, wrong = 0;
@@ -71,8 +71,8 @@ struct Came {
 
 // Calls `call` many times, and each time makes a different allocation fail. `prepare` creates a new
 // object for each call. If an allocation fails, the call must return OUT_OF_MEMORY or the usual
-// result. After a failure, a second call must give the usual result. `wanted` is the status that
-// the call has if no allocation fails.
+// result. Then a second call on the same object must give the usual result. `wanted` is the status
+// of the call if no allocation fails.
 template <class Prepare, class Call>
 void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status wanted = DLM_OK) {
   Came whole;
@@ -377,7 +377,7 @@ void sweep_constraints(long stride) {
 }
 
 // Returns the results of three requests of one scheduler. If one request runs out of memory, the
-// others must not be affected.
+// other two must still give their usual results.
 Came schedule(dlm_scheduler& scheduler, const dlm_policy& policy) {
   Owned<dlm_job> jobs[3];
   Came came{DLM_OK, ""};
@@ -467,7 +467,7 @@ Came encoded(const dlm_text* text) {
   return {status, status == DLM_OK ? shown(ids, count) : ""};
 }
 
-// Opens a bundle from files without an engine, and then gives it a fake engine.
+// Opens the bundle in `folder` without an engine, and then gives the bundle a fake engine.
 void sweep_files(long stride, const std::string& folder) {
   dlm_open_options options;
   dlm_open_options_init(&options, sizeof options);
@@ -533,8 +533,8 @@ void sweep_files(long stride, const std::string& folder) {
       },
       DLM_INVALID_ARGUMENT);
 
-  // Tests a request with a prompt and a text as its result. The fake denoiser has the vocabulary of
-  // the text file.
+  // Tests a request whose prompt and result are texts. The fake denoiser has the vocabulary of the
+  // text file.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
   bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);

@@ -1,8 +1,9 @@
 // A mock of libcuda.so.1, for machines without CUDA. The mock is stricter than a real device. The
-// host cannot read device pointers. The mock checks every range of memory. It does the work on a
-// stream only when a caller waits for the stream. Calls without a current context fail.
+// host faults if it reads a device pointer. The mock checks every range of memory. It runs the
+// queued work of a stream only when a caller waits for the stream. Calls without a current context
+// fail.
 //
-// Environment variables configure it. $MOCK_CUDA_SM is the compute capability of the devices
+// Environment variables configure the mock. $MOCK_CUDA_SM is the compute capability of the devices
 // (default 120, which means 12.0). $MOCK_CUDA_DEVICES is the number of devices (default 1).
 // $MOCK_CUDA_BYTES is the memory of each device (default 1 GiB). $MOCK_CUDA_FAIL lists the calls
 // that fail.
@@ -35,7 +36,7 @@ constexpr unsigned char kGuard = 0xD7;
 struct State {
   std::mutex mutex;
   std::map<std::string, int> counts;
-  std::map<uintptr_t, size_t> device, pinned;  // map the start of each memory block to its size
+  std::map<uintptr_t, size_t> device, pinned;  // from the address of each memory block to its size
   std::set<const void*> objects;
   int retained = 0;
 };
@@ -174,8 +175,8 @@ void submit(CUstream stream, const std::function<void()>& work) {
 
 }  // namespace mock
 
-// Counts the call, and makes it fail if $MOCK_CUDA_FAIL lists it. Most calls need a current
-// context.
+// CALL_ANYWHERE counts the call, and makes the call fail if $MOCK_CUDA_FAIL lists it. CALL does the
+// same, but fails first if no context is current.
 #define CALL_ANYWHERE(name, failure) \
   if (mock::note(#name)) return failure
 #define CALL(name, failure)                               \

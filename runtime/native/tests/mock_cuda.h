@@ -13,8 +13,8 @@ namespace mock {
 // "cuMemAlloc:2,enqueueV3:*" makes the second cuMemAlloc and every enqueueV3 fail.
 bool note(const std::string& call);
 
-// Returns the number of calls of each function so far, such as "cuInit=1 cuMemAlloc=2 ...". Also
-// returns two counts of errors: bad_access and stale_graph.
+// Returns the number of calls of each function so far, such as "cuInit=1 cuMemAlloc=2 ...". The
+// text also contains two counts of errors: bad_access and stale_graph.
 std::string counts();
 
 // Returns the number of streams, graphs, memory blocks and retained contexts that were not freed.

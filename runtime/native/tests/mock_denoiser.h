@@ -1,8 +1,8 @@
 // A mock denoiser. Its outputs are hashes of everything that a pass reads: ids, positions, and
-// every byte of the cached rows. As in attention, the rows of a head may be in any order, but the
-// order must be the same for keys and values. The mock of TensorRT runs this denoiser on mock
-// device memory, and the test driver's callback engine runs it on host memory. Both give the same
-// canvases only if every byte is in the right place.
+// every byte of the cached rows. As in attention, the cached rows of a head may be in any order
+// that is the same for keys and values. The mock of TensorRT runs this denoiser on mock device
+// memory, and the test driver's callback engine runs it on host memory. Both give the same canvases
+// only if every byte is in the right place.
 #pragma once
 
 #include <cstdint>

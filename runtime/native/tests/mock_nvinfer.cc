@@ -7,9 +7,10 @@
 //   layer KV_HEADS HEAD_SIZE               (once per layer)
 //   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once per profile)
 //   rename PORT NAME                       (replaces the port's name)
-// For invalid engines, the file may also have the lines "without PORT", "extra OUTPUT", "type PORT
-// TYPE", "host PORT", "nan", or "chatty" (reports an error and continues). $MOCK_TRT_VERSION is the
-// version that the mock reports (default 10.14.1.48). $MOCK_CUDA_FAIL lists the calls that fail.
+// To describe an invalid engine, the file may also have the lines "without PORT", "extra OUTPUT",
+// "type PORT TYPE", "host PORT", "nan", or "chatty" (the engine reports an error and continues).
+// $MOCK_TRT_VERSION is the version that the mock reports (default 10.14.1.48). $MOCK_CUDA_FAIL
+// lists the calls that fail.
 //
 // The mock is stricter than TensorRT. An enqueue checks every address against the mock's device
 // memory, and checks that tensors do not overlap. A context with new shapes cannot be captured. If
@@ -161,7 +162,8 @@ Dims to_dims(const std::vector<int64_t>& dims, int64_t tokens, int64_t cached, i
   return out;
 }
 
-// The parameters of a captured enqueue, which must be the same when the graph is replayed.
+// The state of an execution context. A captured graph may be replayed only if the state has not
+// changed since the capture.
 struct Generation {
   int number = 0;
   bool is_alive = true;
@@ -494,7 +496,7 @@ class MockRuntime final : public nvinfer1::IRuntime, public nvinfer1::apiv::VRun
   nvinfer1::ILogger& logger_;
 };
 
-// Returns the part of the version number with this index.
+// Returns the number at index `place` of the version, such as 10 at index 0 of 10.14.1.48.
 int32_t version(int place) {
   const char* const given = std::getenv("MOCK_TRT_VERSION");
   int32_t numbers[4] = {};

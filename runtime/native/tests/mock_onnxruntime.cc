@@ -15,8 +15,8 @@
 // example "Run:2". $MOCK_CUDA_FAIL lists the calls that fail.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
-// device, and all other arrays must be in host memory. If work is still queued on our streams when
-// a pass starts, the pass does not see the results of this work.
+// device, and all other arrays must be in host memory. If work is still queued on the engine's
+// streams when a pass starts, the pass does not see the results of this work.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -104,8 +104,7 @@ OrtStatus* refuse(const std::string& message, int code = kFail) {
   return new OrtStatus{code, message};
 }
 
-// Counts the call. Returns an error status if a test wants this call to fail, for example because
-// the device is full.
+// Counts the call. Returns an error status if $MOCK_ORT_FULL or $MOCK_CUDA_FAIL selects this call.
 OrtStatus* noted(const std::string& call) {
   static std::map<std::string, int> made;  // static, because tests let one of the driver's threads
                                            // fail at a time

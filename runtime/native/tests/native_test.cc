@@ -1,8 +1,8 @@
 // Tests of independent parts of the native runtime: the JSON reader, SHA-256, the callback engine,
 // contexts in host memory, requests, and the functions in tensorrt_profiles.h.
 //
-// This program is compiled with the core's sources, because the library hides the classes that it
-// tests. Prints "N passed, N failed". The exit status is 1 if a check failed.
+// The library does not export the tested classes, so this program is compiled with the library's
+// sources. Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -220,7 +220,7 @@ void test_json_survives_mutations(Tally& tally) {
 }
 
 void test_json_canonical(Tally& tally) {
-  // The right side is Python's json.dumps(value, sort_keys=True, separators=(",", ":")).
+  // Python's json.dumps(value, sort_keys=True, separators=(",", ":")) wrote the expected text.
   const auto root = parse(
       "{ \"b\": [ -0, [], 7 , {} ], \"seal\": 1, \"B\": {\"seal\": \"\\\"\\\\/ ~\"},\n \"a.0\": "
       "[true, null]}");
@@ -236,7 +236,8 @@ void test_json_canonical(Tally& tally) {
 }
 
 void test_sha256(Tally& tally) {
-  // FIPS 180-2, appendix B, and the empty message of NIST's byte test vectors.
+  // The messages are those of FIPS 180-2, appendix B, and the empty message of NIST's byte test
+  // vectors.
   const std::vector<std::pair<std::string, const char*>> vectors = {
       {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
       {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
@@ -252,8 +253,8 @@ void test_sha256(Tally& tally) {
       CHECK(hash.hex() == hex);
     }
   }
-  // Tests every length around SHA-256's block size. The text is hashed as a whole, and in pieces of
-  // every size. All of these hashes, with both implementations, must be equal.
+  // Tests every length around SHA-256's block size. Both implementations hash the text as a whole,
+  // and in pieces of every size. All of these hashes must be equal.
   bool agree = true;
   std::string text;
   for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
@@ -361,8 +362,8 @@ struct Rows {
             bytes[1] = static_cast<char>(passes);
           }
           if (layer + kind + head > 0) continue;
-          // The context has appended keys and values without a copy, so the new rows must follow
-          // the cached rows in memory.
+          // The context must not copy rows to append them, so the new rows must follow the cached
+          // rows in memory.
           const char* const begins = present - heads * pass.cached * row_bytes;
           wrong += pass.cached > 0 && !is_growing && begins != start;
           start = begins;
@@ -423,8 +424,8 @@ void test_host_contexts(Tally& tally) {
               "...opened with engine \"none\"");
 }
 
-// Runs passes over ranges that no policy uses. Each pass reads some or all of the rows that the
-// previous pass left.
+// Runs passes over random ranges of positions. Each pass reads some or all of the rows that are
+// cached after the previous pass.
 void test_rows_through_random_ranges(Tally& tally) {
   uint32_t state = 1;
   const auto random = [&](int low, int high) {  // low and high are included
@@ -442,7 +443,8 @@ void test_rows_through_random_ranges(Tally& tally) {
     dlm_pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
     context->run(pass, dlm::CacheUse::write);
-    // The range of positions whose rows were not kept; the next pass must include these positions.
+    // The positions whose rows are not cached: `first` to `last` - 1. The next pass must include
+    // them.
     int first = length, last = 0;
     for (int i = 0; i < 8; ++i) {
       first = random(0, std::min(first, length - 1)),
@@ -473,9 +475,9 @@ std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoise
   return jobs;
 }
 
-// Tests every cache, block length and refresh, with a single canvas and with several canvases.
-// Each pass checks the rows that it reads. With a sanitizer, this test also checks how rows are
-// moved.
+// Tests many combinations of cache, block length and refresh, with a single canvas and with several
+// canvases. Each pass checks the rows that it reads. With a sanitizer, this test also checks how
+// rows are moved.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})
@@ -501,7 +503,7 @@ void test_rows_through_whole_requests(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// The `block` cache grows with the stored rows, and passes read these rows where they are. With
+// The cache `block` grows as rows are stored, and passes read these rows without copying them. With
 // `reuse`, every pass over a block stores the block again. With `open`, the pass that stores a
 // block also decides positions of the next block.
 void test_rows_that_are_appended(Tally& tally) {
@@ -524,7 +526,7 @@ void test_rows_that_are_appended(Tally& tally) {
             const auto jobs = run_together(denoiser, *engine, batch, [&] {
               return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
             });
-            // the statistics of the first job, because the jobs are all the same
+            // all jobs are equal, so the first job's statistics are enough
             const dlm_stats& counts = *jobs[0]->result().stats;
             // Requests with `reuse` never run together.
             const int32_t turns = std::strcmp(store, "reuse") == 0 ? batch : 1;
@@ -567,8 +569,8 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes the least likely token. Commits one position per pass, which is always the last
-// position. Records the calls of note().
+// Proposes the least likely token for each position. Each pass commits only the last of the
+// positions that the policy chooses. Records the calls of note().
 class Least final : public dlm::Proposer {
  public:
   Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
@@ -594,8 +596,8 @@ class Least final : public dlm::Proposer {
   std::map<int32_t, int32_t>& told_;
 };
 
-// Runs two requests with different rules and proposers in one batch. If one of them needs an
-// output, the pass must return it.
+// Runs two requests with different rules and proposers in one batch. If one of the requests needs
+// an optional output, the pass must compute it.
 void test_proposers_side_by_side(Tally& tally) {
   struct Seen {
     int with_logits = 0, with_entropy = 0, passes = 0;
@@ -672,8 +674,8 @@ void test_undecided_is_not_the_mask_token(Tally& tally) {
   // A given mask token (9) stays in the canvas. A token at an undecided position is replaced.
   CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) ==
          std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
-  // Token 12 is the end token. When token 12 is committed at position 2, the undecided positions
-  // after its block become end tokens. No other positions change.
+  // Token 12 is the end token, and is committed at position 2. With stop "none", this has no
+  // effect. With stop "eos", the undecided positions of later blocks become end tokens.
   CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
          std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
   policy.stop = "eos";
@@ -713,7 +715,7 @@ void test_tensorrt_plans(Tally& tally) {
   CHECK(is_right);
   // One row is needed, but the profile does not accept fewer than 4 rows.
   CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);
-  // Three rows are needed, even though the pass has only one token.
+  // The result is never below the number of needed rows, even if the pass has fewer tokens.
   CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);
 
   const auto sizes = dlm::trt::largest(engine);

@@ -136,8 +136,8 @@ CHECK_SLOT_OF(PlacedNodeGetDomain, EpAssignedNode_GetDomain);
 CHECK_SLOT_OF(PlacedNodeGetOperator, EpAssignedNode_GetOperatorType);
 #endif
 
-// OrtCustomOp grows only at its end. ONNX Runtime reads only the part of the struct that exists in
-// its version.
+// New versions of ONNX Runtime add members only at the end of OrtCustomOp. ONNX Runtime reads only
+// the members that exist in the struct's `version`.
 static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));
 static_assert(
     std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);

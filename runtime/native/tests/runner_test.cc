@@ -3,8 +3,8 @@
 // that a pass can see, and on nothing else. Several threads submit random requests, some of which
 // are cancelled or fail.
 //
-// This program is compiled with the core's sources, because the library hides the classes that it
-// tests. Prints "N passed, N failed".
+// The library does not export the tested classes, so this program is compiled with the library's
+// sources. Prints "N passed, N failed".
 #include "decode/runner.h"
 
 #include <unistd.h>
@@ -46,12 +46,12 @@ void note(bool holds, int line, const std::string& what) {
 }
 #define CHECK(condition) note((condition), __LINE__, #condition)
 
-// The call in which a proposer throws an exception, or `none`.
+// The function in which a proposer throws an exception, or `none`.
 enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
 
 struct NotAnException {};
 
-// The policy's proposer, except that one of its calls throws.
+// Behaves like the policy's own proposer, but throws in one of its functions.
 class Faulty final : public dlm::Proposer {
  public:
   Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault)
@@ -153,7 +153,7 @@ struct Wish {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == of.mask_token_id);
     if (fault == Fault::none) return dlm::Request(of, engine, policy, canvas, undecided, 0);
-    // A request with its own proposer cannot start from random tokens.
+    // The policy must not start from random tokens, because the request has its own proposer.
     dlm::Policy other = policy;
     if (other.remask == dlm::Remask::noise) other.remask = dlm::Remask::none;
     return dlm::Request(of, engine, other, canvas, undecided, 0,
@@ -240,8 +240,8 @@ std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, co
 }
 
 // Returns true if both jobs have the same canvas, ended for the same reason, and have the same
-// statistics. Times may differ. The number of passes that fill the cache may differ too, because a
-// limit of the scheduler may split these passes.
+// statistics. Times may differ. The number of prefill passes may differ too, because a limit of the
+// scheduler may split a prefill pass.
 bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
   const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
@@ -318,8 +318,8 @@ void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32
   unlink(path.c_str());
 }
 
-// Requests whose prompts start with the same tokens reuse keys and values. Requests whose prompts
-// start with the tokens of a prompt cache reuse keys and values too. The answers must not change.
+// Requests reuse keys and values if their prompts start with the tokens of an earlier request or of
+// a prompt cache. The reuse must not change the answers.
 void test_prefixes(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {1, 4, 8, 16, 32}),
@@ -436,7 +436,7 @@ void test_damaged_prompt_caches() {
         }).find("/none/x: cannot write") != std::string::npos);
 }
 
-// The passes of a second request with the same prompt do not compute the prompt again.
+// A second request with the same prompt must not compute the prompt again.
 void test_a_second_request_reuses_its_prompt(int32_t shift) {
   const dlm::Denoiser of = denoiser(4, shift);
   Summing engine(shape(), 4, true);
@@ -454,7 +454,8 @@ void test_a_second_request_reuses_its_prompt(int32_t shift) {
     return *job->result().stats;
   };
   CHECK(run(64, 5).cached_tokens == 0);
-  // A shifted denoiser computes the last row of the prompt again, and therefore also the last page.
+  // With a shifted denoiser, the last row of the prompt predicts the first new token. So the
+  // request computes the last page of the prompt again.
   const dlm_stats again = run(64, 5);
   CHECK(again.cached_tokens == (shift == 0 ? 64 : 48));
   CHECK(again.prefill_passes == (shift == 0 ? 0 : 1));
@@ -484,7 +485,7 @@ void test_full_attention_reuses_prompts_if_asked(bool reuses, const char* cache)
   const auto first = run(5), again = run(5), other = run(6);
   CHECK(canvas_of(*first) == canvas_of(*again));
   CHECK(first->result().stats->nfe == again->result().stats->nfe);
-  // The tokens of the whole pages before the last 8 tokens of the prompt.
+  // The number of tokens in the whole pages before the last 8 tokens of the prompt.
   const int32_t expected = reuses ? 48 : 0;
   CHECK(first->result().stats->cached_tokens == 0);
   CHECK(again->result().stats->cached_tokens == expected);
@@ -625,8 +626,7 @@ void test_passes_are_shared() {
   }
   scheduler.run(true, kNothing);
   CHECK(engine.most_requests() == 8);
-  CHECK(scheduler.told().passes == 8);  // eight passes, each with one token of each of the eight
-                                        // requests
+  CHECK(scheduler.told().passes == 8);  // eight passes, and each pass has one token of each request
 }
 
 // The predicted time of a shared pass stays within the limit. A request that does not fit waits for
@@ -650,7 +650,8 @@ void test_costs(uint32_t seed) {
     jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
   }
   scheduler.run(true, kNothing);
-  // A pass that only stores rows still scores one row, which is not counted for any request.
+  // A pass that only stores rows still scores one row. The cost of this row does not count for any
+  // request.
   CHECK(engine.costliest_shared() <= most_ms + cost.row);
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
   const double expected = 1000 * scheduler.told().expected_s;
@@ -658,8 +659,8 @@ void test_costs(uint32_t seed) {
   CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
 }
 
-// A request starts only if passes with this request stay within the time limit. If no other request
-// is running, it always starts.
+// A request starts only if no other request is running, or if passes with this request stay within
+// the time limit.
 void test_admission_by_cost() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -681,11 +682,11 @@ void test_admission_by_cost() {
     return most;
   };
   CHECK(most_running(0) == 8);
-  CHECK(most_running(13) == 3);  // each request has a block of four tokens, which costs one
-                                 // millisecond
+  CHECK(most_running(13) == 3);  // each request has a block of four tokens, and each token costs
+                                 // one millisecond
   CHECK(most_running(12.9) == 2);
   CHECK(most_running(0.1) == 1);
-  // If passes take several times as long as predicted, passes soon contain fewer requests.
+  // If passes take much longer than predicted, later passes contain fewer requests.
   CHECK(most_running(130, 10) == 3);
   const int64_t before = passes;
   engine.take(std::chrono::milliseconds(4));
@@ -786,8 +787,8 @@ void test_faults_as_a_scheduler_is_destroyed() {
         std::string(job->result().message) == "made to fail");
 }
 
-// An error that does not belong to a request ends all running and waiting requests. Until the next
-// run, submit() throws this error.
+// An error that does not belong to a single request ends all running and waiting requests. Until
+// run() is called again, submit() throws this error.
 void test_an_error_of_nobody_ends_all(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -870,7 +871,7 @@ void test_limits() {
   const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   scheduler.run(true, kNothing);
   CHECK(finish_of(*late) == DLM_FINISH_DEADLINE && late->result().stats->nfe == 0);
-  // One step callback stops its request, and one counts all steps.
+  // The step callback counts the steps, and stops its request at the third step.
   int steps = 0;
   const auto count = [](void* user, const dlm_step* step) {
     return ++*static_cast<int*>(user) == 3 || step->nfe < 0 ? 1 : 0;
@@ -1032,10 +1033,10 @@ std::shared_ptr<const dlm::Automaton> barred_alone() {
   return made;
 }
 
-// Five of every fifty jobs are special. The first throws in its last step, the second fails as it
-// ends, the third is cancelled, the fourth has a proposer that finds no token, and the fifth has a
-// constraint whose tokens the denoiser rules out. These jobs must not affect the other jobs. All
-// other jobs must give the same result as when they run alone.
+// Five of every fifty jobs are special. The step callback of the first job throws in the last step.
+// The second job fails as it ends. The third job is cancelled. The fourth job has a proposer that
+// throws. The fifth job has a constraint whose tokens the denoiser rules out. These jobs must not
+// affect the other jobs. All other jobs must give the same result as when they run alone.
 void test_ten_thousand_jobs(bool shares, int count) {
   enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
   const dlm::Denoiser of = denoiser(0, 0);
@@ -1079,7 +1080,7 @@ void test_ten_thousand_jobs(bool shares, int count) {
     }
   };
   submit();
-  scheduler.run(true, [&] {  // limits the number of jobs that wait at the same time
+  scheduler.run(true, [&] {  // submit jobs only while few jobs are waiting
     while (static_cast<int>(jobs.size()) < count && scheduler.told().waiting < 32) submit();
     return true;
   });
@@ -1101,7 +1102,8 @@ void test_ten_thousand_jobs(bool shares, int count) {
   }
   CHECK(wrong == 0 && waiting == 0);
   const int each = count / 50;
-  // Some jobs have only one pass and do not end early, but should fail as they end.
+  // Only jobs that end early fail as they end. Some of these jobs have only one pass, and do not
+  // end early.
   CHECK(failures[throws] == each && failures[is_cancelled] == each);
   CHECK(failures[finds_no_token] == each && failures[is_ruled_out] == each);
   CHECK(failures[fails_at_end] > each / 2);

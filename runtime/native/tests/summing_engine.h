@@ -1,6 +1,6 @@
 // An engine with a fake denoiser. Its predictions depend on every row that a pass sees, and on
-// nothing else. So if a token is misplaced, or a pass sees a row of another request, the canvas
-// changes.
+// nothing else. So the canvas changes if a token is in a wrong position, or if a pass sees a row of
+// another request.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1, kLongest = 96;
-// With full attention, a pass over a whole canvas that starts with kMarked never predicts tokens
-// from kBarred on.
+// With full attention, a pass over a whole canvas that starts with the token kMarked never predicts
+// the tokens kBarred or above.
 constexpr int32_t kMarked = 3, kBarred = 11;
-// Numbers of self-conditioning per row, for the denoiser that starts from random tokens.
+// The conditioning_size of the denoiser that starts from random tokens.
 constexpr int32_t kConditioning = 3;
 
 uint64_t mix(uint64_t x) {  // the SplitMix64 generator
@@ -81,8 +81,8 @@ class Summing final : public dlm::HostEngine {
   }
 
  private:
-  // The tokens of one request, and the ranges of its cached rows. A range is a pair of a first row
-  // and a number of rows.
+  // The tokens of one request, and the ranges of its cached rows. Each range is a pair: the index
+  // of the first row, and the number of rows.
   struct Part {
     int64_t first, tokens, cached;
     std::vector<std::pair<int64_t, int64_t>> rows;
@@ -99,8 +99,8 @@ class Summing final : public dlm::HostEngine {
     if (parts.size() > 1) costliest_shared_ = std::max(costliest_shared_, cost);
   }
 
-  // The mask token of a denoiser that starts from random tokens is no token that a pass can
-  // compute. Rows of causal passes have no self-conditioning.
+  // Checks a pass of the denoiser that starts from random tokens. Its mask_token_id must not be an
+  // input, and rows of causal passes must not have self-conditioning.
   void check_tokens(const dlm_pass& pass) const {
     for (int64_t at = 0; at < int64_t{pass.batch} * pass.tokens; ++at) {
       if (pass.input_ids[at] >= kVocabulary) dlm::fail(DLM_INTERNAL, "a pass over no token");
@@ -109,7 +109,8 @@ class Summing final : public dlm::HostEngine {
     }
   }
 
-  // Returns a number that depends on the self-conditioning of a row, or 0 if it consists of zeros.
+  // Returns a number that depends on the self-conditioning of a row. If all its numbers are 0,
+  // returns 0.
   static uint64_t conditioning_sum(const dlm_pass& pass, int64_t at) {
     uint64_t sum = 0;
     if (pass.conditioning == nullptr) return sum;
@@ -178,7 +179,7 @@ class Summing final : public dlm::HostEngine {
     }
   }
 
-  // With visible_block 1, the denoiser has draft passes, whose rows form one block.
+  // With visible_block 1, the denoiser has draft passes. All rows of a draft pass form one block.
   int64_t block_of(int64_t position) const {
     return visible_block_ == 1 ? std::min<int64_t>(position, kLongest) : position / visible_block_;
   }

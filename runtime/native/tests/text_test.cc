@@ -1,9 +1,9 @@
-// Tests of compiled text files. The reader must reject a damaged file, or the file must be safe to
-// use. This program also tests some small functions.
+// Tests of compiled text files. The reader must reject a damaged file, or the resulting Text must
+// be safe to use. This program also tests some small functions.
 //
-// text_test FILE...: the arguments are valid files that `dlm_export.text` compiled. This program is
-// compiled with the library's sources, because the library hides the classes that it tests. Prints
-// "N passed, N failed". The exit status is 1 if a check failed.
+// text_test FILE...: the arguments are valid files that `dlm_export.text` compiled. The library
+// does not export the tested classes, so this program is compiled with the library's sources.
+// Prints "N passed, N failed". The exit status is 1 if a check failed.
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -38,8 +38,8 @@ const char* const kTexts[] = {"",
                               "<|im_start|>user <s></s> <|eos|>",
                               "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
 
-// Encodes and decodes texts, and renders chats, with the tables of a file. Whatever the file
-// contains, memory accesses must stay in bounds, and texts must consist of whole characters.
+// Encodes and decodes texts, and renders chats. Even if the file was damaged, memory accesses must
+// stay in bounds, and texts must consist of whole characters.
 void use(const std::shared_ptr<const dlm::Text>& text) {
   std::vector<int32_t> ids;
   for (const char* const each : kTexts) {

@@ -46,7 +46,7 @@ dlm_status run(void* user, const dlm_pass* pass) {
 
 int32_t stop_sometimes(void* user, const dlm_step* step) {
   CHECK(step->length == kLength &&
-        step->nfe >= 0);  // a request that is past its deadline at the start makes no pass
+        step->nfe >= 0);  // nfe is 0 if the deadline has passed before the first pass
   return ++*static_cast<int*>(user) == 3;
 }
 
@@ -98,7 +98,7 @@ void generate(dlm_bundle* bundle, std::mt19937& random, int requests) {
   dlm_session_destroy(session);
 }
 
-// Submits jobs to a scheduler that another thread runs. For some jobs, no thread waits.
+// Submits jobs to a scheduler that another thread runs. Does not wait for some of the jobs.
 void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);

@@ -14,10 +14,8 @@ For denoisers without a mask token, only the reference can generate the runs, an
 each pass would commit are not compared. A pass of such a run depends on the predictions of the pass
 before.
 
-In the second case, the reference may be a ``Seer``: a denoiser whose layers are loaded one at a
-time. A ``Seer`` must receive the canvases of several samples at once. If the reference would commit
-the same tokens as the candidate at every pass, then the reference's own run would be equal to the
-candidate's run.
+A reference that generates no text may be a ``Seer``: a denoiser whose layers are loaded one at a
+time. A ``Seer`` must receive the canvases of several samples at once.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ class Compared:
     - ``theirs``, ``ours``: the generated texts of the reference and of the candidate. ``theirs`` is
       ``None`` if it is not known what the reference would generate.
     - ``nfe``: the number of passes that the reference needs, either counted or estimated.
-    - ``is_equal``: True if the reference would make an equal run. ``None`` if the reference cannot
-      tell.
+    - ``is_equal``: True if the reference would commit the same tokens in every pass. ``None`` if
+      this is not known.
     """
 
     number: int
@@ -72,9 +70,10 @@ class Compared:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The comparison on some of the samples.
+    """The result of comparing the denoisers on some of the samples.
 
-    ``masked`` contains the comparison with the candidate, and then with the noise floor.
+    ``masked[0]`` compares the candidate with the reference. If there is a noise floor,
+    ``masked[1]`` compares the noise floor with the reference.
     """
 
     masked: list[Masked]
@@ -83,13 +82,13 @@ class Part:
 
 
 class Compute(Protocol):
-    """Compares two denoisers on samples, in this process or elsewhere."""
+    """Compares two denoisers on samples, in this process or in worker processes."""
 
     def canvases(self, number: int, sample: Sample) -> int:
         """Return the number of masked canvases of a sample. Raises JudgeError."""
 
     def runs(self, samples: Sequence[tuple[int, Sample]]) -> Generator[Met, None, None]:
-        """Generate text for each sample, one after the other. Raises JudgeError."""
+        """Generate text for the samples, one sample at a time. Raises JudgeError."""
 
     def compare(
         self,
@@ -243,12 +242,12 @@ class Evidence:
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
-        but computes in the precision of the stored weights. The class compares ``noise_floor`` with
-        the reference in the same way as it compares the candidate. ``free`` generates text for at
-        most ``free_runs`` samples, or for all samples if ``free_runs`` is ``None``. If
-        ``candidate_policy`` is not ``None``, the candidate generates text with this policy. In this
-        case, ``states_of`` must be "reference". ``compute`` returns the object that compares the
-        denoisers on samples. By default, this process compares them.
+        but computes in the precision of the stored weights. Like the candidate, ``noise_floor`` is
+        compared with the reference. ``free`` generates text for at most ``free_runs`` samples, or
+        for all samples if ``free_runs`` is ``None``. If ``candidate_policy`` is not ``None``, the
+        candidate generates text with this policy. In this case, ``states_of`` must be "reference".
+        ``compute`` returns the object that compares the denoisers on samples. By default, this
+        process compares them.
         """
         assert candidate_policy is None or states_of == "reference"
         if not pool:
@@ -298,9 +297,8 @@ class Evidence:
             self._freely += len(runs)
             freely = frozenset()
         else:
-            # Limit the number of runs, because a loop that commits one token per pass needs many
-            # passes. All runs together may need at most as many passes as there are masked
-            # canvases.
+            # Generating text may need many passes. Generate text for fewer samples if the passes
+            # of all runs would otherwise outnumber the masked canvases.
             least = max(1, (limit or 0) - self._freely)
             passes = sum(self._compute.canvases(number, sample) for number, sample in taken)
             made = self._compute.runs(taken)
@@ -370,11 +368,11 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Return True if more samples would hardly change which budgets are met.
+        """Return True if further samples would probably not change which budgets are met.
 
-        The function computes a 95% interval for each value that has a limit in ``budgets``. It
-        returns True if no interval contains the limit of its value. If there are no budgets, it
-        returns False.
+        The function computes a 95% interval for each measured value that ``budgets`` limits. It
+        returns True if every limit is outside the interval of the limited value. It returns False
+        if there are no budgets, or if fewer than ``DECIDING_SAMPLES`` samples were used.
         """
         if self.judged < DECIDING_SAMPLES:
             return False

@@ -21,12 +21,12 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
 from dlm_runtime.manifest import MANIFEST_FILE
 
-# The maximum size of accuracy.json in bytes. The demo's file is 400 times smaller.
+# The maximum size of accuracy.json in bytes.
 _MOST_BYTES = 12 << 20
 
 
 def recorded(bundle: Path) -> dict[str, Any]:
-    """Read a bundle's accuracy.json. If there is no such file, returns {}. Raises BundleError."""
+    """Read a bundle's accuracy.json. Returns {} if the file does not exist. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 

@@ -101,7 +101,7 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """For each pass that can commit tokens, the canvas and the positions that it may commit."""
+        """The canvas and the positions that may be committed, for each pass that commits tokens."""
         return [View(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
@@ -110,7 +110,7 @@ class Met:
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Return the passes of this run for the argument ``walks`` of ``Seer.see``."""
+        """Return the passes of this run in the format that ``Seer.see`` expects."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states
@@ -146,9 +146,9 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Generate text for one sample after another, with at most about ``passes`` passes in all.
+    """Generate text for as many samples as fit into a budget of ``passes`` passes.
 
-    See ``within``.
+    ``within`` explains ``passes`` and ``least``.
     """
     made = (
         meet(predictor, sample, number, policy, max_new_tokens, limit) for number, sample in samples
@@ -157,10 +157,10 @@ def meet_within(
 
 
 def within(runs: Iterator[Met], *, passes: int, least: int = 1) -> list[Met]:
-    """Take runs from an iterator, with at most about ``passes`` passes in all.
+    """Take as many runs from an iterator as fit into a budget of ``passes`` passes.
 
-    The function stops before a run that would probably exceed ``passes``. But it takes at least
-    ``least`` runs, if there are as many.
+    The function expects the next run to need as many passes as the last run. It stops if the total
+    would then exceed ``passes``. It always takes the first ``least`` runs.
     """
     taken: list[Met] = []
     while len(taken) < least or sum(run.nfe for run in taken) + taken[-1].nfe <= passes:
@@ -173,12 +173,11 @@ def within(runs: Iterator[Met], *, passes: int, least: int = 1) -> list[Met]:
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of comparing the first denoiser's run with the second denoiser's choices.
+    """Compares a decoding run of one denoiser with the tokens that a ``Seer`` would commit.
 
-    ``is_equal`` is true if the second denoiser would commit the same tokens at every pass. Its own
-    run would then be equal to the first denoiser's run. ``nfe`` is the number of passes that the
-    second denoiser would need for its own run. If ``is_equal`` is false, ``nfe`` is estimated from
-    the number of positions that the second denoiser would commit in each pass.
+    ``is_equal`` is true if the ``Seer`` would commit the same tokens in every pass. ``nfe`` is the
+    number of passes that the ``Seer`` would need to generate text itself. If ``is_equal`` is false,
+    ``nfe`` is estimated from the number of positions that the ``Seer`` would commit in each pass.
     """
 
     is_equal: bool
@@ -188,8 +187,8 @@ class Followed:
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
     """Predict which tokens ``seer`` would commit at each pass of a different denoiser's run.
 
-    Call ``seer.see`` with the run before you call this function. ``walk`` is the index of the run
-    in the argument ``walks`` of that call.
+    The caller must have passed the run to ``seer.see``. ``walk`` is the index of the run in the
+    list that ``seer.see`` received.
     """
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(

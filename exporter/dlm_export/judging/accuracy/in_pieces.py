@@ -1,6 +1,7 @@
-"""Compares two denoisers with workers, a few samples in each piece.
+"""Compares two denoisers in worker processes.
 
-The workers open both denoisers by their paths. A worker keeps the denoisers open between pieces.
+The samples are split into pieces of ``SAMPLES`` samples, and each piece is one task of a worker. A
+worker opens both denoisers from their paths, and uses the same open denoisers for further pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ Numbered = tuple[int, Sample]
 
 @dataclass(frozen=True)
 class Opened:
-    """A bundle that workers open. They must find the same ``manifest`` at ``path``."""
+    """A bundle that workers open.
+
+    The bundle that a worker finds at ``path`` must have the manifest ``manifest``.
+    """
 
     path: Path
     opening: Opening
@@ -147,7 +151,7 @@ class RemotePair:
         candidate: BundlePredictor,
         pool: Sequence[Sample],
     ) -> None:
-        """``pair`` and ``candidate`` are the denoisers in this process, which do not run here."""
+        """``pair`` and ``candidate`` are the denoisers of this process. Only the workers run."""
         self._workers, self._comparison, self._pair = workers, comparison, pair
         self._candidate = candidate
         self._name = f"judge-{comparison.key}-{samples_sha256(pool)}"

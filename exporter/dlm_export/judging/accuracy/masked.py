@@ -81,10 +81,10 @@ def masked_canvases(
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once with each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
-    As in training and in decoding, a completion is padded with end tokens to whole blocks.
-    Positions after the completion's first end token are masked too, but the predictions at these
-    positions are not compared. A mask ratio is skipped if it would mask none of the compared
-    positions.
+    End tokens are appended to a completion until its last block is full, as in training and in
+    decoding. Positions after the completion's first end token are masked too, but the predictions
+    at these positions are not compared. A mask ratio is skipped if it would mask none of the
+    compared positions.
 
     The sample's index ``number`` and the seed determine the masks. Raises JudgeError if there is no
     position to compare.

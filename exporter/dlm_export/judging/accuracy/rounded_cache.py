@@ -47,7 +47,7 @@ class CachedPredictor(SweptPredictor):
         self._policy = policy
         self._passes: dict[
             ViewKey, tuple[int, int]
-        ] = {}  # (canvas, rows) -> index of the walk (a list of passes), and its number of passes
+        ] = {}  # maps a canvas and its rows to the index of a walk, and the walk's number of passes
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """Implements ``Seer.see``. ``walks`` must be empty."""

@@ -1,4 +1,4 @@
-"""Decides on how many samples a candidate is compared with its reference, and when to stop."""
+"""Determines how many samples are used to compare a candidate with its reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.network.spec import NetworkSpec
 
 MOST_JUDGED = 32  # maximum number of samples to compare on, unless the user requests more
-LEAST_SECONDS = 4.0  # smallest time limit in seconds, even if the build's other stages are short
+LEAST_SECONDS = 4.0  # smallest time limit in seconds
 PILOT_SAMPLES = 4  # number of samples in the first round, which measures how long a sample takes
 LARGE_PILOT = 1  # samples in the first round if a single pass takes several seconds
 
@@ -21,10 +21,11 @@ EffortName = Literal["default", "full", "none"]
 
 @dataclass(frozen=True)
 class Effort:
-    """How thoroughly a candidate is compared with its reference. ``name`` is one of:
+    """Defines how thoroughly a candidate is compared with its reference. ``name`` is one of:
 
     - ``default``: only the candidate generates text. The comparison stops after ``seconds`` or
-      after 32 samples. It stops earlier if it is clear which budgets are met.
+      after 32 samples. It stops earlier if further samples would probably not change which budgets
+      are met.
     - ``full``: both denoisers generate text for every sample, without a time limit.
     - ``none``: the denoisers are not compared.
 
@@ -56,7 +57,7 @@ class Effort:
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
-        """Return a copy whose time limit is ``seconds``, or ``LEAST_SECONDS`` if that is more."""
+        """Return a copy with the time limit ``seconds``, or ``LEAST_SECONDS`` if this is longer."""
         return replace(self, seconds=max(LEAST_SECONDS, seconds))
 
     def beside(self, seconds: float) -> Effort:
@@ -78,16 +79,16 @@ def judge_in_rounds(
 
     With the default effort, the function first uses ``pilot`` samples, to measure how long a sample
     takes. It then uses as many further samples as fit into the time limit. If there are budgets,
-    these samples are split into rounds. Each round at most doubles the number of samples used so
-    far. After each round, the function stops if further samples would hardly change which budgets
-    are met.
+    the further samples are split into rounds. A round uses at most as many samples as all earlier
+    rounds together. After each round, the function stops if further samples would probably not
+    change which budgets are met.
 
     ``Judgement.effort`` records why the comparison stopped:
 
     - ``asked``: all samples that the user requested were used.
     - ``all``: there are no more samples.
     - ``most``: the default maximum number of samples was reached.
-    - ``decided``: further samples would hardly change which budgets are met.
+    - ``decided``: further samples would probably not change which budgets are met.
     - ``time``: the time limit was reached.
 
     Raises JudgeError.

@@ -1,4 +1,4 @@
-"""Compares a bundle's accuracy with that of its source in torch, or with that of a second bundle.
+"""Compares the accuracy of a bundle with the accuracy of its source, or of a second bundle.
 
 Only the functions that need torch import torch, because the comparison of two bundles must work
 without torch.
@@ -75,7 +75,7 @@ def judge_source(
     If the effort is "full", the whole source is loaded into memory, because the source generates
     text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
     ``workplace``. If ``workplace`` is ``None``, the function uses the CPU and all available memory.
-    ``folder`` is the bundle's folder, which the workers of ``workplace`` open, if there are any.
+    If ``workplace`` has workers, the workers open the bundle at the path ``folder``.
     """
     import torch
 
@@ -127,7 +127,7 @@ def judge_source(
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """The workers of ``--ray``, and how they open the two denoisers."""
+    """The workers of ``--ray``, and the two denoisers that each worker opens."""
 
     workers: Workers
     reference: Shared | Opened
@@ -198,7 +198,11 @@ def _judge(
 
 
 def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
-    """Describe the decoding loop that only the candidate ran, and its reuse of prompt tokens."""
+    """Describe how the candidate generated texts.
+
+    The result contains the candidate's policy, the number of tokens in all prompts, and how many of
+    these tokens were reused from earlier prompts.
+    """
     prompt_tokens, cached_tokens = candidate.reused()
     return {
         "policy": policy.as_dict(),
@@ -216,7 +220,7 @@ def judge_bundle(
 ) -> Judgement:
     """Compare a finished bundle's accuracy with its source's accuracy.
 
-    The comparison uses no sample that calibrated the bundle. Raises DlmError.
+    The comparison does not use the samples with which the bundle was calibrated. Raises DlmError.
     """
     check_judged(source.network)
     with options.opening.open(folder) as bundle:
@@ -240,7 +244,8 @@ def compare_bundles(
 
     ``candidate_changes`` changes fields of the policy with which the candidate generates text. The
     reference generates text with the unchanged policy. Both sides may be the same bundle. ``ray`` is
-    the address of Ray, whose tasks compare the samples. ``None`` compares them in this process.
+    the address of a Ray cluster that compares the samples. If ``ray`` is ``None``, this process
+    compares the samples.
 
     Raises JudgeError if the denoisers differ. Raises other kinds of DlmError if a bundle cannot be
     opened or run.

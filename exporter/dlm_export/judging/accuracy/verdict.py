@@ -52,7 +52,7 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if a limit needs right answers, but ``samples`` contain none.
+        """Raise JudgeError if ``min_task`` is set, but no sample contains a right answer.
 
         Call this method before the denoisers are compared.
         """
@@ -72,7 +72,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A candidate's loss of accuracy. Each field is a section of accuracy.json.
+    """A candidate's loss of accuracy. Each field except ``speed`` is a section of accuracy.json.
 
     - ``buckets``: one entry per mask ratio. For a denoiser without a mask token, the mask ratio is
       the share of random tokens in a block (see ``masked``).
@@ -108,9 +108,9 @@ class Judgement:
     speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:
-        """Compare the figures with ``budgets``, and return a judgement that includes the results.
+        """Compare the measured values with ``budgets``, and return a judgement with the results.
 
-        Raises JudgeError if a limit needs right answers, but the data contains no right answers.
+        Raises JudgeError if ``min_task`` is set, but no sample contains a right answer.
         """
         free = self.free_running
         task = None if free is None else free["task"]
@@ -178,7 +178,7 @@ class Judgement:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return values that JSON can hold, for accuracy.json and ``--json``."""
+        """Return the judgement as plain Python objects, for accuracy.json and ``--json``."""
         return {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"
         } | {
@@ -188,10 +188,7 @@ class Judgement:
 
 
 def check_budgets(judgement: Judgement, where: str) -> None:
-    """Raise AccuracyError if the candidate misses a budget.
-
-    The message also names the worst mask ratio and the worst layers.
-    """
+    """Raise AccuracyError if the candidate misses a budget."""
     if judgement.passed:
         return
     raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")

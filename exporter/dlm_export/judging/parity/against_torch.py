@@ -1,4 +1,4 @@
-"""Compares a bundle's logits and generated text with the results of our denoiser in torch.
+"""Compares a bundle's logits and generated text with the results of dlm-export's torch denoiser.
 
 First, the torch denoiser computes all expected results. The torch denoiser is then freed before the
 bundle is opened, so that the two denoisers are never in memory at the same time.
@@ -119,12 +119,13 @@ def by_layers(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Compare the layers of an unquantised bundle with experts, if its whole passes differ.
+    """Compare each layer of an unquantised bundle with the same layer in torch.
 
-    If two experts suit a token equally well, the bundle and torch may choose different experts.
-    Whole passes then differ, although both choices are right. The function therefore compares the
-    layers one by one with ``check_layers``. The result also contains the comparison of whole passes
-    from ``parity``, for display only.
+    Use this function for networks with experts. If two experts have nearly equal scores for a
+    token, the bundle and torch may choose different experts. Both choices are correct, but all
+    later values differ. The function therefore compares the layers one by one with
+    ``check_layers``. The result also contains the comparison of whole passes from ``parity``, for
+    display only.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -162,12 +163,15 @@ def make_cases(
 ) -> list[Case]:
     """List the decoding runs to compare: each prompt with each policy.
 
-    The policies are the presets and some variants of the presets. For block-causal networks without
-    draft passes, each preset with a cache also runs without a cache. For networks with full
-    attention, the preset fast-dllm also runs without a cache, with a prefix cache, and with the
-    commit rule "factor". If the network has an attention window, the bundle's presets use no cache,
-    and no run uses a cache. For networks that are not block-causal, the function reduces the block
-    length, so that each run has at least two blocks.
+    The policies are the bundle's presets, and these variants of the presets:
+
+    - For block-causal networks without draft passes: each preset that uses a cache, without the
+      cache.
+    - For networks that are not block-causal: the preset fast-dllm with the commit rule "factor". If
+      fast-dllm uses a cache: also fast-dllm without a cache, and with a prefix cache.
+
+    For networks that are not block-causal, the function reduces the block length, so that each run
+    has at least two blocks.
     """
     policies = dict(bundle_presets)
     if network.visible_block is not None:
@@ -244,7 +248,7 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Compute the same results with the bundle, and compare the bundle's results with ``expected``.
+    """Compute logits and texts with the bundle, and compare them with ``expected``.
 
     ``on_done`` is called as often as by ``expect``.
     """

@@ -63,9 +63,9 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-# An input near the boundary between two codes may get either code. An input counts as near if its
-# relative distance to the boundary is smaller than this value, which is a few times the relative
-# rounding error of fp32.
+# An input near the boundary between two quantisation codes may get either code. An input is near
+# the boundary if its relative distance is smaller than ``_BOUNDARY``. This value is a few times the
+# relative rounding error of fp32.
 _BOUNDARY = 2.0**-20
 # The largest slope of each activation function of experts, rounded up.
 _STEEPEST = {"silu": 1.1, "gelu-tanh": 1.13}
@@ -79,8 +79,8 @@ def units(network: NetworkSpec) -> int:
 def largest_bytes(network: NetworkSpec) -> int:
     """Return the number of bytes of memory that ``check_layers`` needs.
 
-    Memory contains the largest part of the network twice in fp32, because quantising a part makes a
-    copy.
+    The result is the size of two fp32 copies of the network's largest part: the original and the
+    quantised copy.
     """
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
@@ -210,8 +210,7 @@ class _Beside:
         ``shown`` contains the values that the graph computed in this part, with one mapping per
         batch.
         """
-        # If one part computes a value and a later part reads the value, ``shown`` contains the
-        # value in both parts.
+        # Remove the prefix that ``taps.show`` adds to the names of values.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -447,9 +446,10 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return how much each output of a layer may differ because of rounding.
+    """Return how much each output of a layer may differ between the graph and torch.
 
-    Outputs may differ because an input near the boundary between two codes may get either code.
+    An input near the boundary between two quantisation codes may get a different code in torch than
+    in the graph.
     """
     apart = _apart(done, layer, x)
     return (
@@ -462,7 +462,7 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return how much each output of a mixture of experts may differ because of rounding.
+    """Return how much each output of a mixture of experts may differ between the graph and torch.
 
     Unlike ``_slack``, this function considers two quantised inputs: the input of gate and up, and
     the input of down. The result has the shape ``[.., hidden]``.
@@ -479,7 +479,8 @@ def _experts_slack(
         activated = activate(gated, module.spec.activation, is_plain=False)
         hidden = activated * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # A sum can differ by this much if its terms are added in a different order.
+        # ``moved`` is how much each value of ``hidden`` may differ from torch's value. Even with
+        # equal inputs, sums differ if their terms are added in a different order.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -502,15 +503,16 @@ def _experts_slack(
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
-    """Find the inputs that may get either of two codes, and return the distance between the codes.
+    """Return how much each quantised input may differ because of the order of additions.
 
-    For all other inputs, the distance is 0. If no input may get either of two codes, the function
-    returns ``None``.
+    An input near the boundary between two quantisation codes may get either code. For such inputs,
+    the result contains the distance between the two codes. For all other inputs, the result
+    contains 0. If there are no such inputs, the function returns ``None``.
 
-    To find these inputs, the function makes all inputs a little larger and quantises them, and then
-    makes all inputs a little smaller and quantises them. An input whose two codes differ may get
-    either code. The function does this twice. The first time, it leaves the largest input of each
-    row unchanged, so that the row's range stays the same. The second time, it changes all inputs.
+    To find the inputs, the function quantises two copies of ``x``: one with slightly larger values,
+    and one with slightly smaller values. It then compares the codes of the two copies. The function
+    makes two such comparisons. In the first comparison, the largest input of each row is unchanged,
+    so that the row's range stays the same. In the second comparison, all inputs are changed.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -528,7 +530,7 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # A slightly different range changes all values slightly. Ignore such differences, because they
-    # do not mean that an input got a different code.
+    # If the range changes slightly, all quantised values change slightly, even if the codes stay
+    # the same. Ignore such small differences.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

@@ -42,7 +42,7 @@ class Canvas:
 def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
     """Create random prompts without special tokens.
 
-    Each prompt contains ``PROMPT_LENGTH`` tokens, but at most half as many tokens as a canvas.
+    Each prompt contains ``PROMPT_LENGTH`` tokens, or half the canvas length if that is smaller.
     """
     c, rng = network, np.random.default_rng(seed)
     length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))

@@ -42,14 +42,14 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-# Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
+# Dream's code needs transformers 4.46.2. LLaDA's code runs with transformers up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
 # The keys of auto_map (an entry of config.json) that may name the class to run. The first two keys
 # name classes that compute logits.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 # The keys of config.json that must not be passed to the trunk (a class of transformers with the
-# same layers), because they name other classes or the type of the stored weights.
+# same layers). The values of these keys name other classes, or the type of the stored weights.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -79,8 +79,8 @@ class CaptureOptions:
     """Options of a capture.
 
     - ``trust_remote_code``: allows running Python files in the checkpoint's folder.
-    - ``trunk``: runs a transformers class with the same layers and our attention mask, instead of
-      the released class.
+    - ``trunk``: runs a transformers class with the same layers and dlm-export's attention mask,
+      instead of the released class.
     - ``prompts``: text file with one prompt per line. If ``None``, random token IDs are used.
     - ``count``: number of prompts per mask ratio.
     - ``seed``: seed of random prompts and canvases.
@@ -117,7 +117,7 @@ def capture(
         path: The checkpoint's folder.
         options: The options that select the class and the prompts.
         overrides: Values for keys that are missing in config.json.
-        progress: Receives the three stages of the capture.
+        progress: The object that is notified when one of the three stages starts or advances.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -250,9 +250,9 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Find the class that config.json names for ``architecture``, and all files that it needs.
+    """Find the class for ``architecture`` in auto_map, and the Python files that the class needs.
 
-    Returns ``None`` if the entry auto_map of config.json names no class.
+    auto_map is an entry of config.json. Returns ``None`` if auto_map names no class.
     """
     auto_map = checkpoint.config.get("auto_map")
     if not isinstance(auto_map, dict):
@@ -276,7 +276,10 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return a module's file, and the folder's files that it imports directly or indirectly."""
+    """Return the file of ``module``, and all files in ``folder`` that this file imports.
+
+    Also returns the files that the imported files import.
+    """
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
         path = folder / name
@@ -323,7 +326,7 @@ def _transformers() -> Any:
 
 
 class _Released:
-    """An instance of the chosen class with the checkpoint's weights, which computes in fp32."""
+    """Runs the chosen class in fp32, with the checkpoint's weights."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
         """Load the class and the weights.
@@ -409,8 +412,8 @@ class _Released:
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # The class adds this mask to its attention scores. Without this mask, a position would
-            # attend only to earlier positions.
+            # The trunk's own attention mask would hide all later positions. This mask hides only
+            # later blocks.
             blocks = torch.arange(length) // (self.visible_block or length)
             is_hidden = blocks > blocks.unsqueeze(1)
             arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(

@@ -87,7 +87,7 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run the parts of a graph in order. Each part computes all ``passes`` before the next part.
+    """Run the parts of a graph in order. A part computes all ``passes`` before the next part runs.
 
     For each part, yields the part and a list with one mapping per pass. A mapping contains those
     outputs of the part that ``wanted`` names. ``folder`` contains the graph's weight file.

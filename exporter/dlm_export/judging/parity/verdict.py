@@ -2,8 +2,8 @@
 
 Parity is checked in two ways. At the end of every build, ``against_torch`` compares the bundle with
 dlm-export's own torch denoiser. If dlm-export reads a checkpoint wrongly, the bundle and the torch
-denoiser contain the same mistake, and ``against_torch`` cannot find it. ``against_golden`` can find
-it, because it compares a bundle with logits of the released code.
+denoiser contain the same mistake, so ``against_torch`` cannot find the mistake. ``against_golden``
+compares a bundle with logits of the released code, so it finds such mistakes too.
 
 This module does not import torch, so that devices without torch can compare a bundle with a golden
 file.
@@ -23,7 +23,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
 ROUTER = "fp32"  # the format that results show for a router; routers always compute in fp32
-LOGITS = "logits"  # the name of the result for the final logits, instead of a layer's name
+LOGITS = "logits"  # stands for a layer's name in the result of comparing the final logits
 
 
 class ParityError(DlmError):
@@ -47,7 +47,7 @@ class Tolerance:
 
     @property
     def passed_on(self) -> float:
-        """The largest allowed difference of values that were computed from attention's results."""
+        """The largest allowed difference of a value that depends on the output of attention."""
         return max(self.relative, self.rounding)
 
 
@@ -60,14 +60,14 @@ TOLERANCES = {
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# In a rounded cache, a key or value halfway between two codes may get either code. If two logits
-# are nearly equal, the bundle may therefore choose a different token than torch. This number is the
-# smallest allowed share of identical canvases with a rounded cache.
+# The smallest allowed share of identical canvases if the cache is rounded. A key or value halfway
+# between two quantisation codes may get either code. If two logits are nearly equal, the bundle may
+# therefore choose a different token than torch.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# With block-causal attention, a pass rounds even its own keys and values before it reads them. If a
-# query attends to one key only, a value that gets the other code changes the result by the distance
-# between two codes. fp16 has
-# 11 significant bits, bf16 has 8, and INT8 has 127 steps up to the largest magnitude of a row.
+# The tolerance for rounded keys and values in block-causal networks, for each type of cache. If two
+# denoisers round a value to neighbouring codes, the output of attention may differ by the distance
+# between the two codes. fp16 has 11 significant bits, bf16 has 8, and INT8 has 127 steps up to the
+# largest magnitude of a row.
 ROUNDED_ROWS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8": 1e-2}
 # Tolerances for a single layer, and for the operators between two layers. The keys are precisions
 # of the unquantised parts of a bundle.
@@ -89,7 +89,8 @@ def tolerance_of(precision: str, cache_dtype: str, visible_block: int | None) ->
 def rounded(tolerance: Tolerance, cache_dtype: str, visible_block: int | None) -> Tolerance:
     """Add the tolerance for rounded keys and values if attention is block-causal.
 
-    Block-causal passes read their own keys and values as the cache stores them.
+    A block-causal pass rounds its own keys and values to the type of the cache before it reads
+    them.
     """
     if visible_block is None:
         return tolerance
@@ -101,9 +102,9 @@ class GraphRow:
     """The comparison of logits at one mask ratio.
 
     ``argmax_equal`` is the number of rows for which both denoisers predict the same token.
-    ``argmax_ties`` is the number of rows where the predictions differ, but rounding can be the
-    reason: the difference between the row's two best logits is less than twice the worst difference
-    between the denoisers.
+    ``argmax_ties`` is the number of rows where rounding explains why the predicted tokens differ.
+    In these rows, the difference between the two best logits is less than twice the worst
+    difference between the denoisers.
     """
 
     mask_ratio: float
@@ -232,12 +233,12 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describe the first two missed tolerances, and state how many others were missed."""
+        """Describe the first two missed tolerances, and count the other missed tolerances."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return values that JSON can hold, for accuracy.json and ``--json``."""
+        """Return the results as plain Python objects, for accuracy.json and ``--json``."""
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
 
 

@@ -23,7 +23,7 @@ from dlm_export.quantising.numbers import Quantisation
 class _RoundedHead(Head):
     """A head that multiplies by the quantised embedding table.
 
-    The head's input is rounded as the head's format requires.
+    The head first rounds its input to the number format of its layer.
     """
 
     def __init__(self, head: Head, done: Quantisation) -> None:

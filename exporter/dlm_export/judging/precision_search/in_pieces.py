@@ -1,7 +1,10 @@
-"""Measures the losses of layers, and the losses of the search's recipes, with workers.
+"""Measures the losses of layers and of whole recipes in worker processes.
 
-A piece of the estimate is a few states. A piece of the exact method is one layer. A piece of a
-recipe's loss is the masked canvases of a few samples.
+One task of a worker is called a piece:
+
+- To estimate the losses of layers, a piece processes a few calibration states.
+- To measure the losses of layers exactly, a piece measures one layer.
+- To measure the loss of a recipe, a piece compares the predictions for a few samples.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ SAMPLES = 4  # number of samples in a piece of a recipe's loss
 
 @dataclass(frozen=True)
 class _Portable:
-    """A quantisation without the source's parameters, which each worker opens itself."""
+    """A quantisation without the source's parameters. Each worker opens the source itself."""
 
     done: Quantisation
     is_stored: bool
@@ -62,7 +65,7 @@ class _Sweep:
 
 
 def _key(remote: Remote, choices: Iterable[Quantisation], told: Iterable[str]) -> str:
-    """Return a hash of the source, of the quantisations, and of the texts ``told``."""
+    """Return a hash of the source, of the quantisations, and of the strings in ``told``."""
     described = [[done.recipe.as_dict(), sorted(done.formats.items())] for done in choices]
     digest = hashlib.sha256(json.dumps([remote.solving, described]).encode())
     for text in told:
@@ -81,10 +84,7 @@ def losses(
     *,
     exact: bool,
 ) -> list[Losses]:
-    """Measure the loss of each quantised layer (see ``sensitivity.losses``).
-
-    ``states`` are the states on which the losses are measured.
-    """
+    """Measure the loss of each quantised layer on ``states`` (see ``sensitivity.losses``)."""
     key = _key(remote, choices, (state.sha256 for state in states))
     portable = tuple(_Portable.of(done) for done in choices)
     shared = _Sweep(remote.source, portable, tuple(states), key)

@@ -47,6 +47,6 @@ class MaskedLoss:
         return self.increase(found)
 
     def increase(self, found: Masked) -> float:
-        """Return the same for the comparison ``found`` on ``canvases``."""
+        """Return the relative increase of cross-entropy in the comparison ``found``."""
         increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]
         return float("inf") if increase is None else float(increase)

@@ -6,9 +6,9 @@ The search has three steps:
 2. ``trade_off`` makes an ordered list of changes, each of which gives one layer a cheaper format.
    Before the first change, all layers are in full precision. After the last change, all layers are
    in their cheapest formats. The cost of a format is its size in bytes or its measured time.
-3. A bisection finds how many changes from the start of the list the budget allows. For each number
-   that it tries, the bisection makes these changes and measures the actual loss, always with the
-   same random masks.
+3. A bisection finds the largest number n for which the first n changes keep the loss within the
+   budget. For each n that it tries, it makes the first n changes and measures the loss. All
+   measurements use the same random masks.
 
 Torch computes the effect of every format in fp32, so the target device is not needed.
 """
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET = 0.01  # largest allowed relative increase of cross-entropy at masked positions
 # The build uses the same solver, so the search measures the weights that the build will write.
 SOLVER = "gptq"
-PROBES = 8  # maximum number of loss measurements in the bisection; enough for 2**7 changes
+PROBES = 8  # maximum number of loss measurements in the bisection; suffices for 2**7 changes
 
 
 @dataclass(frozen=True)
 class AutoOptions:
     """Options of the search.
 
-    ``formats`` lists the formats that a layer may get instead of full precision. If ``formats`` is
-    ``None``, these are the formats that the target recommends. If ``tune`` is true, the search
-    minimises the measured time instead of the size.
+    ``formats`` lists the formats that a layer may get instead of full precision. ``None`` means the
+    formats that the target recommends. If ``tune`` is true, the search minimises the measured time
+    instead of the size.
     """
 
     formats: tuple[str, ...] | None = None
@@ -252,8 +252,7 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    # ``path[low]`` always meets the budget. In ``path[0]``, all layers are in full precision, which
-    # meets every budget.
+    # ``path[low]`` always meets the budget: in ``path[0]``, all layers are in full precision.
     low, high = 0, len(path) - 1
     measured[high] = measure(path[high])
     if measured[high] <= budget:

@@ -92,7 +92,7 @@ def is_frontier(expected: Tensor) -> Tensor:
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence between two tables of log probabilities ``[R, V]``, for each row."""
+    """Return each row's KL divergence between two tables of log probabilities ``[R, V]``."""
     probs = expected.exp()
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
@@ -112,7 +112,7 @@ class Sums:
     lost: list[dict[str, tuple[float, float]]]
 
     def merged(self, later: Sums) -> Sums:
-        """Return the sums over the states of both objects."""
+        """Return the sums over the states of this object and the states of ``later``."""
         lost = [
             {layer: (a + theirs[layer][0], b + theirs[layer][1]) for layer, (a, b) in ours.items()}
             for ours, theirs in zip(self.lost, later.lost, strict=True)
@@ -186,7 +186,7 @@ def sums(
         on_done()
     tables = _at_the_table(carried, gradients, choices)
     for lost, looked_up in zip(found.lost, tables, strict=True):
-        # Add the loss that arises because the lookup returns rows of the quantised table.
+        # Add the loss from looking up embeddings in the quantised table.
         if looked_up is not None:
             (a, b), (more_a, more_b) = lost[HEAD], _by_kind(looked_up)
             lost[HEAD] = a + more_a, b + more_b
@@ -194,7 +194,7 @@ def sums(
 
 
 def _by_kind(squares: Tensor) -> tuple[float, float]:
-    """Sum ``(g . e)**2 / 2`` over the gradients g of frontier positions, and over all others."""
+    """Add up the losses ``(g . e)**2 / 2`` of frontier positions, and those of other positions."""
     at_frontier, elsewhere = (float(squares[part].sum()) / 2 for part in _PARTS)
     return at_frontier, elsewhere
 
@@ -233,7 +233,7 @@ def _at_the_head(
 ) -> Sums:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    The random gradients of a canvas depend on its index, to which ``first`` is added.
+    The seed of a canvas's random gradients is ``first`` plus the canvas's index in ``carried``.
     """
     layered, c = carried.layered, carried.layered.network
     end, head = layered.end(), layered.head()
@@ -317,9 +317,8 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This assignment overwrites the incoming gradient, so it must come last. The code above
-            # still needs this array, because it is also the gradient of each layer whose output is
-            # added to the block's result.
+            # This assignment replaces the gradient at the block's output by the gradient at the
+            # block's input. It must come last, because the code above needs the old gradient.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -327,7 +326,7 @@ def _through(
 def _at_the_table(
     carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[Tensor | None]:
-    """Compute the loss that arises because a pass looks up rows of a quantised embedding table.
+    """Compute the loss from looking up embeddings in a quantised table.
 
     For each quantisation in ``choices``, the function returns the sum of ``(g . e)**2`` over all
     canvases, with one element per random gradient g. For a quantisation that leaves a tied table
@@ -388,7 +387,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 
 class Sweep:
-    """The exact method, which quantises some layers and runs the whole denoiser."""
+    """Implements the exact method: quantises some layers and runs the whole denoiser."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
         self.denoiser, self.states = denoiser, swept(states)
@@ -416,7 +415,7 @@ class Sweep:
 
 
 def method(*, exact: bool) -> str:
-    """Return the name that accuracy.json uses for the method."""
+    """Return the name of the method that measures the losses of layers, for accuracy.json."""
     return "exact" if exact else "fisher"
 
 

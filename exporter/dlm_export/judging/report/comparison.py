@@ -1,6 +1,6 @@
 """Writes an HTML page that compares the size, accuracy and speed of bundles of one checkpoint.
 
-The accuracy figures come from each bundle's accuracy.json. The page compares the figures only if
+Each bundle's accuracy.json contains its measured loss of accuracy. The page compares losses only if
 they were measured on the same data, with the same denoiser as reference. The caller measures the
 speed of all bundles in one run (``bench.side_by_side``). This module does not need torch.
 """
@@ -39,7 +39,7 @@ class ComparisonError(DlmError):
 class Entry:
     """A bundle that the page compares.
 
-    ``judgement`` contains the accuracy figures from the bundle's accuracy.json, or ``None`` if the
+    ``judgement`` is the entry ``judgement`` of the bundle's accuracy.json, or ``None`` if the
     accuracy was not measured.
     """
 
@@ -62,7 +62,7 @@ class Entry:
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the bundle's table row, as values that JSON can hold."""
+        """Return the bundle's table row as plain Python objects."""
         j = self.judgement
         free, frontier = (j["free_running"], j["frontier"]) if j else (None, None)
         task = free["task"] if free else None
@@ -84,7 +84,7 @@ class Entry:
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
-    """Read the manifests and the accuracy figures of the bundles in ``folders``.
+    """Read the manifest and accuracy.json of each bundle in ``folders``.
 
     Raises BundleError. Raises ComparisonError if two bundles cannot be compared.
     """
@@ -134,7 +134,7 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Check that the accuracy figures contain every value that the page needs.
+    """Check that the bundle's accuracy.json contains every value that the page needs.
 
     Raises KeyError, TypeError, ValueError or AttributeError if a value is missing or wrong.
     """

@@ -1,8 +1,8 @@
 """Draws figures with matplotlib, as SVG that can be embedded in an HTML page.
 
 A figure uses the colours and the font of the page. matplotlib draws with placeholder colours. This
-module replaces them with variables of the style sheet, so that a figure has the colours of light or
-dark mode, like the page. Text in a figure is stored as text, not as outlines. Every figure is
+module replaces each placeholder with a variable of the style sheet, so that the figure's colours
+follow light and dark mode. Text in a figure is stored as text, not as outlines. Every figure is
 ``WIDTH`` units wide. For screen readers, an aria-label contains the numbers that the figure shows.
 """
 
@@ -23,8 +23,8 @@ from dlm_export.judging.report.numbers import finite, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# The width of every figure. A phone is about this many pixels wide, so text of 9 units is legible
-# on a phone.
+# The width of every figure. The screen of a phone is about 360 pixels wide, so a text height of 9
+# units is legible on a phone.
 WIDTH = 360
 # Maps the placeholder colours of matplotlib to the colours of the page that replace them.
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# The figure of effort levels gets a logarithmic axis if a variant of the preset needs more than
-# ``LONG_AXIS`` times as many passes as the level ``high``.
+# In the figure of effort levels, the axis for the number of passes is logarithmic if one variant of
+# the preset needs more than ``LONG_AXIS`` times as many passes as the level ``high``.
 LONG_AXIS = 4
 
 
@@ -104,9 +104,9 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot how much the range of each layer's inputs depends on the mask ratio.
 
-    There is one row per layer. Each row contains ten cells, one for each tenth of the mask ratios
-    from 0 to 1. The value of a cell is the layer's largest input at the cell's mask ratios, divided
-    by the smallest such input in the row. A larger value gets a darker colour.
+    There is one row per layer. Each row contains ten cells. Each cell is for a tenth of the mask
+    ratios from 0 to 1, and contains the layer's largest input at these mask ratios, divided by the
+    smallest of the row's ten largest inputs. A larger result gets a darker colour.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan

@@ -100,6 +100,7 @@ FORMS: dict[str, Callable[..., str]] = {
 def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
     """Format an interval, such as "1.0% to 2.0%".
 
-    ``form`` selects the function that formats the two bounds: "percent" means ``as_percent``.
+    ``form`` names the function that formats the two bounds. For example, "percent" means
+    ``as_percent``.
     """
     return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

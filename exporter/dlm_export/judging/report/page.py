@@ -284,9 +284,9 @@ def clipped(text: str | None) -> str | None:
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
     """Mark the parts of the text ``ours`` that differ from the text ``theirs``.
 
-    Returns a list of pairs of a flag and a part of ``ours``. The parts follow each other in the
-    text. The flag is True if ``theirs`` does not contain the part at the corresponding place. If
-    ``ours`` is ``None``, the function returns ``None``.
+    Returns a list of pairs of a flag and a part of ``ours``, in the order of the text. The flag is
+    True if ``theirs`` does not contain the part at the corresponding place. If ``ours`` is
+    ``None``, the function returns ``None``.
     """
     if ours is None:
         return None

@@ -1,7 +1,7 @@
-"""Lets a bundle in the native runtime be one of the two denoisers of a comparison.
+"""Implements the interface of a comparison's denoisers for a bundle in the native runtime.
 
-Each pass computes a single canvas, as on a device. Otherwise, the quantisation range of an
-activation would depend on all canvases of the pass.
+Each pass computes a single canvas. If a pass computed several canvases, the quantisation range of
+an activation would depend on all these canvases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from dlm_runtime import Bundle, Generation, Policy
 
 
 class Spent(NamedTuple):
-    """The seconds and passes of one generated text, its prompt's tokens, and how many were reused."""
+    """The time and the number of passes that one generated text needed.
+
+    ``cached_tokens`` is the number of prompt tokens that were reused from earlier prompts.
+    """
 
     seconds: float
     nfe: int
@@ -95,7 +98,7 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def reused(self) -> tuple[int, int]:
-        """Return the number of prompt tokens of all generated texts so far.
+        """Return the number of tokens in the prompts of all texts generated so far.
 
         Also returns how many of these tokens were reused from earlier prompts.
         """
@@ -107,8 +110,8 @@ class BundlePredictor:
     def speed(self) -> dict[str, Any] | None:
         """Return the speed of text generation so far, and a description of the machine.
 
-        If the bundle has generated no text, the function returns ``None``. It also does so if the
-        CPU only simulates the bundle's number formats, by computing in fp32.
+        Returns ``None`` if the bundle has generated no text, or if the CPU only simulates the
+        bundle's number formats.
         """
         seconds = sum(done.seconds for done in self.spent)
         passes = sum(done.nfe for done in self.spent)

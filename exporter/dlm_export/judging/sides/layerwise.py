@@ -1,4 +1,4 @@
-"""Lets a torch denoiser that does not fit into memory be one of the two denoisers of a comparison.
+"""Compares a torch denoiser that does not fit into memory.
 
 The denoiser's layers are loaded one at a time, and each layer processes all canvases before the
 next layer is loaded. All canvases must therefore be known in advance. Memory contains one layer,
@@ -30,11 +30,7 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """Implements ``Seer`` with torch.
-
-    The method ``see`` runs all canvases through the first layer, then through the second layer, and
-    so on.
-    """
+    """Implements ``Seer`` with torch."""
 
     def __init__(
         self,
@@ -45,7 +41,7 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes`` and ``folder`` say where to store hidden states (see ``Carried``).
+        """Hidden states that do not fit into ``memory_bytes`` are stored in a file in ``folder``.
 
         ``cache_dtype`` is the type of the cache (see ``Walked``).
         """

@@ -1,4 +1,4 @@
-"""Prepares text generation for samples: the prompt, the length, and the decoding of the result."""
+"""Splits samples into prompts and answers, and converts generated token IDs to text."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def new_tokens(
 ) -> int:
     """Return the number of tokens to generate after each prompt.
 
-    The number is the length of the longest answer, rounded up to whole blocks. Rounding up stops at
-    the default length that the bundle records, because denoisers with full attention may fail at
-    lengths that they were not trained with. The longest prompt and the generated tokens always fit
-    on the canvas.
+    The number is the length of the longest answer, rounded up to whole blocks. Rounding up never
+    exceeds the default length that the bundle records, because denoisers with full attention may
+    fail at lengths that they were not trained with. The longest prompt and the generated tokens
+    always fit on the canvas.
     """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]

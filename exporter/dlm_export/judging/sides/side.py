@@ -101,7 +101,7 @@ class Seer(Scorer, Protocol):
         """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """Return the raw logits of one pass in the run of a different denoiser, fp32 ``[R, V]``.
+        """Return this denoiser's raw logits for a pass of another denoiser's run, fp32 ``[R, V]``.
 
         ``walk`` is the run's index in the argument ``walks`` of ``see``. ``step`` is the index of
         the pass in the run. This denoiser has computed the pass with its own cache, which the
@@ -123,7 +123,7 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 def check_judged(network: NetworkSpec) -> None:
     """Raise JudgeError if the accuracy of a network cannot be measured.
 
-    The measurement makes passes over whole canvases. A network with draft passes and a mask token
+    Accuracy is measured with passes over whole canvases. Networks with draft passes and a mask token
     cannot predict masked tokens in such passes.
     """
     if not can_judge(network):

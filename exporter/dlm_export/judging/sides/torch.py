@@ -1,4 +1,4 @@
-"""Lets a torch denoiser be one of the two denoisers of a comparison.
+"""Implements the interface of a comparison's denoisers for a torch denoiser.
 
 This module is separate from the module ``bundle``, because ``bundle`` must work without torch.
 """

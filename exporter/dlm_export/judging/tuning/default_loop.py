@@ -34,8 +34,9 @@ such a loss.
 def fastest(levels: Levels) -> LevelPoint | None:
     """Choose the fastest loop whose quality is at least the quality of one token per pass.
 
-    If the quality of the preset's own loop is sufficient too, and the fastest loop saves less than
-    ``LEAST_SAVING`` of the passes, the function chooses the preset's own loop.
+    The function prefers the preset's own loop: it chooses a faster loop only if this loop saves at
+    least the share ``LEAST_SAVING`` of the passes, or if the quality of the preset's own loop is
+    too low.
 
     Returns ``None`` if there are too few samples, if the loop with one token per pass gives no
     right answer, or if no faster loop has the required quality.
@@ -52,9 +53,9 @@ def fastest(levels: Levels) -> LevelPoint | None:
 
 
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
-    """Return a copy of the manifest that contains a new default loop, which ``fastest`` chooses.
+    """Return a copy of the manifest whose default loop is the result of ``fastest``.
 
-    If the manifest already contains a fitted default loop, the new default loop replaces it.
+    If ``fastest`` returns ``None``, the default loop is the published loop.
     """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)

@@ -66,7 +66,8 @@ class Levels:
     """The effort levels of a preset, and the measurements from which the levels were chosen.
 
     - ``quality``: the kind of quality that was measured. ``task`` means the share of right answers.
-      ``agreement`` means the share of tokens that are equal to the tokens of ``careful``.
+      ``agreement`` means the share of tokens that are equal to the tokens of the variant
+      ``careful``, which commits one token per pass.
     - ``samples``: the number of samples.
     - ``curve``: all measured variants, sorted by their number of passes.
     - ``levels``: maps each level's name to the level's variant.
@@ -88,9 +89,9 @@ class Levels:
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest with these levels, and a default loop from ``curve``.
+        """Return a copy of the manifest with these levels and with a new default loop.
 
-        The new levels and the new default loop replace any that were fitted before.
+        The default loop is one of the variants in ``curve``. Earlier levels are replaced.
         """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
@@ -105,9 +106,9 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
 
     The first variant contains no changes. The last variant commits one token per pass.
 
-    If the denoiser's ``shift`` is 1, no variant uses ``store=open``. A denoiser with ``shift`` 1
-    predicts the first position of a block in the pass that stores the previous block, so that pass
-    must be separate.
+    If the denoiser's ``shift`` is 1, no variant uses ``store=open``. Such a denoiser needs a
+    separate pass to store a block, because this pass also predicts the first position of the next
+    block.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
@@ -193,7 +194,8 @@ def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, Lev
     """Choose the variant of each level. The docstring of this module explains the rules.
 
     ``own`` is the preset without changes. If several variants have the best quality, ``high`` is
-    preferably a variant that needs at least as many passes as ``own``.
+    the fastest of them that needs at least as many passes as ``own``. If there is none, ``high`` is
+    the slowest of them.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))

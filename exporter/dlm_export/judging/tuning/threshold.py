@@ -3,7 +3,7 @@
 Quantisation shifts confidences, so a different threshold may be better for the bundle than for the
 source. The source (the reference) generates text with the preset's threshold. The bundle (the
 candidate) generates text with several thresholds. The bundle gets a different threshold only if
-paired bootstrap intervals over samples show that it is better.
+paired bootstrap intervals over samples show that the different threshold is better.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# A loss of quality up to this value counts as no loss, because a few dozen samples cannot show such
-# a small loss.
+# A loss of quality is ignored if it is at most ``MARGIN``, because a few dozen samples cannot show
+# such a small loss.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The chosen threshold, and the measurements for choosing it.
+    """A chosen threshold, and the measurements by which it was chosen.
 
     - ``original``: the candidate's results with the preset's threshold.
     - ``reference``: the reference's results with the preset's threshold.
@@ -80,7 +80,7 @@ class Refit:
     interval: tuple[float, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return values that JSON can hold, for the manifest and accuracy.json."""
+        """Return the results as plain Python objects, for the manifest and accuracy.json."""
         return asdict(self) | {"interval": list(self.interval)}
 
 
@@ -137,19 +137,19 @@ def refit_threshold(
 
     If every sample has an answer and ``decode`` returns text, quality is the share of right
     answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
-    with one token per pass. In the second case, the function uses fewer samples, because the loop
-    with one token per pass is slow. The function chooses so few samples that this loop makes at
-    most as many passes as the comparison of masked canvases.
+    with one token per pass. This loop is slow. If quality is the share of equal tokens, the
+    function therefore uses only some of the samples, so that the loop makes at most as many passes
+    as the comparison of masked canvases.
 
     There are two reasons to change the threshold:
 
     - The candidate's quality is significantly worse than the reference's quality. In this case, the
-      function finds the lowest threshold for which the quality is not significantly worse. If this
-      threshold is significantly better than the policy's threshold, the function chooses it.
+      function finds the lowest threshold for which the quality is not significantly worse. The
+      function chooses this threshold if it is significantly better than the policy's threshold.
     - The candidate needs significantly more passes than the reference. In this case, the function
       chooses the lowest threshold that loses no quality and needs at least as many passes as the
-      reference. It does not choose a threshold that needs fewer passes, because the few samples
-      might not show the loss of quality.
+      reference. With fewer passes than the reference, the candidate might lose quality that a few
+      samples do not show.
 
     ``on_done`` is called once per generated text (see ``refit_steps``). Raises JudgeError if there
     are no samples. Raises RequestError if the policy has no threshold.
@@ -173,8 +173,8 @@ def refit_threshold(
             on_done()
         return found
 
-    # This policy gives the best text that the reference can generate, because it commits one token
-    # per pass and uses no cache.
+    # A policy that commits one token per pass and uses no cache gives the best text that the
+    # reference can generate.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 

@@ -14,8 +14,7 @@ using dlm::require;
 
 namespace {
 
-// `size` points to a member. If this member has the same value in all layers, returns the value.
-// Otherwise returns 0.
+// Returns the value of the member `size` if it is the same in all layers. Otherwise returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -95,8 +94,8 @@ int available_cores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Returns `wanted`, limited to the number of cores. With more threads than cores, threads would
-// only wait for each other, and starting thousands of threads would take minutes.
+// Returns `wanted`, limited to the number of cores. More threads than cores do not make passes
+// faster, and starting thousands of threads takes minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
@@ -199,14 +198,15 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
-    // If possible, another thread hashes the files while the engine maps them into memory.
+    // std::async may hash the files on a second thread while the engine opens them.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
       opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
     } catch (...) {
-      hashed.get();  // throws if a file is damaged, because that explains the engine's error
+      hashed.get();  // if a file is damaged, this throws an error that explains why the engine
+                     // failed
       throw;
     }
     hashed.get();

@@ -89,9 +89,9 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// Returns the hash of the vocabulary that the program passes. The vocabulary may contain a
-// callback. Then the hash includes only the address of the callback. The library calls the callback
-// only during the C call that received it.
+// Returns the hash of the vocabulary that the program passes. If the vocabulary contains a
+// callback, the hash includes only the address of the callback. The library calls the callback only
+// during the C call that received the vocabulary.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
@@ -106,9 +106,9 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   return hash.digest();
 }
 
-// Indexing a vocabulary takes longer than compiling a small constraint. So the bundle stores the
-// index of the last vocabulary that the program passed. If the next vocabulary has the same hash,
-// this index is used again.
+// Indexing a vocabulary takes longer than compiling a small constraint. So the bundle keeps the
+// index of the last vocabulary that the program passed, and uses it again if the next vocabulary
+// has the same hash.
 VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
   if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);

@@ -39,9 +39,9 @@ struct dlm_bundle {
   std::mutex text_mutex;
   dlm_text text;  // the bundle's tokenizer and chat template; empty until a call needs them
   std::mutex vocabulary_mutex;
-  // The bundle's vocabulary. The first call that compiles a constraint creates it.
+  // The index of the bundle's vocabulary. The first call that compiles a constraint creates it.
   std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
-  // The vocabulary that the program passed in its last call.
+  // The index of the last vocabulary that the program passed for compiling a constraint.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
   std::array<uint8_t, 32> given_hash{};  // hash of given_vocabulary
   dlm::PromptCaches prompt_caches;
@@ -82,8 +82,8 @@ dlm_status guarded(Body body, Report report) {
   } catch (const ThreadExit&) {
     throw;
   } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // `report` has thrown an exception, because there is not enough
-                               // memory for the message
+    return DLM_OUT_OF_MEMORY;  // there was not enough memory for the message, so `report` has
+                               // thrown an exception
   }
 }
 
@@ -108,7 +108,7 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
   });
 }
 
-// Returns the caller's policy, or the bundle's default policy if the caller passes NULL.
+// Checks and returns the caller's policy. If `given` is NULL, returns the bundle's default policy.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
 // Returns the bundle's tokenizer. The first call reads the bundle's text file.

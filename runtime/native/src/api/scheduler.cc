@@ -1,5 +1,5 @@
-// The C ABI of schedulers and jobs. Any thread may submit a job. One thread of the program runs the
-// jobs.
+// The C ABI of schedulers and jobs. Any thread may submit a request. One thread of the program runs
+// all requests.
 #include <algorithm>
 #include <cmath>
 #include <memory>

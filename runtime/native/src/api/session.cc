@@ -34,8 +34,8 @@ struct dlm_session {
       : bundle(opened),
         passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
         runner(opened.manifest.denoiser, passes, {}) {
-    // Open the context now, so that an error about device memory is reported when the session is
-    // created.
+    // Open the engine's context now. Otherwise, only the first request would report that the device
+    // has too little memory.
     passes.spare_context();
   }
 
@@ -46,7 +46,7 @@ struct dlm_session {
   Runner runner;
   std::unique_ptr<SharedRunner> shared;
   uint64_t prefix_cache_bytes = 0;
-  // The arrays for passes that do not belong to a request, for example for measuring.
+  // Arrays for passes that run without a request, for example in dlm_session_time_passes.
   dlm::Buffers buffers;
   std::mutex jobs_mutex;
   std::vector<std::shared_ptr<dlm::Job>> jobs;  // the jobs of the last call that ran requests
@@ -77,7 +77,7 @@ dlm_status guarded(dlm_session* session, Body body) {
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
-  // A call from a callback may have been rejected, and this rejection may have set last_error.
+  // The call succeeded, but last_error may contain the message of a rejected call from a callback.
   if (status == DLM_OK) session->last_error.clear();
   session->is_running = false;
   return status;
@@ -124,7 +124,8 @@ void share_passes(dlm_session& session, int64_t rows) {
   const int32_t page = dlm::page_rows(denoiser.visible_block);
   const uint64_t most = session.prefix_cache_bytes / dlm::row_bytes(denoiser.cache);
   const int64_t kept = std::min<uint64_t>(most, INT32_MAX) / page * page;
-  // Even without a prefix cache, the requests of one call can share the pages of their prompts.
+  // Even without a prefix cache, requests that run at the same time can share pages of their
+  // prompts.
   const int64_t all = std::max(rows, kept);
   if (auto passes = dlm::make_shared_passes(denoiser, *session.bundle.engine, all,
                                             kept > 0 ? kept : all, session.bundle.prompt_caches))
@@ -134,8 +135,8 @@ void share_passes(dlm_session& session, int64_t rows) {
 void start(dlm_session& session, const dlm_request* request) {
   drop(session);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  // Only the PassMaker for shared passes can reuse stored cache rows. So a single request uses this
-  // PassMaker only if rows of its prompt may be stored already.
+  // Cache rows of earlier requests can be reused only in shared passes. So a single request runs in
+  // shared passes only if rows of its prompt may be stored already.
   const bool has_stored = session.prefix_cache_bytes > 0 || !session.bundle.prompt_caches.empty();
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
   if (has_stored && wanted.request.reusable() > 0)
@@ -153,8 +154,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Groups requests that can run in lockstep. Adds each request to the first group with whose members
-// it can run. Returns the indices of the requests, group by group.
+// Groups requests that can run in lockstep. Adds each request to the first suitable group that has
+// room, or starts a new group. Returns the indices of the requests, group by group.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
@@ -173,8 +174,8 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
   return order;
 }
 
-// Returns an upper limit for the number of cache rows that `most` of the requests need together,
-// whichever of them run at the same time. Each canvas reserves a multiple of `page_rows` rows.
+// Returns the largest number of cache rows that any `most` of the requests need together. Each
+// canvas reserves a multiple of `page_rows` rows.
 int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t page_rows) {
   std::vector<int64_t> rows;
   for (const dlm::Wanted& wanted : requests)

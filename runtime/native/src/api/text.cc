@@ -12,7 +12,7 @@ using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// Copies the result of `body` to the caller's buffer, but at most `capacity` bytes or ids. Sets
+// Copies at most `capacity` bytes or ids of the result of `body` to the caller's buffer. Sets
 // *count to the full number of bytes or ids, even if the buffer is too small.
 template <class Element, class Body>
 dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,

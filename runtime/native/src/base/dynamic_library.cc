@@ -25,7 +25,7 @@ void* open_library(const LibrarySearch& search, const std::string& given, std::s
   const std::string what = search.what;
   std::string reason, first_reason;
   if (!given.empty() || (variable != nullptr && *variable != '\0')) {
-    // The user chose this path, so this function does not try a different library.
+    // The user chose a path, so do not try other file names.
     *name = !given.empty() ? given : variable;
     if (void* const handle = try_library(*name, &reason)) return handle;
     const std::string origin =

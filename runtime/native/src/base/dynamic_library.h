@@ -1,5 +1,5 @@
-// Loads third-party libraries at run time, when an engine needs them. The runtime does not link to
-// these libraries.
+// Loads third-party libraries at run time. The runtime does not link to these libraries, so a
+// missing library matters only to the engine that needs it.
 #pragma once
 
 #include <string>
@@ -19,8 +19,8 @@ struct LibrarySearch {
 // Opens a library and returns its handle. If `given` is not empty, opens the library at this path.
 // Otherwise, if the environment variable contains a path, opens the library at that path. Otherwise
 // tries the file names in order until a library can be opened. Sets *name to the path or file name
-// of the opened library. The runtime never closes the library, because it may still run threads.
-// Throws an Error with status DLM_ENGINE_MISSING if no library can be opened.
+// of the opened library. The runtime never closes the library, because the library may still run
+// threads. Throws an Error with status DLM_ENGINE_MISSING if no library can be opened.
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

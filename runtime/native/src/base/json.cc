@@ -12,8 +12,7 @@
 namespace dlm::json {
 namespace {
 
-// Formats a number for messages. Returns the shortest text that a parser converts to the same
-// double.
+// Formats a number for messages. Returns the shortest text that parses to the same number.
 std::string shown(double number) {
   char text[40];
   const auto end = std::to_chars(text, text + sizeof text, number).ptr;
@@ -22,8 +21,7 @@ std::string shown(double number) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Returns true if messages can show the key without quotes in a path such as
-// presets[0].block_length.
+// Returns true if the key needs no quotes in a path such as presets[0].block_length.
 bool is_plain(std::string_view key) {
   const auto is_word = [](char c) {
     return is_digit(c) || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
@@ -134,8 +132,8 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Throws an error if two members have the same key. Sorts the keys first, so even a hostile
-  // object with n keys needs only about n log n comparisons.
+  // Throws an error if two members have the same key. Sorts the keys first, so an object with n
+  // keys needs only about n log n comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
     order.reserve(object.items_.size());
@@ -228,8 +226,7 @@ class Reader {
     out.text_ = text_.substr(0, end);
     const char* const first = out.text_.data();
     const char* const last = first + out.text_.size();
-    // The code uses from_chars, because the result of strtod depends on the locale. The meaning of
-    // a bundle must not depend on the locale.
+    // Do not use strtod, because its result depends on the locale.
     if (std::from_chars(first, last, out.number_).ec != std::errc())
       error("out of range for a double: " + quoted(out.text_));
     out.is_integer_ = is_integer && std::from_chars(first, last, out.integer_).ec == std::errc();

@@ -1,17 +1,17 @@
 // A strict JSON parser (RFC 8259) for text that may be damaged or hostile.
 //
-// The parser also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that
-// overflow a double, and duplicate keys. The parser rejects an escaped NUL, because the library
-// converts strings to C strings. The caller passes limits for the length and the nesting depth of
-// the text, and the parser rejects text that exceeds these limits.
+// The parser rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that overflow a
+// double, and duplicate keys. It also rejects an escaped NUL, because the library converts strings
+// to C strings. The caller passes limits for the length and the nesting depth of the text, and the
+// parser rejects text that exceeds these limits.
 //
 // Every failure throws an Error with status DLM_BAD_BUNDLE. The message of a syntax error starts
 // with "line N: ". If a value has the wrong type or range, the message starts with the path of the
 // value, for example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote
 // at most 60 characters of the text, with escapes.
 //
-// A parsed value takes about 120 bytes of memory, and a value may be very short. So the parsed
-// values of n bytes of text may take 100 * n bytes of memory.
+// Each parsed value takes about 120 bytes of memory, and the text of a value may have one byte. So
+// parsing n bytes of text may take 100 * n bytes of memory.
 #pragma once
 
 #include <cstddef>
@@ -41,16 +41,15 @@ class Value {
 
   Kind kind() const { return kind_; }
 
-  // If this value is a member of an object, key() is the key of the member. Otherwise key() is "".
-  // line() returns the number of the line on which the value starts. The first line has the number
-  // 1.
+  // key() returns the key if this value is a member of an object, and "" otherwise. line() returns
+  // the number of the line where the value starts. The first line has the number 1.
   const std::string& key() const { return key_; }
   int32_t line() const { return line_; }
 
   // Returns the path of this value in the form that messages use, such as presets[0].block_length.
   std::string path() const;
-  // Throws an error with the message "<path>: <reason>". Callers use this function to report a
-  // value that they cannot accept.
+  // Throws an error with the message "<path>: <reason>". Callers use this function to reject a
+  // value.
   [[noreturn]] void refuse(const std::string& reason) const;
 
   // Each of the next functions returns the value as the type in the function's name. If the value
@@ -85,8 +84,8 @@ class Value {
   // fractions, and for strings that are not printable ASCII.
   std::string canonical(std::string_view without = {}) const;
 
-  // Throws an error for the first member whose key is not in `known`. Unknown keys must not be
-  // ignored, because an unknown key could change the meaning of the file.
+  // Throws an error for the first member whose key is not in `known`. An unknown key could change
+  // the meaning of the file, so the caller must not ignore it.
   void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:
@@ -101,8 +100,8 @@ class Value {
   int32_t line_ = 0;
   int64_t integer_ = 0;
   double number_ = 0;
-  // The value that contains this value. The parser sets this pointer when the tree is complete and
-  // no longer moves in memory. The root value owns the tree.
+  // The value that contains this value. The parser sets this pointer at the end, when values no
+  // longer move in memory. The root value owns all other values.
   const Value* parent_ = nullptr;
   std::string key_;
   std::string text_;  // the content of a string, or a number as written in the file

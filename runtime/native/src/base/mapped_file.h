@@ -10,10 +10,10 @@ namespace dlm {
 
 class MappedFile {
  public:
-  // Maps the file at `path`. If `reads_all` is true, the kernel reads the whole file at once, so
-  // that later accesses cause no page faults. Throws an Error with status DLM_NOT_FOUND if the file
-  // is missing. Throws an Error with status `refused` if the file is not a plain file or cannot be
-  // read.
+  // Maps the file at `path`. If `reads_all` is true, the operating system reads the whole file now,
+  // so that later accesses cause no page faults. Throws an Error with status DLM_NOT_FOUND if the
+  // file is missing. Throws an Error with status `refused` if the file is not a plain file or
+  // cannot be read.
   MappedFile(const std::string& path, dlm_status refused, bool reads_all);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;

@@ -71,7 +71,8 @@ void compress_portable(uint32_t* state, const uint8_t* blocks, size_t count) {
 }
 
 #if defined(__x86_64__)
-// This function uses cpuid, because not every compiler's __builtin_cpu_supports knows "sha".
+// This function uses cpuid, because __builtin_cpu_supports("sha") does not compile with every
+// compiler.
 bool has_instructions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0) return false;
@@ -80,10 +81,9 @@ bool has_instructions() {
          (b >> 29 & 1) != 0;
 }
 
-// The instruction sha256rnds2 computes two rounds. For this instruction, the eight words A to H of
-// the hash state must be in two registers: (A, B, E, F) and (C, D, G, H), with the high word first.
-// The instructions sha256msg1 and sha256msg2 compute four words of the message schedule (Intel SDM,
-// volume 2).
+// The instruction sha256rnds2 computes two rounds. It needs the eight words A to H of the hash
+// state in two registers: (A, B, E, F) and (C, D, G, H), with the high word first. The instructions
+// sha256msg1 and sha256msg2 compute four words of the message schedule (Intel SDM, volume 2).
 __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* state,
                                                                   const uint8_t* blocks,
                                                                   size_t count) {
@@ -103,8 +103,8 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(blocks + 16 * group)), big_endian);
       } else {
         // w12, w8 and w4 are the groups of four words that start 12, 8 and 4 words before the new
-        // group. At this line, `now` still contains the group that starts 16 words before the new
-        // group.
+        // group. `now` will become the new group, but still contains the group that starts 16 words
+        // before it.
         const __m128i &w12 = w[(group + 1) & 3], &w8 = w[(group + 2) & 3], &w4 = w[(group + 3) & 3];
         now = _mm_sha256msg2_epu32(
             _mm_add_epi32(_mm_sha256msg1_epu32(now, w12), _mm_alignr_epi8(w4, w8, 4)), w4);
@@ -165,7 +165,7 @@ Sha256::Sha256(bool portable)
 }
 
 void Sha256::update(const void* data, size_t bytes) {
-  if (bytes == 0) return;  // `data` may be NULL here, but memcpy does not allow NULL
+  if (bytes == 0) return;  // `data` may be NULL, and memcpy does not accept NULL
   const uint8_t* from = static_cast<const uint8_t*>(data);
   total_bytes_ += bytes;
   if (pending_bytes_ > 0) {

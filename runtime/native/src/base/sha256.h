@@ -1,8 +1,8 @@
 // Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest lists the hashes of the bundle's files.
 //
-// The files with a model's weights can have several gigabytes. So the code uses the processor's SHA
-// instructions (SHA-NI of x86-64 or SHA2 of ARMv8). It detects these instructions at run time. If
-// the processor has no SHA instructions, the code uses portable C++, which gives the same results.
+// Files with weights can be several gigabytes large, so the code uses the processor's SHA
+// instructions (SHA-NI of x86-64 or SHA2 of ARMv8). If the processor has no SHA instructions, the
+// code uses portable C++, which gives the same results.
 #pragma once
 
 #include <array>

@@ -12,8 +12,8 @@
 namespace dlm {
 
 // Fills a caller's struct of `size` bytes with the defaults. If the caller's struct is larger than
-// the library's version of the struct, the remaining bytes become 0. struct_size becomes `size`, so
-// that a later call can reject a struct that is too large.
+// the library's version, the additional bytes become 0. struct_size becomes `size`, so that a later
+// call can reject a struct that is too large.
 template <class Struct>
 void give(const Struct& value, size_t size, Struct* to) {
   if (to == nullptr || size < sizeof to->struct_size) return;
@@ -22,8 +22,8 @@ void give(const Struct& value, size_t size, Struct* to) {
   to->struct_size = size;
 }
 
-// Copies a caller's struct. If the caller's version of the struct lacks a field, the field gets its
-// default. Throws an Error with status DLM_INVALID_ARGUMENT if the caller's struct was not
+// Copies a caller's struct. Fields that the caller's version of the struct lacks get their
+// defaults. Throws an Error with status DLM_INVALID_ARGUMENT if the caller's struct was not
 // initialised, or if the caller's struct is larger than the library's version of the struct.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {

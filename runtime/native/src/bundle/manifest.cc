@@ -48,7 +48,7 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
 
 // Throws an error if a file of the bundle, or a folder inside the bundle, is a symbolic link,
 // because the link may point outside the bundle. The path of the bundle itself may contain links,
-// because it comes from the caller.
+// because the caller chose this path.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -99,8 +99,8 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 }
 
 constexpr const char* kEngines = "engines/";  // folder of engine files
-constexpr int64_t kLarge = 16 << 20;  // size in bytes from which a file is large; hashing it takes
-                                      // about 10 ms
+constexpr int64_t kLarge = 16 << 20;  // a file of at least this many bytes is large; hashing this
+                                      // many bytes takes about 10 ms
 
 // Checks the files that the manifest lists. Engine files are checked only if a TensorRT engine may
 // run. So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild
@@ -137,15 +137,15 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// Returns a file name that another member of the manifest contains. Throws an error if `files` does
-// not list the name, because only the files in that list are checked.
+// Returns the file name in `name`, a member of the manifest. Throws an error if `files`, the
+// manifest's list of files, lacks the name. Only files in this list are checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
 }
 
-// Returns a hash that changes whenever the graph or its weights change. ONNX stores the weights in
-// files whose names start with the name of the graph's file.
+// Returns a hash that changes if the graph or its weights change. The names of the files with the
+// weights start with the name of the graph's file.
 std::string hash_graph(const json::Value& files, const std::string& name) {
   std::map<std::string, std::string> hashes;
   for (const json::Value& entry : files.members())
@@ -234,7 +234,7 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   const bool is_uniform = noise != nullptr && noise->string() == "uniform";
   if (noise != nullptr && !is_uniform && noise->string() != "absorbing")
     noise->refuse(json::quoted(noise->string()) + " is not known to this runtime");
-  // A denoiser that starts from random tokens has no mask token.
+  // A denoiser that starts from random tokens has no mask token, so mask_token_id is vocab_size.
   const int32_t lowest = is_uniform ? out.vocab_size : 0;
   out.mask_token_id = read_size(loop, "mask_token_id", lowest, out.vocab_size - !is_uniform);
   if (is_uniform && out.draft_block == 0) noise->refuse("needs draft_block");
@@ -312,8 +312,8 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// Returns advice on how to run a bundle for GPUs. The manifest's list "targets" may be empty here,
-// because only the exporter checks this list.
+// Returns advice on how to run a bundle for GPUs. The manifest's list "targets" may be missing or
+// have a wrong type, because only the exporter checks this list.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -326,8 +326,8 @@ std::string device_advice(const json::Value& root, const std::string& folder) {
          (is_target_name(first) ? first : "TARGET");
 }
 
-// Reads the entry of one TensorRT engine. If `is_run` is true, an engine may run, so the function
-// also checks the hashes of the files from which the engine was built.
+// Reads the entry of one TensorRT engine. If `is_run` is true, a TensorRT engine may run, so the
+// function also checks the hashes of the files from which this engine was built.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
@@ -521,8 +521,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
     return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
-    // If the error is about a file, the message already starts with the path of that file. If the
-    // error is about the content of the manifest, the path of the manifest must be added.
+    // If the error is about a file, the message already starts with the path of that file.
+    // Otherwise the error is about the content of the manifest, so add the path of the manifest.
     if (message.compare(0, folder.size(), folder) == 0) throw;
     throw Error(error.status(), folder + "/" + kManifest + ": " + message);
   }

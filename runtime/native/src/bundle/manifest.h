@@ -70,7 +70,7 @@ struct Manifest {
 //
 // Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run.
 // This function does not hash the files in `unhashed`. The caller must check their hashes before
-// the first pass. An engine may already map the files into memory at the same time.
+// the first pass. Meanwhile, an engine may already map these files into memory.
 //
 // Throws an Error with status DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED or
 // DLM_INVALID_ARGUMENT.

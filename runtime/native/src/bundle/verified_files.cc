@@ -20,8 +20,8 @@
 namespace dlm {
 namespace {
 
-// A file gets a record only after it was unchanged for this long. Some file systems store times in
-// whole seconds.
+// A file gets a record only if its last change is at least this long ago. Some file systems store
+// times only in whole seconds.
 constexpr int64_t kSettledSeconds = 2;
 constexpr const char* kFolder = "dlm-runtime";
 
@@ -43,9 +43,8 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// Returns a text that describes a file and its current state. The text changes whenever the file
-// changes, and two files never have the same text. A record consists of this text. So the code can
-// compare records without parsing them.
+// Returns the text of a file's record. The text changes whenever the file changes, and two files
+// never have the same text. So the code can compare records without parsing them.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -164,8 +163,8 @@ bool will_show_changes(int descriptor, const struct stat& info) {
   if (fstatfs(descriptor, &system) != 0) return false;
   for (const FileSystem& trusted : kTrusted) {
     if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
-    // While a changed page is not flushed, mmap can change the page again without an update of the
-    // change time. fsync flushes all pages.
+    // After a write through mmap has changed a page, further writes to this page do not update the
+    // change time until the page is flushed. fsync flushes all pages.
     return trusted.is_read_only || fsync(descriptor) == 0;
   }
   return false;

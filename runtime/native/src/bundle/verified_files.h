@@ -24,13 +24,12 @@ namespace dlm {
 
 enum class Records {
   none,   // always hash the file
-  write,  // hash the file, and write a record if the hash is right
+  write,  // hash the file; write a record if the hash is right
   use,    // do not hash the file if a record says that the hash is right; otherwise like `write`
 };
 
 // Returns true if the file at `path` has the SHA-256 `sha256`, which is in lower-case hex. Throws
-// the same errors as sha256_file_hex. If a record cannot be read or written, the function ignores
-// this.
+// the same errors as sha256_file_hex. Ignores errors when it reads or writes records.
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
 // Returns the choice of the user in $DLM_HASH_FILES. "changed" means Records::use, and so does an

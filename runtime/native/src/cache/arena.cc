@@ -43,7 +43,8 @@ bool Arena::has_room(const std::vector<Wanted>& wanted) const {
   size_t needed = 0;
   for (const Wanted& one : wanted) {
     const Pages::Found found = pages_.find(one.tokens.data(), page_rows_, one.stored / page_rows_);
-    // If this canvas uses an idle page, the page is no longer available for new rows.
+    // Idle pages count as unused. An idle page that this canvas shares cannot take new rows, so it
+    // must be counted as needed.
     needed += pages_for(one.rows) - found.pages.size() + found.idle;
   }
   return needed <= static_cast<size_t>(pages_.unused());
@@ -119,7 +120,8 @@ void Arena::each_run(const Place& place, int32_t first, int32_t last, Visit visi
   }
 }
 
-// Adds the segments of a part. `first` is the index of the part's first token in the pass.
+// Adds the segments of one canvas's part of a pass. `first` is the index of the part's first token
+// in the pass.
 void Arena::add_segments(const Part& part, int64_t first) {
   const size_t before = segments_.size();
   const auto add = [&](int64_t row, int32_t rows, int32_t) {

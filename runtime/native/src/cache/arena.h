@@ -1,8 +1,7 @@
 // An arena is host memory for the keys and values of all requests that share passes.
 //
-// The arena is divided into pages (cache/pages.h). Each canvas has a list of pages. The row of a
-// position stays in the same place until the request of the canvas has ended. In each pass, the
-// arena tells the engine which rows the pass reads.
+// The arena is divided into pages (cache/pages.h). Each canvas has a list of pages. Rows never move
+// while their request runs. In each pass, the arena tells the engine which rows the pass reads.
 //
 // With block-causal attention, the row of a position depends only on the tokens before the end of
 // its block. So requests whose prompts start with the same tokens can use the same pages. A shared
@@ -36,14 +35,14 @@ class Arena {
   struct Part {
     Handle place;
     // The pass computes positions `first` to `first + tokens - 1`. It also reads `cached` cached
-    // rows: those of the canvas's first positions, without the positions that the pass computes.
+    // rows. These are the rows of the lowest positions that the pass does not compute.
     int32_t first, tokens, cached;
     CacheUse use;
   };
 
   // The arena allocates its memory when it reserves rows for the first request with a cache. `rows`
-  // must be a multiple of page_rows(). Rows can stay stored when no request uses them. `most_idle`
-  // is the largest number of such rows, and is at most `rows`. If `most_idle` is 0, requests never
+  // must be a multiple of page_rows(). `most_idle` is the largest number of rows that stay stored
+  // after their requests have ended, and is at most `rows`. If `most_idle` is 0, requests never
   // share pages. Throws std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int64_t rows,
         int64_t most_idle);
@@ -67,20 +66,19 @@ class Arena {
   std::vector<Handle> take(const std::vector<Wanted>& wanted);
   void give_back(Handle place) noexcept;
 
-  // Gets the rows of a canvas's first tokens without computing them. For the first `stored` tokens,
-  // the canvas uses the shared pages of these tokens, if they exist. Then the arena copies further
-  // pages from a prompt cache that contains the same tokens.
+  // Gets the rows of a canvas's first tokens without computing them. The canvas uses shared pages
+  // for its first `stored` tokens, if these pages exist. Then the arena copies more pages from
+  // `file`, a prompt cache that contains the same tokens.
   void adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored,
              const PromptCaches::Found& file);
   bool shares() const { return shares_; }
 
-  // Runs a pass over all parts, in this order, with batch size 1. Sets the pass's pointers to keys
-  // and values, and throws the same errors as Context::run.
+  // Runs a pass over all parts, in the given order, with batch size 1. Sets the pass's pointers to
+  // keys and values, and throws the same errors as Context::run.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // Lets other requests use the pages that contain the first `rows` positions of a canvas. The rows
-  // must be stored, and they must be exact, which means that they were computed from the canvas's
-  // final tokens.
+  // must be stored, and must have been computed from the canvas's final tokens.
   void share(Handle place, const std::vector<int32_t>& tokens, int32_t rows);
 
   // Copies a stored page of a canvas to `to`, in the format of a prompt cache.
@@ -101,8 +99,8 @@ class Arena {
   size_t heads(size_t tensor) const { return static_cast<size_t>(shape_[tensor / 2].kv_heads); }
   size_t pages_for(int32_t rows) const;
   // Calls visit(row, count, position) for positions `first` to `last` - 1. Each call covers `count`
-  // rows that are contiguous in the arena. `row` is the first of these rows, and `position` is its
-  // position.
+  // rows that are contiguous in the arena. The first of these rows has the index `row` and belongs
+  // to position `position`.
   template <class Visit>
   void each_run(const Place& place, int32_t first, int32_t last, Visit visit) const;
   void make_room();
@@ -126,7 +124,7 @@ class Arena {
   std::unique_ptr<std::byte[]> storage_, fresh_;
   // [2 * layers + 1]: where each tensor (keys, values, ...) starts in storage_.
   std::vector<size_t> starts_;
-  // row_sum_: the number of bytes of one position, summed over all heads of all tensors.
+  // row_sum_: the number of bytes of one position's rows, for all heads of all tensors.
   size_t fresh_bytes_ = 0, row_sum_ = 0;
   uint64_t used_bytes_ = 0;
   KeyValues pointers_;

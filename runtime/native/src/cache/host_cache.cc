@@ -77,9 +77,10 @@ class HostContext final : public Context {
     Slots slots;
   };
 
-  // After a pass with `append`, moves the first `kept` of the `tokens` new rows of each head behind
-  // the head's `cached` rows. So the rows of a head stay in the order of their positions. A
-  // denoiser with draft passes and attention in a window needs this order.
+  // A pass with `append` has written `tokens` new rows for each head. This function moves the first
+  // `kept` of them to the place after the head's `cached` rows. So the rows of a head stay in the
+  // order of their positions. A denoiser with draft passes and attention in a window needs this
+  // order.
   void append_in_order(Group& group, int32_t cached, int32_t kept, int32_t tokens) {
     const size_t heads = static_cast<size_t>(batch_) * group.kv_heads;
     for (const size_t layer : group.layers) {
@@ -165,7 +166,8 @@ class HostContext final : public Context {
   std::vector<size_t> starts_;  // [2 * layers + 1]: where each tensor starts in the storage
   int32_t capacity_ = 0;        // allocated rows per head
   size_t storage_bytes_ = 0, used_bytes_ = 0;
-  int32_t appended_ = 0, batch_ = 0;  // new rows of the last pass, if it appended them
+  int32_t appended_ = 0, batch_ = 0;  // appended_: number of new rows if the last pass used
+                                      // `append`, otherwise 0
   std::vector<std::byte> fresh_;      // the new rows of a tensor while they are moved
   KeyValues pointers_;
   std::vector<Group> groups_;

@@ -11,7 +11,8 @@ Pages::Pages(int32_t count, int32_t most_idle)
   std::iota(free_.begin(), free_.end(), 0);  // sorted numbers already form a heap
 }
 
-// FNV-1a over whole tokens. A collision is harmless, because pages are compared token by token.
+// This hash is FNV-1a over whole tokens. A collision is harmless, because find_one also compares
+// the tokens.
 uint64_t Pages::hash_of(int32_t before, const int32_t* tokens, size_t rows) {
   constexpr uint64_t kStart = 0xcbf29ce484222325u, kFactor = 0x100000001b3u;
   uint64_t hash = (kStart ^ static_cast<uint32_t>(before)) * kFactor;
@@ -43,7 +44,8 @@ Pages::Found Pages::find(const int32_t* tokens, size_t rows, size_t count) const
 }
 
 void Pages::add_free(int32_t page) noexcept {
-  free_.push_back(page);  // does not allocate, because there is room for all pages
+  free_.push_back(page);  // this never allocates memory, because the constructor has added all
+                          // pages once
   std::push_heap(free_.begin(), free_.end(), std::greater<>());
 }
 
@@ -105,8 +107,8 @@ int32_t Pages::share(int32_t page, int32_t before, const int32_t* tokens, size_t
   return page;
 }
 
-// Frees the idle page that was used least recently. No other shared page refers to this page as its
-// preceding page.
+// Frees the idle page that was used least recently. This page is never the preceding page of
+// another shared page.
 void Pages::free_oldest() noexcept {
   const int32_t number = oldest_;
   Page& page = pages_[number];

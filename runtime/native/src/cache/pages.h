@@ -53,7 +53,7 @@ class Pages {
   // Returns the number of shared pages, including idle pages.
   int32_t shared() const { return static_cast<int32_t>(by_tokens_.size()); }
   int32_t idle() const { return idle_count_; }
-  // Returns the number of pages that are saved because requests use the same pages.
+  // Returns how many more pages the requests would need if they did not share pages.
   int64_t saved() const { return saved_; }
 
  private:
@@ -72,7 +72,7 @@ class Pages {
   void remove_idle(int32_t page) noexcept;
   void free_oldest() noexcept;
 
-  // Returning pages must not fail. So no member below allocates memory when pages are returned.
+  // give_back() must not fail, so it must not allocate memory in the members below.
   std::vector<Page> pages_;
   const int32_t most_idle_;
   // A heap of the pages that are neither used nor idle. take() returns the lowest page first, so
@@ -80,7 +80,7 @@ class Pages {
   std::vector<int32_t> free_;
   // The ends and the length of the list of idle pages.
   int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;
-  // Finds shared pages by the hash of their tokens and of the page before them.
+  // Shared pages by hash_of their preceding page and their tokens.
   ByTokens by_tokens_;
   int64_t saved_ = 0;
 };

@@ -150,8 +150,7 @@ PromptCache::PromptCache(const std::string& path, const PromptCacheFormat& forma
     refuse("the prompt cache was saved with a different bundle");
   if (header.page_rows != format.page_rows || header.page_bytes != format.page_bytes)
     refuse("the pages have a size that this bundle does not use");
-  // The next check limits the number of pages to `most`, so the products after this check cannot
-  // overflow.
+  // The comparison with `most` below also makes sure that later products do not overflow.
   const auto rows = static_cast<size_t>(format.page_rows);
   const size_t most = file_.bytes() / page_bytes_;
   const auto count = static_cast<size_t>(header.tokens);
@@ -189,7 +188,7 @@ void PromptCache::write(const std::string& path, const PromptCacheFormat& format
   PartialFile file(path);
   Checksum checksum;
   checksum.add(&header, sizeof header);
-  // Data that has not been written yet. It is written in multiples of 64 bytes.
+  // Data that is not written yet. Each write has a multiple of 64 bytes.
   std::vector<std::byte> pending(aligned(tokens.size() * sizeof(int32_t)));
   std::memcpy(pending.data(), tokens.data(), tokens.size() * sizeof(int32_t));
   size_t at = sizeof header;

@@ -3,15 +3,15 @@
 // the same tokens.
 //
 // A file contains a header, the tokens as int32, zeros up to a multiple of 64 bytes, and then the
-// pages of the prompt, without gaps. Zeros at the end of the file also fill up a multiple of 64
-// bytes. A page contains the rows of page_rows() positions. The tensors of a page are in this
-// order: keys of layer 0, values of layer 0, keys of layer 1, and so on. A tensor contains all rows
-// of its first head, then all rows of its second head, and so on.
+// pages of the prompt, without gaps. The file ends with zeros up to a multiple of 64 bytes. A page
+// contains the rows of page_rows() positions. The tensors of a page are in this order: keys of
+// layer 0, values of layer 0, keys of layer 1, and so on. A tensor contains all rows of its first
+// head, then all rows of its second head, and so on.
 //
 // Keys and values are used only with the graph that computed them. So the header contains a hash of
 // this graph. The header also contains a checksum of the whole file, which detects damage. The
-// checksum does not protect against a file that someone made on purpose. Such a file can change the
-// answers, but it cannot make the runtime access invalid memory.
+// checksum does not protect against malicious files. A malicious file can change the answers, but
+// it cannot make the runtime access invalid memory.
 #pragma once
 
 #include <cstddef>
@@ -67,8 +67,8 @@ class PromptCaches {
   bool empty() const;
 
   // The prompt cache that has the most leading tokens in common with a prompt. `rows` is the number
-  // of these common tokens, rounded down to whole pages, and is at most `most`. The prompt must
-  // have at least `most` tokens. If there is no such cache, `rows` is 0.
+  // of common leading tokens, rounded down to whole pages. `rows` is at most `most`, and is 0 if no
+  // prompt cache matches. The prompt must have at least `most` tokens.
   struct Found {
     const PromptCache* cache = nullptr;
     int32_t rows = 0;

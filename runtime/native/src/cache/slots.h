@@ -14,18 +14,17 @@ namespace dlm {
 // Assigns the rows of a tensor of keys or values to slots, which are places in the tensor. A row
 // belongs to one position and one head. The number of heads is the total over all requests of the
 // batch. S is the number of cached positions, T is the number of positions that the pass computes,
-// and L = S + T. There are heads * L slots. L is the length of the canvas. With CacheUse::append, L
-// grows with each pass. A pass reads the first part of the tensor, [heads, S], and writes the part
-// after it, [heads, T].
+// and L = S + T. There are heads * L slots. L is the length of the canvas, or with
+// CacheUse::append, the number of positions so far. A pass reads the first part of the tensor,
+// [heads, S], and writes the part after it, [heads, T].
 //
 // The cached rows of a head may be in any order. If S or the cached positions change, each head
-// gets a new part of the tensor, and only the rows outside this part must move. The number of rows
-// that must move depends on the number of preceding heads, but not on the length of the canvas.
+// gets a new part of the tensor, and only the rows outside this part must move. How many rows of a
+// head must move depends on the number of preceding heads, but not on the length of the canvas.
 class Slots {
  public:
-  // Moves `rows` consecutive rows of a tensor. The first of them moves from index `from` to index
-  // `to`. If is_swap is true, the two ranges of rows are exchanged instead. The ranges do not
-  // overlap.
+  // Moves `rows` consecutive rows of a tensor from index `from` to index `to`. If is_swap is true,
+  // exchanges the two ranges of rows instead. The ranges do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
@@ -61,7 +60,8 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Records that the first `rows` positions of each head are cached, in this order, and no others.
+  // Records that the cached rows of each head are now those of the positions 0 to `rows` - 1, in
+  // this order.
   void note_in_order(int32_t rows) {
     kept_ = length_ = rows;
     hole_ = {length_, length_};
@@ -69,8 +69,8 @@ class Slots {
       for (size_t i = 0; i < length_; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Makes the rows of all positions except `first` to `last` - 1 the cached rows. The cached rows
-  // must be at the start of the tensor, head by head. Returns the moves that bring them there. The
+  // Selects the cached rows for the next passes: the rows of all positions except `first` to `last`
+  // - 1. Returns the moves that bring these rows to the start of the tensor, head by head. The
   // caller must apply these moves to the tensor.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),

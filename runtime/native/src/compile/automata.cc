@@ -1,9 +1,10 @@
 // Compiles nodes of an expression graph to automata. The code first builds a non-deterministic
 // automaton, and then makes it deterministic with the subset construction.
 //
-// If a node occurs several times with the same state after it, all these occurrences share their
-// states. The code compiles nodes of the kinds `both`, `without` and `characters` first, and copies
-// their automata into the non-deterministic automaton.
+// If several parts of an expression use the same node and continue with the same state, the
+// automaton contains the states of this node only once. Nodes of the kinds `both`, `without` and
+// `characters` are compiled first, as separate automata. The code then copies these automata into
+// the non-deterministic automaton.
 #include "compile/automata.h"
 
 #include <algorithm>
@@ -20,7 +21,9 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // the state at the end of a text
 constexpr State kUnknown = UINT32_MAX;
-// An automaton that is not minimised yet may have this many times the allowed number of states.
+// The code may build an automaton with this many times the allowed number of states, because
+// minimisation often removes most of them. After minimisation, the automaton must be within the
+// limit.
 constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
@@ -120,12 +123,12 @@ struct Transition {
   State state;
 };
 
-// The non-deterministic automaton. Each item is kEnd, a state with transitions, or a branch. A
-// branch is a list of alternative states.
+// Stores the non-deterministic automaton as a list of items. Each item is kEnd, a state with
+// transitions, or a branch. A branch is a list of alternative states.
 struct Graph {
   struct Item {
-    // The item's elements in `transitions` or `branches`: the index of the first element, and the
-    // number of elements.
+    // The elements of the item are in `transitions` or `branches`. `first` is the index of the
+    // first element, and `count` is the number of elements.
     uint32_t first, count;
     bool is_branch;
   };
@@ -159,9 +162,9 @@ class GraphMaker {
   struct Frame {
     Node node;
     State follows;   // the state after the node
-    uint32_t stage;  // number of stages of building the node that have started
+    uint32_t stage;  // number of construction stages that have started
     State loop;      // for unbounded repetitions: the state where the loop starts
-    size_t held;     // for `either`: the index in held_ of the first choice's state
+    size_t held;     // for `either`: the choices' start states begin at this index in held_
   };
 
   // A node that is already built, the state that follows the node, and the node's start state.
@@ -239,8 +242,8 @@ class GraphMaker {
           break;
       }
       if (done == kUnknown) continue;
-      // The code above pushes a new frame only if `done` is unknown. So this frame is still the
-      // last frame.
+      // `frames` may grow in the code above, but only if `done` is unknown. So the last frame is
+      // still the frame of `node`.
       entered_index_.add(mixed(node, follows), static_cast<int32_t>(entered_.size()));
       entered_.push_back({node, follows, done});
       result = done;
@@ -258,7 +261,7 @@ class GraphMaker {
     const uint32_t low = expressions_.low(frame.node), high = expressions_.high(frame.node);
     if (high == kUnbounded) {
       // Stage 0 creates the loop: a branch to the repeated part and to the state after the
-      // repetition. The part leads back to the branch.
+      // repetition. After the repeated part, a text continues at the branch again.
       if (stage == 0) {
         frame.loop = add_branch({kUnknown, frame.follows});
         frames.push_back({part, frame.loop, 0, 0, 0});
@@ -335,8 +338,8 @@ class GraphMaker {
     const size_t count = part.states();
     const auto base = static_cast<State>(graph_.items.size());
     const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
-    // The copied states come first. After them, there is one branch for each accepting state that
-    // has edges.
+    // The copied states are the first new items. After these states, there is one branch for each
+    // accepting state that has edges.
     std::vector<State> names(count);
     State next = base + static_cast<State>(count);
     for (size_t state = 0; state < count; ++state)
@@ -368,8 +371,8 @@ class GraphMaker {
 
 // Performs the subset construction. A subset is a set of states that one text can reach in the
 // non-deterministic automaton. Each subset becomes one state of the deterministic automaton. A
-// subset is stored as an ascending list of its states with transitions. The list may also contain
-// kEnd.
+// subset is stored as an ascending list of those of its states that have transitions. The list may
+// also contain kEnd.
 class Subsets {
  public:
   Subsets(const Graph& graph, Budget& budget)
@@ -495,9 +498,10 @@ class Subsets {
   std::vector<State> content_;  // the states of all subsets, one subset after another
   // Subset s consists of content_[begins_[s]] to content_[begins_[s + 1] - 1].
   std::vector<size_t> begins_{0};
-  // Finds the number of a subset. Subsets of exactly one state are in alone_ instead.
+  // Maps the content of a subset to the subset's number. alone_ contains the numbers of the subsets
+  // of exactly one state.
   HashIndex numbers_;
-  std::vector<uint32_t> seen_;  // for each state: the value of round_ at the last visit
+  std::vector<uint32_t> seen_;  // for each state: the round of its last visit
   // For each state: the number of the subset that contains only this state, or -1 if there is no
   // such subset yet.
   std::vector<int32_t> alone_;

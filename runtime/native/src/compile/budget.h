@@ -19,7 +19,7 @@ class TooLarge : public Error {
 };
 
 struct Limits {
-  double seconds = 30;  // limit for the processor time of all stages of compiling together
+  double seconds = 30;                      // limit for the processor time of the whole compilation
   size_t memory_bytes = size_t{192} << 20;  // limit for the memory that each stage uses
   size_t states = size_t{1} << 17;          // limit for the number of states
   size_t edges = size_t{1} << 22;           // limit for the number of edges
@@ -31,7 +31,7 @@ struct Limits {
 // 4,096th call reads the clock.
 class Budget {
  public:
-  // `what` is the kind of constraint, with which each error message starts.
+  // Each error message starts with `what`, the kind of constraint.
   explicit Budget(const Limits& limits, const char* what = "regex")
       : limits_(limits), what_(what), end_(now() + limits.seconds) {}
 

@@ -25,8 +25,7 @@ class Product {
 
   // If is_both is true, the result accepts the texts that both automata accept. If is_both is
   // false, the result accepts the texts that only the first automaton accepts. In this case, the
-  // second state of a pair may be -1, which means that the second automaton accepts no
-  // continuation.
+  // second state of a pair is -1 if the second automaton accepts no continuation.
   ByteAutomaton make(bool is_both) {
     ByteAutomaton out;
     if (first_.is_empty()) return out;
@@ -134,7 +133,7 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   for (size_t i = 0; i < before.size(); ++i) {
     first = texts.next(first, static_cast<uint8_t>(before[i]));
     if (first < 0) {
-      size_t good = i;  // end of the accepted part of `before`, at a whole character
+      size_t good = i;  // length of the accepted part, without a cut character
       while (good > 0 && (static_cast<uint8_t>(before[good]) & 0xC0) == 0x80) --good;
       throw Error(DLM_INVALID_ARGUMENT, "no text of the constraint starts with " +
                                             json::quoted(before) + ", though some may with " +

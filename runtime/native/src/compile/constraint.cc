@@ -49,8 +49,8 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
 
-// If no text of the constraint starts with `before`, an error message says so. Returns a hint for
-// this message.
+// Returns a hint about the JSON layout. The hint is for the error message that says that no text of
+// the constraint starts with `before`.
 std::string layout_hint(const Constraint& constraint) {
   if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list ||
       constraint.kind == Constraint::grammar)
@@ -70,9 +70,9 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
       fail(DLM_INVALID_ARGUMENT, "decisions: put the text of before and behind into parts");
     return {decisions(constraint.content, vocabulary, budget), {}};
   }
-  // schema() chooses a nesting depth with an estimate of the number of states. `most_states` limits
-  // this estimate, and the estimate may be too low. So if the automaton is too large, the code
-  // tries again with a lower limit.
+  // For a JSON Schema, texts_of() reduces nesting depths and string lengths until the estimated
+  // number of states is at most `most_states` (0: the default). The estimate may be too low. So if
+  // the automaton is too large, the loop tries again with a smaller `most_states`.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

@@ -1,6 +1,6 @@
-// Compiles decisions. The code first builds a graph of bytes from the parts of the answer. Then,
-// for each node of this graph, it finds the tokens that can follow the node, and the options that
-// each of these tokens completes.
+// Compiles decisions, which are lists of questions with fixed options. The code first builds a
+// graph of bytes from the parts of the answer. Then, for each node of this graph, it finds the
+// tokens that can follow the node, and the options that each of these tokens completes.
 #include "compile/decisions.h"
 
 #include <algorithm>
@@ -17,13 +17,13 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kNone = -1;
-constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
-// The compiler passes at most this many bytes of a forced text to the tokenizer.
+constexpr size_t kMostAnswerBytes = size_t{1} << 20, kMostOptions = 255;
+// A forced text consists of the only bytes that can come next. The compiler passes at most this
+// many bytes of such a text to the tokenizer.
 constexpr size_t kEncodedBytes = 96;
 
-// A graph of the bytes of all answers. Each node stores the bytes that can come next. After a
-// question, the paths of its options join again.
+// A graph of the bytes of all answers. Each node stores the bytes that can come next. The paths of
+// all options of a question lead to the same next node.
 struct Bytes {
   struct Step {
     uint8_t byte;
@@ -31,7 +31,7 @@ struct Bytes {
     int32_t completed;  // the option that ended before this byte, or kNone
   };
   std::vector<std::vector<Step>> steps;  // for each node: its steps
-  // For each node: the option with which an answer ends at the node, or kNone.
+  // For each node: the option that an answer completes if it ends at this node, or kNone.
   std::vector<int32_t> ended;
   // The node at the end of every answer, if the last part is a fixed text. Otherwise kNone.
   int32_t last = kNone;
@@ -168,8 +168,8 @@ class Builder {
   }
 
  private:
-  // The step of one token to a node of the answer. `tags` is the index of a list in tags_. This
-  // list contains the options that the token completes.
+  // A token, and the node that the answer reaches with this token. `tags` is an index in
+  // tags_.lists. The list at this index contains the options that the token completes.
   struct Leap {
     int32_t token, node, tags;
   };
@@ -221,11 +221,11 @@ class Builder {
   }
 
   // Finds the tokens that can come next, and appends them to `out`. `parent` is a node of the token
-  // tree, which means a prefix of tokens. The bytes of this prefix lead to `node`, and complete the
-  // options of `tags`. The function visits only the longer tokens with this prefix, or all tokens
-  // if `parent` is kNone. If `wanted` is not kNone, it is also a node of the token tree. In this
-  // case, the function leaves out all tokens of at most `forced` bytes, except the tokens of
-  // `wanted`.
+  // tree, so it represents the first bytes of some tokens. These bytes lead to `node`, and complete
+  // the options of `tags`. The function visits only longer tokens that start with these bytes. If
+  // `parent` is kNone, it visits all tokens. `wanted` is kNone or another node of the token tree.
+  // If `wanted` is not kNone, the function omits all tokens of at most `forced` bytes, except the
+  // tokens of `wanted`.
   void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
             std::vector<Leap>& out) {
     const int32_t end = parent < 0 ? tree_.size() : tree_.behind[index(parent)];
@@ -319,8 +319,9 @@ class Builder {
              json::quoted(bytes_.options[option]).c_str());
   }
 
-  // Tokens that lead along the same edges form a class. The end tokens form a separate class. So if
-  // only this class is possible at a position, a request may fill the position with any end token.
+  // Tokens with the same edges form a class. The value kNone in the lists of the end tokens makes
+  // them a separate class. If this class is the only possible class at a position, a request may
+  // fill the position with any end token.
   void add_classes(Automaton& out) {
     std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // for each token: its edges
     for (const int32_t end : vocabulary_.ends()) edges_of[index(end)].push_back(kNone);
@@ -391,7 +392,7 @@ Automaton decisions(std::string_view content, const Vocabulary& vocabulary, Budg
   std::unique_ptr<const json::Value> root;
   Bytes bytes;
   try {
-    root = json::parse(content, kMostBytes, kDepth);
+    root = json::parse(content, kMostAnswerBytes, kDepth);
     bytes = Reader(*root, budget).read();
   } catch (const TooLarge&) {
     throw;

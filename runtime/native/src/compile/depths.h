@@ -1,5 +1,5 @@
-// Limits for recursion. `max_depth` is the largest number of times that a JSON Schema, an XML
-// element or a grammar rule may be nested inside itself.
+// Limits recursion. `max_depth` is the largest number of times that a JSON Schema, an XML element
+// or a grammar rule may be nested inside itself.
 #pragma once
 
 #include <cstdint>

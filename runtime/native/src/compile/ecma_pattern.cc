@@ -15,13 +15,10 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int kDeepestGroup = 250;
-constexpr uint32_t kMostCount = 1000000;
-
-// The characters that match \d, \w and \s in ECMA-262 (JavaScript), the line breaks that the dot
-// does not match, and characters that other regex engines add to these sets. In ECMA-262, \d and \w
-// contain only ASCII characters. \s contains the characters that ECMA-262 calls WhiteSpace and
-// LineTerminator.
+// The sets of characters that \d, \w and \s match in ECMA-262 (JavaScript), followed by the
+// characters that only some regex engines include in \s. The last two sets contain line breaks. In
+// ECMA-262, \d and \w contain only ASCII characters. \s contains the characters that ECMA-262 calls
+// WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
@@ -68,20 +65,20 @@ struct Term {
   bool is_single() const { return set || is_start || is_end; }
 };
 
-class Reader {
+class EcmaReader {
  public:
-  Reader(Expressions& expressions, std::string_view pattern, Looks::Spell spell, Found found)
+  EcmaReader(Expressions& expressions, std::string_view pattern, Looks::Spell spell, Found found)
       : expressions_(expressions),
         spell_(spell),
         pattern_(pattern),
-        is_wide_(found == Found::perhaps),
-        looks_(expressions, spell, "pattern " + json::quoted(pattern)) {
+        looks_(expressions, spell, "pattern " + json::quoted(pattern)),
+        is_wide_(found == Found::perhaps) {
     if (!is_utf8(pattern)) fail(DLM_INVALID_ARGUMENT, "the pattern is not UTF-8");
   }
 
   Node read() {
-    // ECMA-262 does not allow (?i) at the start of a pattern. This parser accepts it, because other
-    // regex engines do, and because its meaning is clear.
+    // ECMA-262 does not allow (?i) at the start of a pattern. This parser accepts it, as other
+    // regex engines do.
     if (take("(?i)")) flags_.ignores_case = true;
     const Term found = disjunction();
     if (at_ < pattern_.size()) refuse("an unmatched )");
@@ -242,9 +239,9 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    // In Python, $ also matches before a \n at the end of the string. Found::perhaps selects the
-    // texts that match in at least one engine. For these texts, this code lets $ match before every
-    // \n, even if more characters follow. So the result may contain more texts than necessary.
+    // In Python, $ also matches before a \n at the end of the string. If is_wide_ is true, this
+    // code builds the texts in which at least one engine finds a match. So it lets $ match before
+    // every \n, even if more characters follow. The result may contain more texts than necessary.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
     CodePoints& set = (is_start ? look.before : look.after)[0];
@@ -262,8 +259,8 @@ class Reader {
 
   Term boundary(bool is_edge) {
     Look look;
-    // Set 0 contains the characters that are word characters in all regex engines. Set 1 contains
-    // the characters that are word characters only in some regex engines.
+    // The sets with index 0 contain the word characters of all regex engines. The sets with index 1
+    // contain the characters that are word characters only in some engines.
     look.before[0] = look.after[0] = kWord;
     look.before[1] = look.after[1] = intersection(any_word(), complement(kWord));
     for (size_t before = 0; before < 4; ++before)
@@ -274,7 +271,7 @@ class Reader {
         const auto holds = [&](bool to_some) {
           return (is_word(before, to_some) != is_word(after, to_some)) == is_edge;
         };
-        // \B does not match in an empty text in Python before version 3.14.
+        // In Python before version 3.14, \B does not match in an empty text.
         const bool is_unclear = !is_edge && before == 0 && after == 0;
         look.holds[before][after] =
             is_wide_ ? holds(false) || holds(true) : holds(false) && holds(true) && !is_unclear;
@@ -318,7 +315,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // Whether the look-around matches depends only on the neighbouring character.
+    // This look-around depends only on the character before or after the position.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)
@@ -424,8 +421,8 @@ class Reader {
                    : intersection(kSpaces, complement(kZeroWidthSpace));
   }
 
-  // Parses an escape and returns the set of characters that the escape matches. The backslash was
-  // parsed already.
+  // Parses an escape and returns the set of characters that the escape matches. The caller has
+  // already parsed the backslash.
   CodePoints escape() {
     const char32_t letter = next();
     const auto of = [](char32_t point) { return CodePoints{{point, point}}; };
@@ -528,9 +525,9 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
-  // Selects the characters of sets such as \d. If true, a set contains the characters that at least
-  // one engine includes in the set. Otherwise it contains only the characters that all engines
-  // include.
+  // Determines the characters of sets such as \d. If is_wide_ is true, a set contains the
+  // characters that at least one engine includes in the set. Otherwise it contains only the
+  // characters that all engines include.
   bool is_wide_;
   Flags flags_;
 };
@@ -538,11 +535,11 @@ class Reader {
 }  // namespace
 
 Node pattern_in_string(Expressions& expressions, std::string_view pattern, Found found) {
-  return Reader(expressions, pattern, spelled, found).read();
+  return EcmaReader(expressions, pattern, spelled, found).read();
 }
 
 Node pattern_in_text(Expressions& expressions, std::string_view pattern, Found found) {
-  return Reader(expressions, pattern, in_utf8, found).read();
+  return EcmaReader(expressions, pattern, in_utf8, found).read();
 }
 
 }  // namespace dlm::compile

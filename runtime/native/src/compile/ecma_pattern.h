@@ -8,12 +8,12 @@
 //
 // Validators of JSON use the regex engines of their programming languages, and these engines
 // differ. In Python, for example, \d and \w match more than ASCII, the dot matches every character
-// except \n, and $ also matches before a \n at the end. So this compiler offers two languages for a
-// pattern. The first language contains the strings in which every engine finds a match. If a schema
-// requires a match, only strings of the first language are allowed. The second language contains
-// the strings in which at least one engine finds a match. If a schema forbids a match, all strings
-// of the second language are excluded. So the generated text never contains a string on which
-// engines disagree.
+// except \n, and $ also matches before a \n at the end. So this compiler can build two sets of
+// strings for a pattern. The first set contains the strings in which every engine finds a match. If
+// a schema requires a match, only strings of the first set are allowed. The second set contains the
+// strings in which at least one engine finds a match. If a schema forbids a match, all strings of
+// the second set are excluded. So the generated text never contains a string on which engines
+// disagree.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@
 
 namespace dlm::compile {
 
-// Selects one of the two languages of a pattern. `surely` means the strings in which every engine
-// finds a match. `perhaps` means the strings in which at least one engine finds a match.
+// Selects one of the two sets of strings of a pattern. `surely` means the strings in which every
+// engine finds a match. `perhaps` means the strings in which at least one engine finds a match.
 enum class Found : uint8_t { surely, perhaps };
 
 // Returns the JSON strings in which the pattern matches at any position. The strings have no

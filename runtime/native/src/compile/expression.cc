@@ -9,7 +9,7 @@ namespace dlm::compile {
 namespace {
 
 constexpr char32_t kBeforeSurrogates = 0xD7FF, kBehindSurrogates = 0xE000, kLastPoint = 0x10FFFF;
-// The estimated memory of a node together with its entry in numbers_, in bytes.
+// Estimated memory of one node, in bytes. This includes the node's entry in numbers_.
 constexpr size_t kNodeBytes = 160;
 
 template <class Number>
@@ -58,7 +58,7 @@ Expressions::Expressions(Budget& budget) : budget_(budget) {
   add({Kind::empty, true, 0, 0, 0, 0}, {});
 }
 
-// Returns the node with the kind of `item` and with this content. If there is no such node yet,
+// Returns the node with the kind of `item` and the given content. If there is no such node yet,
 // adds `item` as a new node.
 Node Expressions::add(const Item& item, const std::string& content) {
   std::string key(1, static_cast<char>(item.kind));
@@ -174,11 +174,11 @@ Node Expressions::repeat(Node part, uint32_t low, uint32_t high) {
   if (is_nullable(part)) low = 0;
   if (kind(part) == Kind::repeat) {
     // (x{a,b}){c,d} equals x{a*c,b*d} if it matches every number of x from a*c to b*d. If the outer
-    // repetition repeats k times, the expression matches a*k to b*k times x. If it repeats k + 1
-    // times, the expression matches at least a*(k + 1) times x. So no number between these two
-    // ranges is missing if a*(k + 1) <= b*k + 1. If this condition is true for the smallest k, it
-    // is true for every larger k. Without this rewrite, the automaton of (x{1,100}){1,100} would
-    // have to follow thousands of ways to split the same text.
+    // repetition repeats k times, x repeats a*k to b*k times. With k + 1 repetitions, x repeats at
+    // least a*(k + 1) times. So there is no gap between these two ranges if a*(k + 1) <= b*k + 1.
+    // If this condition is true for the smallest k, it is true for every larger k. Without this
+    // rewrite, the automaton of (x{1,100}){1,100} would have to follow thousands of ways to split
+    // the same text.
     const uint64_t a = this->low(part), b = this->high(part), fewest = low > 0 ? low : 1;
     const bool has_gap = (high > fewest && b != kUnbounded && fewest * b + 1 < (fewest + 1) * a) ||
                          (low == 0 && a > 1);

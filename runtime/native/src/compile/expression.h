@@ -1,12 +1,12 @@
 // Represents regular languages (sets of byte strings) as a graph of nodes. A node stands for one
-// language. Front ends build the graph, for example regex.h and schema/schema.h. automata.h
-// compiles a node of the graph to an automaton.
+// language. The functions in regex.h, schema/schema.h and other files build the graph. The class in
+// automata.h compiles a node of the graph to an automaton.
 //
-// The graph never contains two nodes with the same content. So if several expressions contain the
-// same part, the graph stores this part only once. If the same text follows the part in these
-// expressions, the compiler also compiles the part only once. To get as many common parts as
-// possible, build sequences from right to left. For example, [a][b][c] and [d][b][c] then share one
-// node for the end [b][c].
+// The graph never contains two nodes with the same content. If several expressions contain the same
+// part, the graph stores this part only once. If these expressions also continue in the same way
+// after the part, the part is compiled only once. To get as many common parts as possible, build
+// sequences from right to left. For example, [a][b][c] and [d][b][c] then share one node for the
+// end [b][c].
 #pragma once
 
 #include <bitset>
@@ -20,6 +20,11 @@
 #include "compile/byte_automaton.h"
 
 namespace dlm::compile {
+
+// Limits of patterns and grammars: the largest nesting depth of groups, as in Rust's regex crate,
+// and the largest count of a repetition.
+constexpr int kDeepestGroup = 250;
+constexpr uint32_t kMostCount = 1000000;
 
 using ByteSet = std::bitset<256>;
 
@@ -59,7 +64,7 @@ class Expressions {
     characters,  // matches the UTF-8 bytes of one code point of a set
     machine,     // matches the texts that a given automaton accepts
     sequence,    // matches a text of `first`, followed by a text of `second`
-    either,      // matches a text of one of the nodes in choices(), which are sorted
+    either,      // matches each text of each choice; choices() is sorted
     repeat,      // matches `low` to `high` texts of `first`, one after another
     both,        // matches the texts of `first` that are also texts of `second`
     without      // matches the texts of `first` that are not texts of `second`
@@ -86,8 +91,8 @@ class Expressions {
   Budget& budget() const { return budget_; }
   size_t size() const { return nodes_.size(); }
 
-  // The next functions return the content of a node. Call only the functions that fit the kind of
-  // the node.
+  // The next functions return the content of a node. Some of these functions are valid only for
+  // some kinds of nodes.
   Kind kind(Node node) const { return nodes_[node].kind; }
   Node first(Node node) const { return nodes_[node].first; }
   Node second(Node node) const { return nodes_[node].second; }

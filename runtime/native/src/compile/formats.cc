@@ -50,7 +50,7 @@ string duration() {
 
 // Returns a regular expression for the labels of host names, with up to `most` characters. A label
 // is the part between two dots. Labels whose third and fourth characters are both "-" are left out.
-// Such a label may be Punycode, which programs decode and check, so they could reject it.
+// Such a label may be Punycode. Programs decode Punycode, and could reject the decoded label.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +

@@ -15,7 +15,7 @@ namespace dlm::compile {
 namespace {
 
 // For each rule: the rules to which the rule refers.
-using Graph = std::vector<std::vector<uint32_t>>;
+using RuleGraph = std::vector<std::vector<uint32_t>>;
 
 // Finds the strongly connected components of a graph with Tarjan's algorithm. numbers[v] is the
 // number of the component that contains vertex v. If an edge leads from one component to another,
@@ -24,14 +24,14 @@ struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
 
-  explicit Components(const Graph& graph)
+  explicit Components(const RuleGraph& graph)
       : numbers(graph.size(), 0), graph_(graph), order_(graph.size(), 0), low_(graph.size(), 0) {
     for (uint32_t at = 0; at < graph.size(); ++at)
       if (order_[at] == 0) visit(at);
   }
 
  private:
-  // The depth of the recursion is at most the number of rules, which is small.
+  // The recursion is at most as deep as the number of rules, and a grammar has few rules.
   void visit(uint32_t at) {
     order_[at] = low_[at] = ++visited_;
     open_.push_back(at);
@@ -50,7 +50,7 @@ struct Components {
     ++count;
   }
 
-  const Graph& graph_;
+  const RuleGraph& graph_;
   std::vector<uint32_t> order_, low_, open_;
   uint32_t visited_ = 0;
 };
@@ -59,18 +59,19 @@ struct Components {
 //
 // In a grammar such as `root ::= "a" root | "b"`, a rule refers to itself at its end. Rules can
 // also refer to each other at their ends. Rules that refer to each other in this way, directly or
-// through other rules, form a rule set. A rule set is a system of linear equations, and its
-// solutions are regular languages.
+// through other rules, form a rule set. The rules of a rule set form a system of linear equations.
+// The solutions of this system are regular languages.
 //
-// All other references are calls. A recursive call is a call that leads back to the calling rule
-// set. The compiler computes the texts of all rules level by level. A recursive call uses the texts
-// of the next deeper level. At the deepest level, recursive calls match no text.
+// A reference is a call if it is not at the end of a rule, or if it refers to a rule of another
+// rule set. A recursive call is a call that leads back to the calling rule set. The compiler
+// computes the texts of all rules level by level. A recursive call matches the texts that the rule
+// has at the next deeper level. At the deepest level, recursive calls match no text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
       : expressions_(expressions), text_(text), grammar_(read_grammar(expressions, text)) {
     refuse_left_recursion();
-    Graph tails(grammar_.rules.size());
+    RuleGraph tails(grammar_.rules.size());
     for (uint32_t rule = 0; rule < tails.size(); ++rule)
       tails_of(grammar_.rules[rule].choices, tails[rule]);
     const Components found(tails);
@@ -97,10 +98,10 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The right side of a linear equation: the texts of a part at the end of a rule. `whole` contains
-  // the texts that do not end with a reference to a rule of the same rule set. For each rule of the
-  // rule set, `before` contains the texts that end with a reference to this rule, without the
-  // reference.
+  // The right side of a linear equation, which describes the texts of a rule or of a part of a
+  // rule. Some of these texts end with a reference to a rule of the same rule set. `whole` contains
+  // all other texts. For each rule of the rule set, `before` contains the texts before a reference
+  // to this rule.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -134,7 +135,7 @@ class Compiler {
     });
   }
 
-  // Appends to `out` all references to rules with which a text of `choices` can start.
+  // Appends to `out` each reference to a rule that can be at the start of a text of `choices`.
   void starts_of(const GrammarChoices& choices, const std::vector<uint8_t>& nullable,
                  std::vector<const GrammarPart*>& out) {
     for (const GrammarSequence& each : choices)
@@ -156,7 +157,7 @@ class Compiler {
           nullable[rule] = 1, is_new = true;
     }
     std::vector<std::vector<const GrammarPart*>> starts(count);
-    Graph graph(count);
+    RuleGraph graph(count);
     for (size_t rule = 0; rule < count; ++rule) {
       starts_of(grammar_.rules[rule].choices, nullable, starts[rule]);
       for (const GrammarPart* const part : starts[rule]) graph[rule].push_back(part->number);
@@ -203,8 +204,8 @@ class Compiler {
   // ---- Texts ----
 
   // Computes the texts of each rule of a rule set, and stores them in `made`. `made` must already
-  // contain the texts of all rule sets that this rule set calls. `below` contains the texts of the
-  // next deeper level.
+  // contain the texts of all rule sets that this rule set calls. `below` contains the texts that
+  // recursive calls match.
   void solve(uint32_t set, std::vector<Node>& made, const std::vector<Node>& below) {
     std::map<uint32_t, Linear> equations;
     for (const uint32_t rule : members_[set])
@@ -284,7 +285,7 @@ class Compiler {
   const std::string_view text_;
   const GrammarText grammar_;
   std::vector<uint32_t> sets_;  // for each rule: the index of the rule set that contains the rule
-  Graph members_;               // for each rule set: its rules
+  RuleGraph members_;           // for each rule set: its rules
   std::vector<State> states_;   // for each rule set: the progress of order_calls()
   // The rule sets that can be reached from root. Each rule set comes after the rule sets that it
   // calls.
@@ -292,8 +293,8 @@ class Compiler {
   std::unordered_set<const GrammarPart*> deeper_;  // the recursive calls
 };
 
-// Estimates the number of states of a node's automaton. Counts a part once for each time that it
-// occurs.
+// Estimates the number of states of a node's automaton. If a part occurs several times, counts it
+// each time.
 double unfolded_states(const Expressions& expressions, Node root) {
   // The parts of a node have lower indices than the node itself. So the loop computes the sizes of
   // the parts first.

@@ -13,8 +13,8 @@ namespace dlm::compile {
 // Returns the texts that match the rule `root`. For example, `root ::= "a" root | "b"` matches b,
 // ab, aab and so on.
 //
-// A rule may refer to itself at its end, as in this example. The number of such repetitions is not
-// limited. All other recursive references may be nested up to `max_depth` times. The default of
+// A rule may refer to itself at its end, as in the example above. The number of such repetitions is
+// not limited. All other recursive references may be nested up to `max_depth` times. The default of
 // `max_depth` is 3. If the automaton would be too large with this default, the function uses a
 // smaller depth.
 //

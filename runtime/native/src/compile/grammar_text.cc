@@ -12,20 +12,19 @@ namespace dlm::compile {
 namespace {
 
 constexpr size_t kMostRules = 1000;
-constexpr size_t kMostBytes = 1 << 20;
-constexpr int kDeepestGroup = 250;
-constexpr uint32_t kMostCount = 1'000'000;
-constexpr char32_t kLastPoint = kCodePoints - 1;
+constexpr size_t kMostGrammarBytes = 1 << 20;
 
 bool is_name(char letter) {
   return (letter >= 'a' && letter <= 'z') || (letter >= 'A' && letter <= 'Z') ||
          (letter >= '0' && letter <= '9') || letter == '-' || letter == '_';
 }
 
-class Reader {
+class GrammarReader {
  public:
-  Reader(Expressions& expressions, std::string_view text) : expressions_(expressions), text_(text) {
-    if (text.size() > kMostBytes) refuse_grammar(text, 0, "the grammar is larger than 1 MiB");
+  GrammarReader(Expressions& expressions, std::string_view text)
+      : expressions_(expressions), text_(text) {
+    if (text.size() > kMostGrammarBytes)
+      refuse_grammar(text, 0, "the grammar is larger than 1 MiB");
     size_t at = 0;
     while (at < text.size()) {
       const Utf8Start start = utf8_start(text.substr(at));
@@ -257,7 +256,7 @@ class Reader {
       if (value < 0) refuse_here(std::to_string(digits) + " hexadecimal digits");
       point = 16 * point + static_cast<uint64_t>(value);
     }
-    if (point > kLastPoint || !is_scalar(static_cast<int32_t>(point)))
+    if (point >= kCodePoints || !is_scalar(static_cast<int32_t>(point)))
       refuse_grammar(text_, at, "an escape that is not a character");
     return static_cast<char32_t>(point);
   }
@@ -272,7 +271,7 @@ class Reader {
 }  // namespace
 
 GrammarText read_grammar(Expressions& expressions, std::string_view text) {
-  return Reader(expressions, text).read();
+  return GrammarReader(expressions, text).read();
 }
 
 void refuse_grammar(std::string_view text, size_t at, const std::string& why) {

@@ -8,8 +8,8 @@
 
 namespace dlm::compile {
 
-// The index uses open addressing with linear probing. The load factor is at most 1/2. The numbers
-// must not be negative.
+// The index uses open addressing with linear probing. The load factor is at most 1/2. The number of
+// an object must not be negative, because -1 marks a free slot.
 class HashIndex {
  public:
   // Returns a number that was added with this hash, and for which is_equal(number) is true. Returns

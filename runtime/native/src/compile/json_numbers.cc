@@ -22,8 +22,8 @@ constexpr size_t kExactDigits = 15;  // number of decimal digits that every doub
 constexpr uint64_t kMostRemainders = 5000;
 // rounded_multiples() lists at most this many multiples one by one.
 constexpr int64_t kMostListed = 10000;
-// rounded_multiples() lists multiples only if the range contains a number whose magnitude is below
-// this.
+// rounded_multiples() lists multiples only if a number in the range has an absolute value below
+// this limit.
 constexpr double kMostNearest = 1e6;
 constexpr int64_t kSixDigits = 1000000;
 
@@ -92,10 +92,10 @@ class Naturals {
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cuts the bounds to `most_` digits after the decimal point, because the numbers have at most
-    // this many digits there. If the cut removes a digit other than 0, the cut bound is smaller
-    // than the real bound. So a number must not equal the cut lower bound, but it may equal the cut
-    // upper bound.
+    // Cuts the bounds to `most_` digits after the decimal point, because the numbers have no more
+    // digits after the decimal point. If the cut removes a digit other than 0, the cut bound is
+    // smaller than the real bound. So a number must not equal the cut lower bound, but it may equal
+    // the cut upper bound.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -254,7 +254,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // the text of zero has no sign, so a negative number must not be zero
+    low.is_excluded = true;  // excludes -0, because zero is written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);
@@ -355,8 +355,8 @@ std::string written(int64_t count, size_t places) {
 }
 
 // Returns the texts of multiples of the fraction `units` * 10^-`places`. This function is for
-// fractions that a double cannot represent exactly. The comment of numbers() says which multiples
-// are included.
+// fractions that a double cannot represent exactly. The comment of numbers() in json_numbers.h
+// explains which multiples are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);
@@ -378,9 +378,9 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Adds all multiples that are integers below a million, but only if all of these integers pass
-  // the check. An integer passes the check if its quotient by the divisor, computed in doubles, is
-  // an integer.
+  // Adds all multiples that are integers below a million. Validators divide an integer by the
+  // divisor in doubles. If one of the quotients is not an integer, the code adds none of these
+  // multiples.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;
@@ -500,7 +500,7 @@ Node numbers(Expressions& e, const NumberRange& range) {
     }
     made = e.both(made, integer_multiples(e, divisor));
     // If the schema writes the divisor with a decimal point or an exponent, validators compute with
-    // doubles. So the number may have at most 15 digits.
+    // doubles. Doubles represent only 15 digits reliably, so the number may have at most 15 digits.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

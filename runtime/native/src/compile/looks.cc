@@ -9,10 +9,10 @@
 namespace dlm::compile {
 namespace {
 
-// The largest number of character classes before or after a position.
+// The largest number of character classes that the compiler supports before or after a position.
 constexpr size_t kMostClasses = 64;
 constexpr size_t kMostBoundaries = 16;  // largest number of states of the automaton in close()
-// The largest number of repetitions of a part that has conditions.
+// The largest supported number of repetitions of a part that has conditions.
 constexpr uint32_t kMostRepetitions = 1000;
 constexpr int kDeepest = 2000;  // largest depth of nested calls
 constexpr int kDeepestEdge = 64;
@@ -116,8 +116,8 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits `classes` so that each of the two sets contains all or none of the characters of each
-// class.
+// Splits the classes in `classes`. Afterwards, each set in `sets` contains either all characters of
+// a class or none of them.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -190,9 +190,8 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // A backslash may start an escape, so texts with a backslash are not handled here. The code at
-  // the end of this function handles these texts with automata that compare whole escaped
-  // characters.
+  // A text with a backslash may contain escapes. The end of this function handles such texts, with
+  // automata that compare whole escaped characters.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -244,7 +243,7 @@ Looks::Rest Looks::rest_from(Piece piece, const Rest& rest) {
   if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
   expressions_.budget().check();
   if (piece.item == 0) return rest_from_node(piece.node, rest);
-  // The reference stays valid, because no items are added here.
+  // The reference stays valid, because this function adds no items to items_.
   const Item& item = items_[piece.item];
   switch (item.kind) {
     case Kind::look:
@@ -273,7 +272,7 @@ Looks::Rest Looks::rest_from_node(Node node, const Rest& rest) {
   if (node == e.empty()) return rest;
   if (std::all_of(rest.begin(), rest.end(), [&](Node each) { return each == rest[0]; }))
     return Rest(rest.size(), e.sequence(node, rest[0]));
-  // For each continuation: a bit mask of the classes of the character before the continuation.
+  // For each node that may follow: the classes of the character before it, as a bit mask.
   std::map<Node, uint64_t> targets;
   for (size_t before = 1; before < rest.size(); ++before)
     targets[rest[before]] |= uint64_t{1} << (before - 1);
@@ -333,8 +332,8 @@ Looks::Rest Looks::rest_from_repeat(const Item& item, Piece piece, const Rest& r
 }
 
 // Returns the texts of any number of repetitions of a part, followed by `rest`. The result includes
-// zero repetitions. So if a minimum is required, the caller must put these repetitions before the
-// result.
+// the texts with zero repetitions. If the part must repeat at least n times, the caller must add n
+// repetitions before the result.
 Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   Expressions& e = expressions_;
   const Item& item = items_[piece.item];
@@ -419,8 +418,7 @@ Node Looks::in_turn(const First& first, bool first_looks_after, const Second& se
   return e.either(std::move(choices));
 }
 
-// Returns the texts of the last parts of a sequence, starting with the part that has the index
-// `from`.
+// Returns the texts of the last parts of a sequence. The first of these parts has the index `from`.
 Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size_t after) {
   const Piece part = item.parts[from];
   if (from + 1 == item.parts.size()) return texts(part, before, after);
@@ -457,9 +455,9 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
 }
 
 // Returns the texts of any number of repetitions of a part. The function treats the repetitions as
-// an automaton. A state of this automaton is a pair of character classes: the class of the
-// character before a position between two repetitions, and the class of the character after it. The
-// state alone determines which texts may follow.
+// an automaton. There is a position after each repetition. A state of the automaton consists of the
+// class of the character before this position and the class of the character after it. The texts
+// that may follow depend only on this state.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];
@@ -483,9 +481,9 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
   return known_[key] = e.either(std::move(choices));
 }
 
-// Fills item.steps. For each pair of states, item.steps contains the texts of any number of
-// repetitions that lead from the first state to the second. The code uses the algorithm of Kleene
-// (1956). In each round, this algorithm allows paths through one more state.
+// Fills item.steps. endless() explains the states. For each pair of states, item.steps contains the
+// texts of any number of repetitions that lead from the first state to the second. The code uses
+// Kleene's algorithm (1956). Each round of this algorithm also allows paths through one more state.
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

@@ -15,8 +15,8 @@ namespace dlm::compile {
 
 // A condition on the character before a position and the character after it. For example, ^
 // requires that there is no character before the position. `before` contains two sets for the
-// character before the position. `after` contains two sets for the character after the position. In
-// both cases, the two sets divide the characters into four kinds:
+// character before the position. `after` contains two sets for the character after the position.
+// The two sets divide the characters into four kinds:
 //
 //   0: no character, because the position is at the start or the end of the text
 //   1: a character of the first set
@@ -52,8 +52,9 @@ class Looks {
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // Returns a look-ahead. It requires that the text after the position starts with a match of
-  // `piece`. If `is_negative` is true, it requires the opposite.
+  // Returns a look-ahead, which is a condition on the text after a position. The condition is true
+  // if this text starts with a match of `piece`. If `is_negative` is true, the condition is true if
+  // the text does not start with a match.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
@@ -126,9 +127,8 @@ class Looks {
   template <class First, class Second>
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
-  // The next functions are for a position between two repetitions of an item. They return the
-  // number of classes of the character before or after the position. They return 1 if the
-  // conditions inside the item do not depend on this character.
+  // The next functions return the number of classes that a character can have before or after a
+  // repetition of an item. They return 1 if no condition inside the item depends on this character.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;

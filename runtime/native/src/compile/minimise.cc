@@ -5,9 +5,9 @@
 //
 // Two states are equal if they accept the same continuations. If a state is outside of cycles, a
 // single look-up finds the equal new state, as in Revuz (1992). If a component contains cycles,
-// partition refinement separates its states that are not equal (Hopcroft 1971). Then either all
-// states of the component are equal to new states that already exist, or none of them is. In real
-// constraints, most states are outside of cycles, so the code visits most states only once.
+// partition refinement separates its states that are not equal (Hopcroft 1971). After this
+// refinement, either all states of the component are equal to existing new states, or no state is.
+// In real constraints, most states are outside of cycles, so the code visits most states only once.
 #include <algorithm>
 #include <utility>
 
@@ -17,8 +17,6 @@
 
 namespace dlm::compile {
 namespace {
-
-constexpr int32_t kNone = -1;
 
 bool equal(const ByteEdge* a, const ByteEdge* b, size_t count) {
   for (size_t i = 0; i < count; ++i)
@@ -184,8 +182,9 @@ class Minimiser {
   // next state. An edge that leaves the component contains ~state, where `state` is the new state
   // to which it leads.
   //
-  // When a class is split, its largest part keeps the number of the class. Then the code visits
-  // only states with edges to the other parts again. So it visits each state O(log n) times.
+  // When a class is split, its largest part keeps the number of the class. After the split, the
+  // code visits again only the states with edges to the other parts. So it visits each state O(log
+  // n) times, where n is the number of states.
   void refine() {
     const size_t count = members_.size();
     if (local_.empty()) local_.assign(raw_.states(), 0);
@@ -218,8 +217,8 @@ class Minimiser {
     }
   }
 
-  // Sets class_ to the first classes. Equal states get the same class, and most unequal states get
-  // different classes.
+  // Divides the states into initial classes, and stores these classes in class_. Equal states get
+  // the same class, and most unequal states get different classes.
   //
   // The states of a class have the same distance to an end, and the same hash. The function
   // computes the hashes of all states in several rounds. The hash of a state depends on the hashes
@@ -328,8 +327,7 @@ class Minimiser {
                             static_cast<uint32_t>(edges_.size()), member});
       content.insert(content.end(), edges_.begin(), edges_.end());
     }
-    // Returns a negative number if `a` comes first, a positive number if `b` comes first, otherwise
-    // 0.
+    // Compares two signatures for sorting. Returns 0 if they are equal.
     const auto compare = [&](const Signature& a, const Signature& b) {
       if (a.number != b.number) return a.number < b.number ? -1 : 1;
       if (a.hash != b.hash) return a.hash < b.hash ? -1 : 1;
@@ -361,8 +359,8 @@ class Minimiser {
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
       // The members of the class that are not in `changed` form a separate part, because their
-      // edges lead only to classes that kept their numbers. In contrast, each member in `changed`
-      // has an edge to a class with a new number.
+      // edges lead only to classes that kept their numbers. Each member in `changed` has an edge to
+      // a class with a new number.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -451,9 +449,9 @@ class Minimiser {
     return false;
   }
 
-  // Compares a class with its image, edge by edge. The image of a class is a new state that may
-  // be equal to the states of the class. Also assigns images to the classes to which the edges of
-  // this class lead.
+  // The image of a class is an existing new state that may be equal to the states of the class.
+  // This function compares a class with its image, edge by edge. Edges of the class lead to other
+  // classes. The function also assigns images to these classes.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];
     const int32_t image = images[index(number)];
@@ -542,7 +540,7 @@ class Minimiser {
   std::vector<int32_t> next_shape_;
   std::vector<ByteEdge> edges_;  // the edges of the current state
 
-  // The data of the current component. Members are numbered by their index in members_.
+  // These lists describe the current component. The number of a member is its index in members_.
   std::vector<int32_t> members_, local_, class_;
   std::vector<std::vector<int32_t>> parts_;  // the members of each class
   std::vector<size_t> place_;                // for each member: its index in the list of its class

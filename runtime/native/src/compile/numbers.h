@@ -6,6 +6,8 @@
 
 namespace dlm::compile {
 
+constexpr int32_t kNone = -1;  // no index
+
 inline size_t index(int32_t number) { return static_cast<size_t>(number); }
 
 // Adds a value to a hash, and returns the new hash.

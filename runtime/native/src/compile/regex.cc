@@ -13,17 +13,13 @@
 namespace dlm::compile {
 namespace {
 
-// The largest nesting depth of groups. Rust's regex crate has the same limit.
-constexpr size_t kDeepestGroup = 250;
-constexpr uint32_t kMostCount = 1000000;
-
 Node in_utf8(Expressions& expressions, const CodePoints& points) {
   return expressions.characters(points);
 }
 
-class Reader : RegexText {
+class RegexReader : RegexText {
  public:
-  Reader(Expressions& expressions, std::string_view text)
+  RegexReader(Expressions& expressions, std::string_view text)
       : RegexText(expressions.budget(), text),
         expressions_(expressions),
         looks_(expressions, in_utf8, "regex") {}
@@ -237,7 +233,7 @@ class Reader : RegexText {
         return;
       }
     }
-    if (open_.size() > kDeepestGroup) refuse("groups nested more than 250 deep");
+    if (open_.size() > size_t{kDeepestGroup}) refuse("groups nested more than 250 deep");
     open_.push_back(std::move(group));
   }
 
@@ -353,7 +349,7 @@ class Reader : RegexText {
 }  // namespace
 
 Node regex(Expressions& expressions, std::string_view expression) {
-  return Reader(expressions, expression).read();
+  return RegexReader(expressions, expression).read();
 }
 
 }  // namespace dlm::compile

@@ -241,7 +241,7 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
 }
 
 // Applies the previous operator to the characters before it and after it. `operation` is the
-// operator that the parser has just read. It will be applied by the next call.
+// operator that the parser has just read. The next call applies this operator.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();

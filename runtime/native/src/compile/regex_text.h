@@ -29,7 +29,8 @@ class RegexText {
   bool is_at(char letter) const { return !is_end() && text_[at_] == letter; }
   bool is_at_space() const;
   bool take(std::string_view wanted);
-  // If the text ends here, throws an error whose message contains `what`.
+  // Returns the next character. At the end of the text, throws an error whose message contains
+  // `what`.
   char32_t next(const char* what);
   // Skips white space and comments if the flag x of the regular expression is set. Otherwise does
   // nothing.
@@ -38,8 +39,8 @@ class RegexText {
   // Returns the characters in `points`. If the flag i is set, also returns all characters that
   // differ only in case from a character in `points`.
   CodePoints folded(const CodePoints& points) const;
-  // Parses \d, \p{...} and similar sets. The backslash was parsed already. Returns false if there
-  // is no such set at the current position.
+  // Parses \d, \p{...} and similar sets. The caller has already parsed the backslash. Returns false
+  // if there is no such set at the current position.
   bool escaped_set(CodePoints& set);
   // Parses the rest of an escaped character, after the backslash.
   char32_t escaped_character();

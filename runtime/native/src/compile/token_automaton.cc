@@ -15,8 +15,6 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kNone = -1;
-
 // Builds an automaton over token ids. Its states are the states of the byte automaton `texts` that
 // are reached after a whole token. It has one more state, which is reached after an end token.
 class Assembly {
@@ -33,7 +31,7 @@ class Assembly {
     const std::vector<int32_t> distances = measure();
     Automaton out{};
     out.vocab_size = vocabulary_.vocab_size();
-    // This loop collects the groups that are still used, in the order of their first use.
+    // This loop collects the groups of the remaining edges, in the order of their first use.
     std::vector<int32_t> used(index(groups_.size()), kNone), groups;
     std::vector<int32_t> renamed(texts_.states(), kNone);
     for (size_t state = 0; state < texts_.states(); ++state) {

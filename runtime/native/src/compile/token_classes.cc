@@ -14,11 +14,7 @@
 #include "compile/numbers.h"
 
 namespace dlm::compile {
-namespace {
-
-constexpr int32_t kNone = -1;
-
-}  // namespace
+namespace {}  // namespace
 
 template <class Each>
 void Partition::split(const Each& each) {
@@ -78,8 +74,8 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
 // (node_tokens_), and the resulting parts of these tokens (token_parts_).
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
-  // Calls see(part, first, last) once or more for each part. `first` and `last` point to the start
-  // and the end of a list of tokens.
+  // Calls see(part, first, last) at least once for each part of `nodes`. `first` and `last` point
+  // to the start and the end of a list of tokens.
   const auto each_tokens = [&](auto see) {
     for (int32_t item = 0; item < groups_.item_count(); ++item)
       if (const int32_t part = nodes.part(item); part > 0)
@@ -121,8 +117,8 @@ Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size)
   return tokens;
 }
 
-// For each needed group, lists the parts of tokens that the group contains. Adds these lists to
-// `lists`. Returns the index of each group's list.
+// For each group with a 1 in `is_needed`, lists the parts of tokens that the group contains. Adds
+// these lists to `lists`. Returns the index of each group's list.
 std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_needed,
                                               const Partition& nodes, Lists& lists) {
   std::vector<int32_t> list_of(index(groups_.size()), kNone);

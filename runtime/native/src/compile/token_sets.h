@@ -3,10 +3,10 @@
 // many tokens at once.
 //
 // A state of an automaton divides the bytes into parts. All bytes of a part lead to the same next
-// state. So a set of nodes has one set of children for each part. This set contains the children
-// whose last byte is in the part. For example, the tokens "hello" and "world" go through the same
-// sets if the first state is inside a string. Each set is computed only once, when the compiler
-// first needs it.
+// state. So a set of nodes has one set of children for each part. Such a set of children contains
+// the children whose last byte is in the part. For example, the tokens "hello" and "world" go
+// through the same sets if the first state is inside a string. Each set is computed only once, when
+// the compiler first needs it.
 #pragma once
 
 #include <cstddef>

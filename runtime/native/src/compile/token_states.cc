@@ -15,9 +15,9 @@ namespace {
 // A state inside a word or number accepts only few bytes. The limits kManyBytes and kBytesAlike
 // distinguish these two kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-// The compiler passes at most this many bytes of a forced text to the tokenizer.
+// A forced text consists of the only bytes that can come next. The compiler passes at most this
+// many bytes of such a text to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;
-constexpr int32_t kNone = -1;
 
 }  // namespace
 
@@ -31,7 +31,7 @@ void TokenStates::find_shapes(TokenSets& sets) {
   const size_t states = texts_.states();
   budget_.check_memory(states * 4 * sizeof(int32_t) + texts_.edges.size() * sizeof(int32_t));
   states_.reserve(states);
-  // For each next state of the current state: its part.
+  // For each next state of the current state: the part of the bytes that lead to it.
   std::vector<int32_t> part_of(states, kNone);
   std::vector<int> bytes;  // for each part: the number of bytes in the part
   std::vector<TokenSets::Range> ranges;

@@ -3,13 +3,13 @@
 //
 // - A walk does not visit single tokens. Instead, it visits sets of nodes of the token tree
 //   (token_sets.h). So one step covers all tokens that lead from a state to the same next state.
-// - Several walks may reach the same state with the same set of nodes. From there on, these walks
-//   are the same. So the code makes this common part only once, and stores the result as groups of
-//   tokens. A common part starts where a walk goes from a state that accepts many bytes to a state
-//   that accepts few bytes, or the other way round. A common part also starts at a hub, which is a
-//   state from which many bytes lead back to the state itself. For example, suppose that a text is
-//   one of 100 listed words or any other string. Then nearly all tokens that can follow a state
-//   inside a word can also follow many other states.
+// - Several walks may reach the same state with the same set of nodes. From this state on, these
+//   walks are the same. So the code makes this common part only once, and stores the result as
+//   groups of tokens. A common part starts where a walk goes from a state that accepts many bytes
+//   to a state that accepts few bytes, or the other way round. A common part also starts at a hub,
+//   which is a state from which many bytes lead back to the state itself. For example, suppose that
+//   a text is one of 100 listed words or any other string. Then nearly all tokens that can follow a
+//   state inside a word can also follow many other states.
 // - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
 //   stored as one group, even if many states use the group. For example, if the length of a string
 //   is counted, all tokens of n characters are one group.
@@ -20,17 +20,16 @@
 namespace dlm::compile {
 namespace {
 
-// The code may store the result of a walk if the walk is over more nodes than this.
+// The code may store the result of a walk if the walk visits more nodes than this.
 constexpr int32_t kSharedNodes = 8;
-constexpr int kMostNesting = 16;  // largest depth of nested walks
+constexpr int kMostNestedWalks = 16;  // largest depth of nested walks
 // For some constraints, nearly all first bytes of tokens lead from many states to the same hub. An
-// example is a text in which "abc" may occur anywhere. So after kMostLargeSets walks from a hub
-// over large sets, the code walks over the tokens with each first byte separately, and stores these
-// results.
+// example is a text in which "abc" may occur anywhere. So the code counts the walks from a hub over
+// large sets. After kMostLargeSets such walks, it makes a separate walk for each first byte of a
+// token, and stores the results of these walks.
 constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
 constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
-constexpr int32_t kNone = -1;
 
 }  // namespace
 
@@ -48,7 +47,8 @@ TokenEdges TokenWalks::walk_all() {
   const size_t states = state_count_;
   TokenEdges out;
   out.row_of.assign(states, kNone);
-  // The states that are reached after a whole token, in the order of their rows.
+  // The states that are reached after a whole token. The index of a state in this list is its row
+  // in `out`.
   std::vector<int32_t> met{0};
   out.row_of[0] = 0;
   for (size_t row = 0; row < met.size(); ++row) {
@@ -120,7 +120,7 @@ void TokenWalks::walk_below(int32_t set, int32_t start, std::vector<Step>& out) 
       if (sets_.has_tokens(child)) out.push_back({groups_.item_of(child), to});
       const int32_t below = sets_.below(child);
       if (below == 0) continue;
-      if (below > kSharedNodes && nesting_ < kMostNesting &&
+      if (below > kSharedNodes && nesting_ < kMostNestedWalks &&
           (table_.is_wide(from) != table_.is_wide(to) || (to != start && table_.is_hub(to))))
         go_on(child, to, out);
       else

@@ -78,7 +78,7 @@ struct TokenEdges {
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};
   }
 
-  std::vector<int32_t> row_of;  // [states]: the state's row, or -1 if no tokens lead to it
+  std::vector<int32_t> row_of;  // [states]: the row of each state, or -1 if no tokens lead to it
   // Row r consists of edges[starts[r]] to edges[starts[r + 1] - 1].
   std::vector<size_t> starts{0};
   std::vector<TokenEdge> edges;
@@ -112,7 +112,7 @@ class TokenWalks {
 
   void walk(int32_t state);
   // Walks over all nodes below the nodes of a set, and appends the steps to `out`. The walk starts
-  // in `state`, the state that the nodes of the set have reached.
+  // in `state`, to which all nodes of the set lead.
   void walk_below(int32_t set, int32_t state, std::vector<Step>& out);
   // Does the same as walk_below(), but also stores the steps for later walks.
   void go_on(int32_t set, int32_t state, std::vector<Step>& out);

@@ -12,8 +12,8 @@ namespace {
 // The largest total size of the sets that keep_sets() stores, in bytes.
 constexpr size_t kKeptBytes = size_t{32} << 20;
 
-// Shortens a path in the token tree to `depth` nodes. For each node that this removes, stores
-// `node` as the first node after its subtree.
+// Shortens a path in the token tree to `depth` nodes. `node` is the first node after the subtree of
+// each removed node. The function stores it in `behind` of the removed nodes.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
   while (path.size() > depth) {
     tree.behind[index(path.back())] = node;

@@ -23,7 +23,7 @@ constexpr size_t kMagicBytes = 8, kMadeOfBytes = 32, kHashBytes = 32;
 constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr size_t kSizes = 6;
 
-// Returns the arrays that a file contains, in the order of the file.
+// Returns those arrays of the automaton that are stored in its file, in the order of the file.
 std::array<const std::vector<int32_t>*, 7> arrays_of(const Automaton& automaton) {
   return {&automaton.token_class, &automaton.group_starts, &automaton.group_classes,
           &automaton.edge_starts, &automaton.edge_states,  &automaton.edge_groups,

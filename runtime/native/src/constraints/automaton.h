@@ -71,8 +71,8 @@ struct Automaton {
             {edge_states.data() + last, edge_groups.data() + last}};
   }
 
-  // classes_of returns the classes of a group. tokens_of returns the tokens of a class. Both lists
-  // are in ascending order.
+  // classes_of() returns the classes of a group. tokens_of() returns the tokens of a class. Both
+  // lists are in ascending order.
   View<int32_t> classes_of(int32_t group) const {
     const auto first = static_cast<size_t>(group_starts[group]);
     return {group_classes.data() + first, static_cast<size_t>(group_starts[group + 1]) - first};

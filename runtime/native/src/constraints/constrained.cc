@@ -111,10 +111,11 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     const double prob = prob_of(path_[at], place.logits, place.best, probs[0]);
     proposals.tokens[row] = path_[at];
     proposals.probs[row] = prob;
+    // The margin of a row is the probability of the proposed token minus the highest probability of
+    // any other token. So the margin can be negative.
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // The margin is the probability of the proposed token minus the highest probability of
-          // any other token. So the margin can be negative.
+    else
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])

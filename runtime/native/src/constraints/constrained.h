@@ -66,8 +66,8 @@ class Constrained final : public Proposer {
   const Policy policy_;
   const std::shared_ptr<const Automaton> automaton_;
   Range range_;  // the canvas positions that the constraint covers
-  // For each position of range_: the automaton's state before the position. The list ends where the
-  // state is not known yet.
+  // For each position of range_: the automaton's state before the position. The list contains only
+  // the states that are already known.
   std::vector<int32_t> states_;
   Viterbi viterbi_;
   Texts texts_;
@@ -75,7 +75,7 @@ class Constrained final : public Proposer {
   std::vector<int32_t> path_, only_;
   std::vector<Marginal> marginals_;
   std::unique_ptr<OptionProbs> options_;  // NULL if the constraint is not a decision
-  // The first position of the last block whose texts were added to options_.
+  // The first position of the last block that add_block() has processed.
   int32_t answered_block_ = -1;
 };
 

@@ -31,8 +31,8 @@ class TextSums<Weight>::Total {
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  // The sum leaves out weights whose ratio is below -kNothing. Even 2^32 of these weights would
-  // vanish in rounding.
+  // The sum leaves out weights whose ratio is below -kNothing. Even 2^32 such weights together are
+  // too small to change the rounded sum.
   static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
@@ -153,7 +153,8 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// Copies the sums that sum() stored for a place to ahead_. clear_ahead() resets ahead_.
+// Sets ahead_ for all states before the given place to the weights that sum() stored. clear_ahead()
+// resets ahead_.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);
@@ -176,9 +177,9 @@ size_t TextSums<Weight>::count_tokens(int32_t state) const {
   return count;
 }
 
-// Draws the token at the current place. `all` is the sum of the weights of all paths from `state`.
-// The probability of a token is the total weight of the paths that start with this token, divided
-// by `all`.
+// Draws the token at the current place (position of the text). `all` is the sum of the weights of
+// all paths from `state`. The probability of a token is the total weight of the paths that start
+// with this token, divided by `all`.
 template <class Weight>
 int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const DrawKey& key) {
   if (place_->token >= 0) return place_->token;
@@ -248,9 +249,9 @@ void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   }
 }
 
-// Visits the places from the first to the last. For each place, computes the probabilities of the
-// groups at this place (group_mass_), and the probabilities of the states after this place (mass_).
-// Then calls see(place).
+// Visits the places (positions of the text) from the first to the last. For each place, computes
+// the probabilities of the groups at this place (group_mass_), and the probabilities of the states
+// after this place (mass_). Then calls see(place).
 template <class Weight>
 template <class See>
 void TextSums<Weight>::each_place(const Ways& ways, See see) {

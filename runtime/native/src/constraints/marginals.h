@@ -54,8 +54,8 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // Returns the logarithm of this weight divided by the given weight. Ignores the second argument,
-  // which is 1 / temperature, because `log` already includes this factor.
+  // Returns log(this weight / other weight). Ignores the second argument, which is 1 / temperature,
+  // because `log` already includes this factor.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
@@ -163,7 +163,7 @@ class TextSums {
   // or after the current place (mass_behind_).
   std::vector<double> mass_, mass_behind_;
   // For each group and each class of tokens (see automaton.h): the probability that the token at
-  // the current place belongs to it.
+  // the current place is in this group or class.
   std::vector<double> group_mass_, class_mass_;
 };
 

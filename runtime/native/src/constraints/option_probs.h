@@ -41,8 +41,8 @@ class OptionProbs {
   const Automaton& automaton_;
   std::vector<double> probs_, found_, visits_, last_;
   std::vector<uint8_t> follows_;  // for each option: 0 or 1, set by find_following()
-  // For each state: the smallest number of tokens that lead to the state, or -1 if there is no path
-  // to it.
+  // For each state: the smallest number of tokens from the `state` of find_following() to this
+  // state. The number is -1 if no such path leaves room for the rest of the answer.
   std::vector<int32_t> steps_;
   std::vector<int32_t> open_;
 };

@@ -52,10 +52,11 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// There may be hundreds of states before a place. But most of these states are also before the next
-// place. So this function only updates edges_to_ and is_open_ for the states that differ.
+// There may be hundreds of states before a place (position of the text). Most of them are also
+// before the next place. So this function updates edges_to_ and is_open_ only for the states that
+// are in just one of the two lists.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
-  // The compiler must assume that a write through a uint8_t pointer can change any object,
+  // The C++ compiler must assume that a write through a uint8_t pointer can change any object,
   // including the vectors below. With local copies of their pointers, the inner loop does not
   // reload the pointers.
   const int32_t* const starts = automaton_.edge_starts.data();

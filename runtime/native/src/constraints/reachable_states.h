@@ -1,5 +1,5 @@
 // For each position of a canvas, finds the states that an automaton can reach at this position, and
-// the tokens that are possible there.
+// the tokens that are possible at this position.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<fl
 
 // One position of a text, with the tokens that are allowed at this position, and their logits.
 struct Place {
-  // If `token` is -1, all tokens are allowed. Otherwise only `token` is allowed, and also `other`
-  // unless `other` is -1.
+  // If `token` is -1, all tokens are allowed. Otherwise only `token` is allowed. If `other` is not
+  // -1, `other` is allowed too.
   int32_t token = -1;
   int32_t other = -1;
   // [V]: the logits of the tokens, or NULL. Without logits, the token `best` has a higher weight
@@ -45,9 +45,8 @@ class Ways {
   // Returns the states before a place, in ascending order.
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }
 
-  // From a state, a text continues with one token for each of `places`, and then with at most
-  // `room` more tokens. Returns a 1 for each state from which such a text can reach an end, and a 0
-  // for every other state.
+  // Returns a 1 for each state from which a text can reach an end, and a 0 for every other state.
+  // The text consists of one token for each of `places`, and then at most `room` more tokens.
   std::vector<uint8_t> reaching(const std::vector<Place>& places, int32_t room);
 
   // look_at() sets the current place (position of the text). may_stand() returns true if the

@@ -18,13 +18,13 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // find_best() computes this many maxima side by side, so that the processor loads several logits at
 // a time.
 constexpr size_t kLanes = 8;
-// Number of tokens in a run; highest_ contains the highest logit of each run.
+// A run consists of this many neighbouring tokens. highest_ contains the highest logit of each run.
 constexpr size_t kRun = 32;
 // weigh_highest() divides a row into this many sections. It reads only the logits that are not
 // below a bound, and chooses the bound so that each section contains at least one such logit.
 constexpr size_t kSections = 16;
-// best_of_class() may read at most 1 / kMany of a row's logits. Before it would read more, it calls
-// weigh_highest().
+// best_of_class() itself reads at most 1 / kMany of a row's logits. If it needs more logits, it
+// calls weigh_highest().
 constexpr size_t kMany = 16;
 
 // Returns the weight of a token. The weight is -inf if the denoiser rules out the token.
@@ -52,8 +52,8 @@ bool is_better(const Place& place, int32_t token, int32_t other) {
   return weight > other_weight || (weight == other_weight && token < other);
 }
 
-// Returns the maximum of a run of logits. The code compares four logits at a time. Compilers may
-// not vectorise std::max in this way, because std::max has rules for NaN.
+// Returns the maximum of a run of logits. The code compares four logits at a time. C++ compilers
+// often do not vectorise std::max in this way, because they must handle NaN as std::max does.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
   constexpr size_t kFours = kRun / 4;
@@ -74,7 +74,8 @@ void fetch_run(const float* logits) {
 // Returns the first token that has the highest logit. If every logit is -inf, returns the first
 // token.
 int32_t find_best(const float* logits, const View<int32_t>& tokens) {
-  // The number of tokens in the part of the row that the function searches a second time.
+  // The function searches the row in parts of this many tokens. Then it searches the part with the
+  // highest logit again.
   constexpr size_t kStretch = 32 * kLanes;
   float highest = kNone;
   size_t found = 0;
@@ -97,8 +98,9 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 
 }  // namespace
 
-// Finds the tokens with the highest logits of the row. For each class that contains at least one of
-// these tokens, stores the best of them in classes_. This token is the best token of the class.
+// Finds the tokens with the highest logits at a place. For each class that contains at least one of
+// these tokens, stores the best of these tokens in classes_. Each stored token is also the best
+// token of its whole class.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -308,7 +310,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   // True if an end can be reached from every visited state after the current place.
   bool do_all = true;
   for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[end] != 0;
-  // The compiler must assume that a write through a uint8_t pointer can change any object,
+  // The C++ compiler must assume that a write through a uint8_t pointer can change any object,
   // including the automaton's vectors. With local copies of their pointers, the inner loop does not
   // reload the pointers.
   const int32_t *const starts = automaton_.edge_starts.data(),
@@ -322,8 +324,8 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
     // If all tokens are allowed, every state before this place has an edge to a state after this
-    // place. So an end can be reached from all states before this place if this is true for all
-    // states after it.
+    // place. If the text can also reach an end from all states after this place, it can reach an
+    // end from all states before this place.
     const bool is_sure = is_free && do_all;
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {

@@ -6,8 +6,7 @@ namespace dlm {
 
 // The amount of work in a whole pass, or the part of this work that one request causes.
 struct PassLoad {
-  double tokens = 0, rows = 0;  // number of tokens to compute, and number of rows for which the
-                                // pass predicts tokens
+  double tokens = 0, rows = 0;  // numbers of computed tokens and of scored rows
   // The number of attention pairs. A pair is a token and a position that the token attends to, both
   // in the same request.
   double pairs = 0;

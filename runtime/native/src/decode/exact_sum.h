@@ -75,8 +75,8 @@ struct ExactWeight {
   // Counts the ruled-out and cut tokens of the text. Each ruled-out token adds kRuledOut, and each
   // cut token adds kCut.
   int64_t avoided = 0;
-  // The sum of the logits of all tokens that are neither ruled out nor cut. From each logit, the
-  // best logit of its row is subtracted.
+  // The sum of the logits of all tokens that are neither ruled out nor cut. The best logit of the
+  // row is subtracted from each logit.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;

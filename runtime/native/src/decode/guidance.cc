@@ -36,8 +36,8 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
   const size_t count = rank_tokens(denoiser, logits, top_k, best);
-  // If one of the logits is NaN, the sum that the code computes below is NaN, and so are all
-  // probabilities.
+  // If one of the logits is NaN, `total` becomes NaN below, and so do all probabilities. This code
+  // handles rows whose best logit is infinite.
   if (std::isinf(logits[best[0]])) {
     std::fill_n(probs_.data() + row * top_k, top_k, std::numeric_limits<float>::quiet_NaN());
     return;

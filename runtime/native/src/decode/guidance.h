@@ -1,5 +1,5 @@
-// Classifier-free guidance. Combines two predictions of the denoiser: one computed with the prompt,
-// and one computed without the prompt.
+// Implements classifier-free guidance, which combines two predictions of the denoiser. One of them
+// is computed with the prompt, and the other without the prompt.
 //
 // The guided logits are l = l_u + (w + 1)(l_c - l_u), as in LLaDA's loop (arXiv:2502.09992). Here w
 // is the guidance scale, l_c are the logits with the prompt, and l_u are the logits without the

@@ -22,8 +22,7 @@ using Clock = std::chrono::steady_clock;
 struct JobOptions {
   int32_t max_steps = 0;  // largest number of passes that the request may use; 0: no limit
   std::optional<Clock::time_point> deadline;
-  std::unique_ptr<TextWriter> writer;  // makes the text of the request; NULL: the request has no
-                                       // text
+  std::unique_ptr<TextWriter> writer;  // writes the request's text, or NULL
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };
@@ -49,7 +48,7 @@ class Job {
   // decided so far. Any thread may call this function.
   void cancel() { is_cancelled_ = true; }
 
-  // Waits until the job has ended, but at most for `time`. Without `time`, there is no limit.
+  // Waits until the job has ended or `time` has passed. Without `time`, waits without a limit.
   // Returns true if the job has ended.
   bool wait(std::optional<Clock::duration> time) const {
     std::unique_lock<std::mutex> lock(board_->mutex);

@@ -27,8 +27,8 @@ struct LockstepPasses::Lane {
   std::vector<LaneMember*> members;
   std::vector<Row> rows;  // the canvas that each row of the batch computed in the last pass
   bool has_begun = false;
-  // The range of the last call of keep_outside: the context keeps the cache rows of all positions
-  // outside this range. The range is empty if a pass has stored rows since that call. Then
+  // The range that was passed to the last call of keep_outside. The context keeps the cache rows of
+  // all positions outside this range. Passes that store rows set `kept` to an empty range. Then
   // keep_outside must be called before the next pass that reads the cache.
   Range kept{0, 0};
 
@@ -39,8 +39,8 @@ struct LockstepPasses::Lane {
   }
 
   // Assigns one batch row to each canvas of each member of the lane. Does nothing if the next pass
-  // reads the cache, because each canvas must then stay in the row whose cache it has filled. The
-  // rows of a member that has left the lane also stay in the batch then.
+  // reads the cache, because each canvas must then stay in the row whose cache it has filled. In
+  // this case, the rows of a member that has left the lane also stay in the batch.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();
@@ -135,7 +135,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   }
   dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
-  size_t most = 1;  // a pass must score at least one row, even if no request needs it
+  size_t most = 1;  // a pass must score at least one row, even if no request needs this row
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
   // All canvases of a pass must score the same number of rows. A canvas with fewer positions to

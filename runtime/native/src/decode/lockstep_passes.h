@@ -2,12 +2,12 @@
 // lockstep, which means that they share every pass. Requests of different shapes take turns.
 //
 // A lane is an engine context together with the requests that use this context. With a cache, each
-// pass runs the requests of a lane that are at the earliest stage of their plans. A request that
-// finishes a stage early waits for the slowest request. Passes still compute the batch rows of a
-// waiting request, but the results are ignored. The batch rows of a request that has ended also
-// stay in the batch until the next pass that reads no cache. (With the cache `block`, only passes
-// of the first block read no cached rows.) Without a cache, the requests of a lane may be at
-// different stages.
+// pass runs the requests of a lane that are at the earliest stage of their plans (see plan.h). A
+// request that finishes a stage early waits for the slowest request. Passes still compute the batch
+// rows of a waiting request, but the results are ignored. The batch rows of a request that has
+// ended also stay in the batch until the next pass that reads no cache. (With the cache `block`,
+// only passes of the first block read no cached rows.) Without a cache, the requests of a lane may
+// be at different stages.
 //
 // Invariants:
 //   - A lane owns a context as long as the lane has a member. When the last member leaves, the

@@ -59,7 +59,8 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Positions of one canvas that a pass computes. In a draft pass, they see each other.
+// Positions of one canvas that a pass computes. In a draft pass, all these positions attend to each
+// other.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;

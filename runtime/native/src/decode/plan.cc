@@ -308,7 +308,7 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start
   const auto end =
       static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
   // The draft pass does not predict the last position of the block. The last row of the causal pass
-  // predicts it.
+  // predicts this position.
   const Range rows{start - 1, end - 1}, block{start, end}, once{};
   if (end - start > 1)
     plan.push_back({rows,

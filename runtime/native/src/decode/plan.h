@@ -26,7 +26,7 @@
 // block: a draft pass, and a causal pass over the same rows that verifies the draft. A block starts
 // at the first undecided position. Its rows start one position earlier.
 //
-// With remask `noise` (DiffusionGemma), the plan is the same as for other blocks. No position of a
+// With remask `noise` (DiffusionGemma), the plan is the same as without `noise`. No position of a
 // block is decided before its last pass, so each pass scores all undecided positions of the block.
 //
 // A stage is one or more passes over the same range of positions. Requests and pass makers
@@ -74,7 +74,7 @@ struct Stage {
   int32_t steps;
   Range block;    // block that the stage belongs to
   bool is_last;   // true for the last stage of the block
-  bool is_draft;  // the rows see each other; only for denoisers with draft passes
+  bool is_draft;  // true for draft passes, in which all rows attend to each other
   int32_t shift;  // the row that predicts a position is `shift` positions earlier
 
   bool is_repeated() const { return awaited.tokens() > 0; }
@@ -85,20 +85,20 @@ struct Stage {
 // if the policy does not suit the denoiser.
 Policy suit_policy(Policy policy, const Denoiser& denoiser);
 
-// Returns the distance from the row that predicts a position to the position, in passes that are
-// not draft passes. With remask "noise", the causal passes of a denoiser with draft passes predict
-// no position, and the result is 0.
+// Returns the number n for which row i - n predicts position i in passes that are not draft passes.
+// With remask "noise", the causal passes of a denoiser with draft passes predict no position, and
+// the result is 0.
 inline int32_t causal_shift(const Policy& policy, const Denoiser& denoiser) {
   if (denoiser.draft_block == 0) return denoiser.shift;
   return policy.remask == Remask::noise ? 0 : 1;
 }
 
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
-// come from suit_policy. The first block starts at the first undecided position, or at a
-// multiple of the block length with block-causal attention (visible_block above 1). If `steps` is
-// above 0, `steps` is the number of passes planned for all blocks together. The plan stores the
-// cache rows of the prompt before the first block in as few passes as the engine allows. Throws an
-// Error with status DLM_INVALID_ARGUMENT.
+// come from suit_policy. The first block starts at the first undecided position. With block-causal
+// attention (visible_block above 1), it starts at the last multiple of the block length up to this
+// position. If `steps` is above 0, `steps` is the number of passes planned for all blocks together.
+// The plan stores the cache rows of the prompt before the first block in as few passes as the
+// engine allows. Throws an Error with status DLM_INVALID_ARGUMENT.
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                const Denoiser& denoiser, int32_t steps, const Engine& engine);
 

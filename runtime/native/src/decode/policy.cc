@@ -8,8 +8,8 @@
 namespace dlm {
 namespace {
 
-// Returns true if the table above lists all members of dlm_policy, in the same order and without
-// gaps between the members.
+// Returns true if kPolicyFields lists all members of dlm_policy, in the same order and without gaps
+// between the members.
 constexpr bool covers_dlm_policy() {
   size_t end = sizeof(dlm_policy::struct_size);
   for (const dlm_policy_field& field : kPolicyFields) {
@@ -44,8 +44,8 @@ void check(const char* name, Number given, Number& value, double lowest, double 
   value = given;
 }
 
-// Checks the fields of a policy that verifies drafts. The tokens must be those that the denoiser
-// would predict one at a time, so no other field may change them.
+// Checks the fields of a policy that verifies drafts. The result must contain the same tokens as if
+// the denoiser predicted one token at a time. So no other field may change the tokens.
 void check_verify(const Policy& policy) {
   const auto refuse = [](const char* field, const char* use) {
     fail(DLM_INVALID_ARGUMENT,
@@ -83,7 +83,7 @@ void check_ahead(const Policy& policy, const char* commit) {
          policy.next_block);
 }
 
-// Returns true if a position with this score commits, whatever the other scores are.
+// Returns true if a position with the given score commits independently of all other scores.
 bool reaches(const Policy& policy, double score) {
   const double limit =
       policy.commit == Commit::entropy_threshold ? -policy.entropy_bound : policy.threshold;
@@ -91,7 +91,7 @@ bool reaches(const Policy& policy, double score) {
 }
 
 // Checks the fields of a policy that starts each block from random tokens. Until the last pass over
-// a block, no position is decided. So a rule that counts decided positions has no meaning.
+// a block, no position is decided. So rules that count decided positions are rejected.
 void check_noise(const Policy& policy, const dlm_policy& given) {
   const auto refuse = [](const char* field, const char* use) {
     fail(
@@ -201,7 +201,7 @@ int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
     return static_cast<int32_t>(static_cast<float>(masked) *
                                 static_cast<float>(static_cast<double>(k) / steps));
   };
-  // Binary search for the largest k below `steps` for which fewer than `left` positions stay
+  // This binary search finds the largest k below `steps` for which fewer than `left` positions stay
   // masked.
   int32_t lowest = 0, highest = steps - 1;
   while (lowest < highest) {
@@ -286,8 +286,8 @@ void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_
   const int32_t taken = choose(policy, scores, 1, chosen);
   const auto is_first = [&](int32_t row) { return static_cast<size_t>(row) < first; };
   const int32_t best = *std::find_if(chosen.begin(), chosen.end(), is_first);
-  // With `>`, only the first block takes a position whose score is too low. d3LLM's code for Dream
-  // does this, and its code for LLaDA does not.
+  // If the policy compares with `>` and the best score is too low, only a position of the first
+  // block commits. d3LLM's code for Dream does this, and its code for LLaDA does not.
   const bool is_low = policy.compare == Compare::above && !reaches(policy, scores[chosen[0]]);
   chosen.resize(is_low ? 0 : static_cast<size_t>(taken));
   if (std::none_of(chosen.begin(), chosen.end(), is_first)) chosen.push_back(best);

@@ -1,5 +1,5 @@
-// Policies of the decoding loop. This file defines the fields of a policy, checks them, and
-// contains the rules that choose which positions commit after a pass.
+// A policy contains the settings of the decoding loop. This file defines and checks the fields of a
+// policy. It also contains the rules that choose which positions commit after a pass.
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857), d3LLM
@@ -173,9 +173,9 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
 
 // Returns the temperature of a pass. `step` is the number of earlier passes over the block, and
-// `steps` the planned number of passes. With temperature_drop, the temperature falls linearly. The
-// function then computes in fp32, like DiffusionGemma's published code. With select "argmax",
-// returns 1.
+// `steps` the planned number of passes. With temperature_drop, the temperature falls linearly. In
+// this case, the function computes in fp32, like DiffusionGemma's published code. With select
+// "argmax", returns 1.
 double temperature_of(const Policy& policy, int32_t step, int32_t steps);
 
 // Returns the number of positions that Dream's schedule commits at a step. This number is at least

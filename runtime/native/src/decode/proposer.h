@@ -28,7 +28,7 @@ struct Needs {
 // position has one row, and the rows are in the order of the positions.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
-  // [R, K], probabilities of these tokens; the softmax leaves out the mask token.
+  // [R, K], the probabilities of the candidates; the softmax leaves out the mask token.
   const float* probs;
   const float* entropy;  // [R], the sum of p ln p; NULL if no request needs it
   // [R, V], raw logits, including the logit of the mask token; NULL if no request needs the logits.
@@ -40,13 +40,11 @@ struct Predictions {
 // The part of a request's state that a proposer sees after a pass.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
-  const std::vector<uint8_t>& undecided;  // for each canvas position: 1 if the position is
-                                          // undecided, otherwise 0
-  const std::vector<int32_t>& positions;  // the positions whose tokens the pass predicts, in
-                                          // ascending order
+  const std::vector<uint8_t>& undecided;  // 1 for each undecided position, otherwise 0
+  const std::vector<int32_t>& positions;  // the scored positions, in ascending order
   Range block;                            // the block being decided, which contains the positions
   // Number of passes that the request made before this pass. With remask "noise", number of passes
-  // over the block. Random numbers depend on it.
+  // over the block. Random numbers depend on this number.
   int32_t passes;
   // True if the positions are already decided, and the pass may replace their tokens.
   bool is_editing;
@@ -69,7 +67,7 @@ struct Proposals {
   }
 };
 
-// A position whose token is known without a pass, because only one token is legal there.
+// A position whose token is known without a pass, because only one token is legal at this position.
 struct Certain {
   int32_t position, token;
 };

@@ -1,5 +1,5 @@
-// Random numbers from the Philox4x32-10 generator of Salmon et al., "Parallel random numbers: as
-// easy as 1, 2, 3" (SC 2011).
+// Generates random numbers with Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011).
 //
 // Each random number depends only on a key and a counter. So a request with the same seed uses the
 // same random numbers on every engine.
@@ -22,8 +22,8 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
-// The purposes of random numbers. The purpose is the last word of the counter. So random numbers
-// for different purposes are independent.
+// Each random number has one of these purposes. The purpose is the last word of the counter, so
+// random numbers for different purposes are independent.
 enum : uint32_t { kScores = 0, kDraws = 1, kNoise = 2 };
 
 // Converts 64 random bits to a uniform random number strictly between 0 and 1. Uses 52 of the bits
@@ -34,7 +34,7 @@ inline double unit(uint32_t high, uint32_t low) {
 }
 
 // Returns a uniform random number strictly between 0 and 1 for one position and one step. `step` is
-// the number of passes that the request made before.
+// the number of earlier passes of the request.
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
   const auto words = philox(seed, {step, position, 0, kScores});
   return unit(words[0], words[1]);
@@ -47,8 +47,8 @@ inline int32_t random_token(uint64_t seed, uint32_t step, uint32_t position, int
                             int32_t left_out) {
   const auto words = philox(seed, {step, position, 0, kNoise});
   const int32_t count = left_out < vocab_size ? vocab_size - 1 : vocab_size;
-  // The product is below `count`, because rounding cannot raise it to `count`: the random number is
-  // at most 1 - 2^-53, and `count` is below 2^25.
+  // The random number is at most 1 - 2^-53, and `count` is below 2^25. So the product stays below
+  // `count`, even after rounding.
   const auto token = static_cast<int32_t>(unit(words[0], words[1]) * count);
   return token < left_out ? token : token + 1;
 }

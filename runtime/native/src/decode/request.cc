@@ -97,9 +97,8 @@ void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
-  // verify() plans the later blocks, so the plan does not contain them yet. None of them needs
-  // larger passes than a whole block at the end of the canvas, so this code checks only such a
-  // block.
+  // verify() plans the later blocks, so the plan does not contain them yet. The largest passes are
+  // those of a whole block at the end of the canvas, so this code checks only such a block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
     plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
                   length);
@@ -107,8 +106,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
-    // The opening pass of the block (decode/plan.h) decides at least one position. So a later pass
-    // of this block scores at least one position less.
+    // The opening pass of a block (see plan.h) decides at least one position. So each later pass of
+    // the block scores at least one position fewer.
     if (is_full && stage.is_repeated()) --rows;
     if (is_ahead()) rows = count_undecided({stage.decided.first, length});
     if (is_full && rows == 0) continue;
@@ -141,7 +140,8 @@ bool Request::fits(const Request& other) const {
   // would store different rows for the faster request. Then the result of the faster request would
   // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
-  // With the commit rule `verify`, later passes depend on the request's tokens.
+  // With the commit rule `verify`, later passes depend on the request's tokens. So a request with
+  // this rule cannot run in lockstep.
   if (verifies() || other.verifies()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -149,10 +149,10 @@ bool Request::fits(const Request& other) const {
 int32_t Request::reusable() const {
   if (!has_cache() || done()) return 0;
   if (denoiser_.visible_block == 0)
-    // Only the first pass computes the cache rows before this position.
+    // Only the first pass computes the cache rows before the returned position.
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
-  // a pass must compute this row.
+  // a pass of this request must compute this row.
   return std::max(0, plan_.front().block.first - causal_shift(policy_, denoiser_));
 }
 
@@ -186,7 +186,7 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
     while (fills && !fits(stage.rows.tokens())) {
       int32_t tokens = block;
       while (fits(tokens + block)) tokens += block;
-      // One pass must compute all positions from the start of the block on.
+      // A single pass must compute all positions from the start of the block on.
       const int32_t end = std::min(stage.rows.first + tokens, stage.block.first);
       if (end <= stage.rows.first || end >= stage.rows.last) break;
       Stage part = stage;
@@ -234,7 +234,8 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   for (size_t number = stage_; number < plan_.size(); ++number)
     if (plan_[number].is_repeated()) add(plan_[number]);
   if (verifies()) {
-    // verify() plans the later blocks. The passes over the last block cost the most.
+    // verify() plans the later blocks. The passes over a block at the end of the canvas cost the
+    // most, so this code adds them.
     const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
     plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);
@@ -359,9 +360,11 @@ void Request::draft(const Proposals& proposals) {
     canvas_[positions_[row]] = proposals.tokens[row];
 }
 
-// Decides positions from left to right, up to and including the first position whose drafted token
-// differs from the proposed token, or the first end token if the policy stops there. Then plans the
-// next block. The last position of a block contains the mask token, which is never proposed.
+// Decides positions from left to right. The last decided position is the first position whose
+// drafted token differs from the proposed token. If the policy stops at end tokens, an earlier end
+// token is the last decided position instead. Then plans the next block. The draft does not include
+// the last position of a block. At this position, the canvas contains the mask token, which always
+// differs from the proposed token.
 void Request::verify(const Predictions& predictions, const Proposals& proposals) {
   note_guesses(proposals);
   order_.clear();
@@ -502,7 +505,8 @@ void Request::end(int32_t why) {
   proposer_->complete(canvas_, undecided_, guess);
   for (size_t at = 0; at < canvas_.size(); ++at) {
     if (undecided_[at] == 0) continue;
-    // The canvas may contain a random token or a drafted token here, which the mask token replaces.
+    // If the canvas contains a random token or a drafted token at this position, this code replaces
+    // the token.
     canvas_[at] = guess[at] >= 0                    ? guess[at]
                   : denoiser_.eos_token_ids.empty() ? denoiser_.mask_token_id
                                                     : denoiser_.eos_token_ids.front();
@@ -572,9 +576,9 @@ void Request::settle(const Predictions* predictions) {
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // If all positions of the block are decided, the opening pass of the block can be skipped. With
-    // `refresh` it cannot be skipped, because the opening pass of the next block does not recompute
-    // the rows before this block.
+    // If all positions of the block are decided, the request skips the opening pass of the block.
+    // With `refresh`, it must not skip this pass, because the opening pass of the next block does
+    // not recompute the rows before this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     const bool is_first = !is_made_ && !is_idle && (is_stored || is_undecided);
@@ -593,8 +597,8 @@ void Request::settle(const Predictions* predictions) {
   }
 }
 
-// Before a pass: lets passes decide positions of one more block, if enough positions of the last
-// such block are decided (d3LLM).
+// Called before a pass over several blocks. If enough positions of the last of these blocks are
+// decided, later passes also decide positions of the next block (d3LLM).
 void Request::widen() {
   if (last_stage_ < stage_) {
     last_stage_ = stage_;
@@ -605,8 +609,8 @@ void Request::widen() {
   if (last_stage_ + 1 < plan_.size() && decided >= policy_.next_block) ++last_stage_;
 }
 
-// After a pass over several blocks: if the policy stops at end tokens, all positions after the
-// first generated end token become end tokens, as in d3LLM's code.
+// Called after a pass over several blocks. If the policy stops at end tokens, all positions after
+// the first generated end token become end tokens, as in d3LLM's code.
 void Request::close() {
   if (policy_.stop != Stop::eos) return;
   bool is_ended = false;
@@ -620,7 +624,7 @@ void Request::close() {
 }
 
 // Ends the request if the policy stops at end tokens and the block contains a generated end token.
-// Then all undecided positions become end tokens. Returns true if the request has ended.
+// In this case, all undecided positions become end tokens. Returns true if the request has ended.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

@@ -21,8 +21,8 @@
 
 namespace dlm {
 
-// One request's canvas and its progress. A Request selects the positions that a pass must score
-// (predict), and commits tokens after the pass. A Request does not run passes.
+// Stores the canvas and the progress of one request. A Request selects the positions that a pass
+// must score (predict), and commits tokens after the pass. A Request does not run passes.
 class Request {
  public:
   // `undecided` is 1 for each position to fill, and 0 for all other positions. While a position is
@@ -56,7 +56,8 @@ class Request {
   }
   // Tells the request that the cache rows of the first `rows` positions are already stored. The
   // next passes then do not compute these rows. Call this function only before the first pass, or
-  // if is_filling(). `rows` must be a multiple of the block length, and at most reusable().
+  // while is_filling() returns true. `rows` must be a multiple of the block length, and at most
+  // reusable().
   void skip_stored(int32_t rows);
   // Splits the passes that store the cache rows of positions before the first block. After this
   // call, each pass has at most `most_tokens` tokens. If `most_ms` is above 0, each pass also takes
@@ -86,7 +87,7 @@ class Request {
   // same block returned. Empty if all numbers are 0: before the first pass over a block, in passes
   // that only store rows, and if the denoiser has no self-conditioning.
   const std::vector<float>& conditioning() const { return conditioning_; }
-  // The temperature of the next pass, for the graph's computation of self-conditioning.
+  // The temperature of the next pass. The graph uses it to compute self-conditioning.
   float graph_temperature() const;
   // Returns true if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
@@ -99,7 +100,8 @@ class Request {
   // Returns the load of the next pass. PassCost predicts the time of the pass from this load. Call
   // find_positions() first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
-  // Returns the load of one pass of the most expensive repeated stage that remains.
+  // Returns the load of one pass of a repeated stage. Of the stages that remain, the function
+  // chooses the stage with the most expensive passes.
   PassLoad usual_load(const PassCost& cost) const;
 
   // Finds the positions that the next pass must score. Returns the number of positions, which is 0
@@ -112,7 +114,8 @@ class Request {
   int32_t row_of(int32_t position) const {
     return std::max(position - stage().shift, 0) - stage().rows.first;
   }
-  // Returns the outputs that the next pass must return. If the pass scores no rows, it needs none.
+  // Returns the outputs that the next pass must return. If the pass scores no rows, the request
+  // needs no outputs.
   Needs needs() const;
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.
@@ -120,10 +123,10 @@ class Request {
   void step(const Predictions& predictions, Proposals& proposals);
 
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided
-  // position gets the token that the last pass proposed there. If the last pass proposed no token
-  // there, the position gets the token that the proposer's complete() chooses. If complete()
-  // chooses no token, the position gets an end token. The positions that end() fills still count as
-  // undecided. `why` is a DLM_FINISH_ constant.
+  // position gets the token that the last pass proposed for this position. If the last pass
+  // proposed no token, the position gets the token that the proposer's complete() chooses. If
+  // complete() chooses no token, the position gets an end token. The positions that end() fills
+  // still count as undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
   // Like end(), but leaves the canvas unchanged. So this function needs no memory.
   void drop() noexcept;
@@ -135,7 +138,7 @@ class Request {
  private:
   PassLoad load_of(const Stage& stage, size_t rows) const;
   // Returns true if passes decide positions of several blocks (next_block). The stages of these
-  // blocks are stage_..last_stage_.
+  // blocks are stage_ to last_stage_.
   bool is_ahead() const { return policy_.next_block < 1; }
   // The positions that the next pass may decide.
   Range window() const {
@@ -144,9 +147,9 @@ class Request {
   }
   void widen();
   void close();
-  // The number of passes is planned_nfe(), so that random numbers do not depend on which rows were
-  // already stored. With remask "noise" it is the number of passes over the block, so that random
-  // numbers do not depend on how the prompt was split into passes either.
+  // Turn::passes is planned_nfe(), so that random numbers do not depend on which rows were already
+  // stored. With remask "noise", Turn::passes is the number of passes over the block. So random
+  // numbers also do not depend on how the prompt was split into passes.
   Turn turn() const {
     return {
         canvas_,     undecided_,   positions_, stage().block, renoises() ? step_ : planned_nfe(),
@@ -170,8 +173,8 @@ class Request {
   // Writes random tokens to the undecided positions of the stage, before pass number `step` over
   // the block.
   void write_noise(int32_t step);
-  // Chooses the tokens of the next pass over the block. Decides the whole block if this was its
-  // last pass.
+  // Chooses the tokens of the next pass over the block. If the block needs no more passes, decides
+  // the whole block instead.
   void renoise(const Predictions& predictions, Proposals& proposals);
   // Returns true if the most likely tokens and their entropies meet the policy's condition for
   // ending the block early.
@@ -212,8 +215,8 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
-  // For remask "noise". stable_: the number of directly preceding passes over the block with the
-  // same most likely tokens, best_, as the last pass.
+  // For remask "noise". best_: the most likely tokens of the last pass over the block. stable_: how
+  // many consecutive passes before the last pass had these same most likely tokens.
   std::vector<int32_t> best_;
   int32_t stable_ = 0;
   std::vector<float> conditioning_;

@@ -22,8 +22,8 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job, and uses its canvas as the result. If this throws an exception, the job fails with
-// the error.
+// Ends a job, and uses its canvas as the result. If Request::end() throws an exception, the job
+// fails with this error.
 void Runner::end(Job& job, int32_t why) noexcept {
   try {
     job.request_.end(why);
@@ -128,7 +128,7 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(). The caller must hold the lock. The loop releases the lock while passes,
+// Runs the loop of run(). The caller must hold the lock. The loop releases the lock while passes,
 // commits and callbacks run. Returns false if before_pass returned false.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
@@ -241,7 +241,7 @@ void Runner::finish(Job& job) noexcept {
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
     // If some tokens of the text are not decided, a stop string ends only the text and not the
-    // request. Then `finish` still says why the request ended.
+    // request. In this case, the field `finish` still says why the request ended.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -383,8 +383,9 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// Updates pace_, an exponential average over about ten passes. `times` is the measured time of a
-// pass divided by its predicted time. If `times` is above kMost, the function uses kMost instead.
+// Updates pace_ after a pass. `times` is the measured time of the pass divided by its predicted
+// time. pace_ is an exponential average of this ratio over about ten passes. If `times` is above
+// kMost, the function uses kMost instead.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

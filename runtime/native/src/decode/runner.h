@@ -52,8 +52,7 @@ class Runner {
     int32_t most_tokens = INT32_MAX;  // limit for the tokens of a shared pass
     double most_ms = 0;     // limit for the predicted milliseconds of a shared pass; 0: no limit
     PassCost cost{};        // predicts the milliseconds of a pass
-    int32_t ended_fd = -1;  // file descriptor, or -1; run() writes 8 bytes to it for each job that
-                            // ended
+    int32_t ended_fd = -1;  // descriptor to which run() writes 8 bytes per ended job, or -1
   };
 
   // `denoiser` and `pass_maker` must outlive the runner.
@@ -63,7 +62,7 @@ class Runner {
   // is in run().
   ~Runner() { drop_all(); }
 
-  // May be called only while no thread is in run() and there are no jobs.
+  // Call this function only while no thread is in run() and there are no jobs.
   void set_most_running(int32_t requests) { options_.most_running = requests; }
 
   // Submits a request. Any thread may call this function. Throws an Error with status DLM_BUSY if
@@ -130,11 +129,9 @@ class Runner {
   // Both lists are in the order of submission. A job is in at most one of the two lists.
   Jobs waiting_, running_;
   bool is_running_ = false, is_stopping_ = false;
-  std::optional<Failure> failure_;  // the error that ended the last run(), if any; guarded by the
-                                    // board's mutex
+  std::optional<Failure> failure_;  // the error that ended the last run(), if any
   uint64_t passes_ = 0;
-  double pace_ = 1;  // average ratio of the measured time of a pass to its predicted time, at least
-                     // 1
+  double pace_ = 1;  // average of the measured time of a pass / its predicted time, at least 1
   dlm_scheduler_stats stats_{};  // guarded by the board's mutex
 };
 

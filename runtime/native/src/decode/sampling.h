@@ -15,11 +15,11 @@
 
 namespace dlm {
 
-// How to draw a token at a temperature above 0. Before the draw, tokens are cut, which means that
-// they cannot be drawn. First, only the `top_k` most likely tokens stay. If `top_k` is 0, all
-// tokens stay. Then, only the n most likely tokens stay. n is the smallest number for which the
-// probabilities of the n tokens add up to more than `top_p`. These are the probabilities at the
-// temperature.
+// Settings for drawing a token at a temperature above 0. Before the draw, tokens are cut, which
+// means that they cannot be drawn. First, only the `top_k` most likely tokens stay. If `top_k` is
+// 0, all tokens stay. Then, only the n most likely tokens stay. n is the smallest number for which
+// the probabilities of the n tokens add up to more than `top_p`. The probabilities are computed at
+// the given temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -66,8 +66,8 @@ class Winner {
          scale_ = std::numeric_limits<double>::infinity();
 };
 
-// The last token of a row that is not cut, if tokens are sorted by descending logit. Tokens with
-// equal logits are sorted by ascending id. By default, no token is cut.
+// The last token of a row that is not cut. The tokens of the row are sorted by descending logit,
+// and tokens with equal logits by ascending id. By default, no token is cut.
 struct Cut {
   float logit = -std::numeric_limits<float>::infinity();
   int32_t token = std::numeric_limits<int32_t>::max();
@@ -84,8 +84,7 @@ struct Cut {
 struct Draw {
   int32_t token;
   double prob;             // probability of the token
-  double margin, entropy;  // `margin` is p1 - p2 (the two largest probabilities), and `entropy` is
-                           // sum p ln p
+  double margin, entropy;  // largest minus second largest probability; sum of p ln p
 };
 
 // Selects which fields of a Draw the sampler computes. `token`: only the token. `distribution`: the

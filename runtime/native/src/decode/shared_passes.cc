@@ -4,9 +4,8 @@
 // The lists of canvases, of places in the arena and of segments have the same order: by member,
 // then by canvas. A member owns its places in the arena until the member is destroyed. Requests
 // whose tokens are equal from the start share the pages of the arena that store the rows of these
-// tokens. So a request never sees rows of another request that belong to different tokens. If no
-// request has computed the rows of a prompt, they can come from a prompt cache that contains the
-// same tokens.
+// tokens. Requests never share the rows of different tokens. If no request has computed the rows of
+// a prompt, they can come from a prompt cache that contains the same tokens.
 #include <algorithm>
 
 #include "cache/arena.h"

@@ -17,8 +17,8 @@ class WindowDecoder {
     window_.insert(window_.end(), ids, ids + count);
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
-    // The text may end with an incomplete character. The next ids may complete it, so the function
-    // does not return it yet.
+    // The text may end with an incomplete character. The next ids may complete this character, so
+    // the function does not return it yet.
     const size_t mark = kReplacement.size();
     while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
       whole.remove_suffix(mark);
@@ -51,8 +51,7 @@ class WindowDecoder {
   dlm_decode_fn decode_;
   void* user_;
   std::vector<int32_t> window_;
-  size_t told_ = 0;  // number of bytes that Decode has already returned from the text of the
-                     // current window of ids
+  size_t told_ = 0;  // number of bytes of window_'s text that were already returned
 };
 
 }  // namespace
@@ -96,11 +95,11 @@ bool TextWriter::read(const Request& request) {
   return !is_stopped_;
 }
 
-// Moves text from held_ to text_. If the end of the text may be the start of a stop string, it
-// stays in held_.
+// Moves text from held_ to text_. If the end of the text may be the start of a stop string, this
+// end stays in held_.
 void TextWriter::give(bool is_last) {
-  // Find the stop string that ends first in the text. So the result does not depend on how many
-  // tokens each call decodes.
+  // Finds the stop string that ends first in the text. This rule ensures that the result does not
+  // depend on how many tokens each call decodes.
   size_t end = std::string::npos, stop_end = std::string::npos;
   for (const std::string& stop : stop_strings_) {
     const size_t at = held_.find(stop);

@@ -60,8 +60,7 @@ class TextWriter {
   size_t longest_stop_ = 0;  // in bytes
   size_t read_;              // canvas position of the next token to decode
   std::vector<int32_t> fresh_;
-  std::string text_, held_;  // held_ is decoded text that may be the start of a stop string, so it
-                             // is not in text_ yet
+  std::string text_, held_;  // held_: the end of the text, if a stop string may start there
   size_t piece_start_ = 0;
   int32_t completion_tokens_ = 0;
   // True if the text has ended, with an end token (is_ended_) or with a stop string (is_stopped_).

@@ -1,5 +1,5 @@
-// An engine that calls a function of the program for each pass. Tests use it to run a denoiser in
-// torch.
+// An engine that calls a function of the program for each pass. Tests use this engine to run a
+// denoiser in torch.
 #include <limits>
 
 #include "base/error.h"

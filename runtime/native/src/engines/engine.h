@@ -41,7 +41,7 @@ inline uint64_t row_bytes(const CacheShape& cache) {
   return row;
 }
 
-// The properties of the denoiser that the decoding loop needs. They have already been checked.
+// The properties of the denoiser that the decoding loop needs. All of them have been checked.
 struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
@@ -49,16 +49,16 @@ struct Denoiser {
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
   int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
-  // The number of tokens of a draft pass; 0: the denoiser has no draft passes. The rows of a draft
-  // pass see each other. All other passes of a denoiser with draft passes are causal.
+  // The number of tokens of a draft pass; 0: the denoiser has no draft passes. In a draft pass,
+  // each row sees all rows of the pass. All other passes of such a denoiser are causal.
   int32_t draft_block = 0;
   // The width of the self-conditioning that a draft pass returns for the next draft pass over the
   // same block; 0: the denoiser has no self-conditioning.
   int32_t conditioning_size = 0;
 
   // Returns false if the denoiser has no mask token, and starts from random tokens. Then
-  // mask_token_id is vocab_size. It marks undecided positions in canvases, and no pass runs over
-  // it.
+  // mask_token_id is vocab_size. This number marks undecided positions in canvases, and is never an
+  // input of a pass.
   bool has_mask_token() const { return mask_token_id < vocab_size; }
 
   bool is_end(int32_t token) const {
@@ -70,8 +70,8 @@ struct Denoiser {
 // number of cached positions that the pass reads.
 enum class CacheUse {
   none,  // reads no rows (S is 0), and does not store the T new rows
-  // Reads no rows (S is 0). Stores the T new rows, and drops all other rows. Then keep_outside
-  // selects which of the new rows later passes read. This use also sets the batch size B of the
+  // Reads no rows (S is 0). Stores the T new rows, and drops all other rows. A call of keep_outside
+  // then selects the new rows that later passes read. The pass also sets the batch size of the
   // cache.
   write,
   read,     // reads the S rows that keep_outside selected, and stores no rows
@@ -84,7 +84,7 @@ constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use !=
 
 // Returns the number of rows to allocate if `rows` rows are needed. If the memory must grow, its
 // size at least doubles, so that rows are rarely copied. The result is at most `longest`, the
-// length of the longest canvas, unless `rows` is larger than that.
+// length of the longest canvas, or `rows` if `rows` is larger.
 inline int32_t grown(int32_t capacity, int32_t rows, int32_t longest) {
   return std::max(rows, capacity > longest / 2 ? longest : 2 * capacity);
 }
@@ -128,12 +128,13 @@ class Context {
 
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
-  // computed by the last pass. The context may store the rows in any order, because keys include
-  // their positions. With `append`, it stores them in the order of their positions.
+  // computed by the last pass. The context may store the rows in any order, because keys contain
+  // the position encoding. After `append`, it stores them in the order of their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // Returns the number of bytes of the keys and values of all requests in the batch. The number
-  // covers the whole canvas. With `append`, it covers only the rows that were appended so far.
+  // Returns the number of bytes of the keys and values of all requests in the batch, for all
+  // positions of their canvases. With `append`, counts only the positions that were appended so
+  // far.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -144,12 +145,12 @@ class Engine {
   virtual ~Engine() = default;
 
   // Opens a context. Only one thread may use a context at a time. The engine must outlive the
-  // context. `longest` is the denoiser's max_canvas_length. It limits the number of rows in a cache
-  // that grows by `append`.
+  // context. `longest` is the denoiser's max_canvas_length, which limits how far the cache grows
+  // with `append`.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Returns true if one pass can run several requests of different shapes. Each request is then a
-  // segment of the pass. Otherwise, requests of the same shape run in lockstep.
+  // Returns true if one pass can run several requests of different sizes, one per segment of the
+  // pass. If this is false, only requests of the same size can share passes.
   virtual bool takes_segments() const { return false; }
 
   // Allocates cache rows for passes that several requests share. The arguments are those of Arena's
@@ -160,8 +161,8 @@ class Engine {
   // Returns one line of text with the engine's name, version and provider.
   virtual std::string description() const = 0;
 
-  // Returns the largest number of rows that a pass may score. The pass has `tokens` new tokens, and
-  // reads `cached` cached tokens. The result is 0 if the engine cannot run such a pass.
+  // Returns the largest number of rows that a pass of `tokens` new tokens and `cached` cached
+  // tokens may score. Returns 0 if the engine cannot run such a pass.
   virtual int32_t max_rows(int32_t /*tokens*/, int32_t /*cached*/) const { return INT32_MAX; }
 
   // Returns the largest number of requests that one pass can run.
@@ -171,9 +172,9 @@ class Engine {
   virtual std::string limits() const { return ""; }
 };
 
-// The base class of engines that need only the buffers in dlm_pass. The contexts of these engines
-// own the cache, and set the pointers of each pass to the cached rows. The cache is in host memory,
-// unless a derived class opens another type of context.
+// The base class of engines that need only the buffers in dlm_pass. A context of such an engine
+// owns the cached rows, and sets the pointers of each pass to these rows. The cache is in host
+// memory, unless a derived class opens another type of context.
 class HostEngine : public Engine {
  public:
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
@@ -209,9 +210,9 @@ struct GraphSpec {
   std::string device_path;  // path of device.onnx, a version of the graph for GPUs; may be empty
   int32_t vocab_size, top_k;
   CacheShape cache;
-  int32_t cache_type;  // element type of the cache, see engines/graph_contract.h
-  bool simulated;      // true: the graph uses floating-point operations on quantised numbers
-  PortNames ports;     // has one entry for each layer of `cache`
+  int32_t cache_type;             // element type of the cache, see engines/graph_contract.h
+  bool simulated;                 // true: the graph computes on quantised numbers in floating point
+  PortNames ports;                // has one entry for each layer of `cache`
   int32_t conditioning_size = 0;  // see Denoiser
 };
 
@@ -236,7 +237,7 @@ inline std::string sm_text(int32_t sm) {
 struct EngineSpec {
   std::string target, path, builder, version;  // builder is "tensorrt" or "tensorrt_rtx"
   std::string bundle;                          // the bundle's folder, for messages
-  std::vector<int32_t> sm;  // compute capabilities of the devices that can run the engine; 89 means
+  std::vector<int32_t> sm;  // compute capabilities of the GPUs that can run the engine; 89 means
                             // 8.9
   Profile prefill, block;   // the engine's profiles 0 and 1
 };

@@ -31,7 +31,7 @@ size_t element_bytes(int32_t type) {
 std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached,
                                    int32_t rows) const {
   // `sizes` is in the order of enum Extent, whose values are -1 to -4. So if dims[i] is below 0,
-  // its size is sizes[-1 - dims[i]].
+  // sizes[-1 - dims[i]] is the size of dimension i.
   const int64_t sizes[] = {tokens, cached, rows, batch};
   std::array<int64_t, 4> out{};
   for (size_t i = 0; i < dims.size(); ++i) out[i] = dims[i] < 0 ? sizes[-1 - dims[i]] : dims[i];
@@ -82,9 +82,9 @@ Port* find_port(std::vector<Port>& ports, const std::string& name) {
 
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims) {
-  // In the graph, a dim below 0 accepts any size. A size that changes from pass to pass must be
-  // such a dim. A size that the manifest fixes may be such a dim too, because the sizes of each
-  // pass are checked.
+  // A dim below 0 in the graph accepts any size. The graph needs such a dim if the size changes
+  // from pass to pass. If the manifest fixes the size, such a dim is allowed too, because the sizes
+  // of each pass are checked.
   const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
   if (type != port.type ||
       !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits))

@@ -18,9 +18,9 @@ constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, 
 
 size_t element_bytes(int32_t type);
 
-// Negative numbers in a Port's dims stand for sizes that change from pass to pass: T new tokens, S
+// Negative numbers in Port::dims stand for sizes that change from pass to pass: T new tokens, S
 // cached tokens, R rows for which the pass predicts tokens, and B requests. All other numbers in
-// dims are fixed sizes.
+// Port::dims are fixed sizes.
 enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4 };
 
 using Dims = std::vector<int64_t>;
@@ -35,7 +35,7 @@ struct Port {
   // A port has at most 4 dimensions.
   std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
   // Returns the number of bytes of a tensor with this shape. Throws an Error with status
-  // DLM_OUT_OF_MEMORY if the number is too large.
+  // DLM_OUT_OF_MEMORY if the number overflows size_t.
   size_t bytes(const std::array<int64_t, 4>& shape) const;
 };
 
@@ -58,7 +58,7 @@ Ports list_ports(const GraphSpec& graph, int64_t batch);
 Port* find_port(std::vector<Port>& ports, const std::string& name);
 
 // Compares a port of the graph with the manifest, and marks the port as found. `type` and `dims`
-// come from the graph. A dim below 0 means that the graph accepts any size. Throws an Error with
+// are those of the graph. If a dim is below 0, the graph accepts any size. Throws an Error with
 // status DLM_BAD_BUNDLE if the type or the dims differ. The message contains the file `path` and
 // the `kind` of port ("input" or "output").
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,

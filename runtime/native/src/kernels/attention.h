@@ -7,12 +7,12 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// With at least this many tasks, all threads get nearly the same amount of work.
+// The smallest number of tasks with which all threads get nearly the same amount of work.
 constexpr int64_t kEnoughTasks = 128;
 
-// Prepares x [D], one head of a query or key. First normalises x (RMSNorm), if there are norm
-// weights. Then rotates the first rotary_size numbers of x (rotate-half). The tables contain the
-// cosine and sine of the angles for each position.
+// Prepares x [D], one head of a query or key. If `weight` is not NULL, first normalises x with
+// RMSNorm. Then rotates the first rotary_size numbers of x (rotate-half), by the angles whose
+// cosines and sines are in a.cos and a.sin.
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
   alignas(64) float normed[dlm::kLargestHeadSize];
@@ -89,9 +89,9 @@ class Softmax {
   }
 
   // Computes the attention to `count` keys, and adds their values to the result. `count` is at most
-  // kKeys. Both arrays are [count, D]. Calls `between` after it has used the keys, and before it
-  // uses the values. While the keys are read, prefetches `next_values`. While the values are read,
-  // prefetches `next_keys`.
+  // kKeys. `keys` and `values` are [count, D]. Calls `between` after it has read all keys, and
+  // before it reads the values. While it reads the keys, prefetches `next_values`. While it reads
+  // the values, prefetches `next_keys`.
   template <class Between>
   void add(const float* keys, const float* values, int64_t count, const void* next_values,
            const void* next_keys, Between between) {
@@ -127,9 +127,8 @@ class Softmax {
 
  private:
   // Computes the attention scores of `count` keys. At the same time, prefetches the rows at `next`,
-  // which are needed afterwards. The prefetch is useful because the denoiser's weights have
-  // displaced these rows from the processor's caches. If kHides is true, a lane ignores keys at
-  // positions that its query does not see.
+  // because the denoiser's weights have displaced these rows from the processor's caches. If kHides
+  // is true, each lane ignores keys at positions that its query does not see.
   template <bool kHides>
   void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
@@ -140,8 +139,7 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        // Only the last block may have fewer than kBlock keys. In this case, the code repeats the
-        // last key.
+        // If the last block has fewer than kBlock keys, repeat the last key.
         rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
@@ -169,7 +167,7 @@ class Softmax {
           sums[i] = simd::select_greater(simd::max(behind, before), simd::zero(),
                                          simd::set(-__builtin_inff()), sums[i]);
         }
-        // This maximum ignores NaN. If a score is NaN, the exponential below still makes the result
+        // simd::max ignores NaN here. But if a score is NaN, the exponential below makes the result
         // NaN.
         largest[v] = simd::max(sums[i], largest[v]);
         simd::store(out + i * kLanes, sums[i]);
@@ -293,8 +291,7 @@ class QueryTiles {
     }
   }
 
-  // Like the function above, for keys and values that are stored in the cache's format. Every query
-  // sees these keys.
+  // Like add(), but for keys and values in the cache's format. Every query sees these keys.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t size = head_size_, bytes = Rows::bytes(size);
@@ -334,7 +331,7 @@ class QueryTiles {
 
  private:
   static constexpr int64_t kKeys = Softmax<kVectors>::kKeys, kMostTiles = kVectors == 1 ? 1 : 8;
-  // If true, the rows of an incomplete group are copied until the group is complete. With few
+  // If true, the rows of a group are copied to a buffer until the group is complete. With few
   // queries, memory bandwidth limits the speed, so rows are not copied.
   static constexpr bool kHolds = kVectors > 1;
 
@@ -344,7 +341,7 @@ class QueryTiles {
 
   // If `rows` more rows follow, returns how many of them belong to the current group.
   int64_t next(int64_t rows) const { return least(rows, group_ - held_); }
-  // Returns true if the next `count` rows must be copied, because they do not fill a whole group.
+  // Returns true if the next `count` rows must be copied, because they do not fill a group.
   bool is_held(int64_t count) const { return kHolds && count < group_; }
 
   // Copies rows of a group that is not complete yet.
@@ -352,8 +349,7 @@ class QueryTiles {
   void hold(int64_t count, const int64_t* positions, Copy copy) {
     for (int64_t row = 0; row < count; ++row, ++held_) {
       copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
-      // Cached rows get position 0. Every query sees position 0, and every query sees all cached
-      // rows.
+      // Every query sees all cached rows, so cached rows get position 0, which every query sees.
       held_positions_[held_] = positions == nullptr ? 0 : positions[row];
     }
     if (held_ == group_) finish();
@@ -379,8 +375,8 @@ class QueryTiles {
   alignas(64) float held_values_[kHolds ? kWidened : 1];
 };
 
-// Stores `count` new keys or values [count, D] in the cache's format. If `is_rounded`, replaces
-// `rows` by the numbers that later passes read from the cache.
+// Stores `count` new keys or values [count, D] in the cache's format. If `is_rounded` is true, also
+// replaces `rows` by the numbers that later passes will read from the cache.
 template <class Rows>
 void store_rows(float* rows, int64_t count, int64_t D, bool is_rounded, uint8_t* stored) {
   for (int64_t t = 0; t < count; ++t) {
@@ -390,7 +386,7 @@ void store_rows(float* rows, int64_t count, int64_t D, bool is_rounded, uint8_t*
   }
 }
 
-// One request's tokens, and its rows of one key/value head.
+// The tokens of one request, and the request's rows for one key/value head.
 struct Part {
   dlm::Segment segment;  // the request's first segment
   int64_t number, batch, kv_head;
@@ -454,7 +450,7 @@ template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = QueryTiles<kVectors>::kQueries;
   const int64_t D = a.head_size, group = a.heads / a.kv_heads, parts = a.parts();
-  // A task processes several tiles only if there are still enough tasks for all threads.
+  // Give a task several tiles only if this leaves enough tasks for all threads.
   const int64_t all = a.batch * a.tokens * a.heads / kQueries,
                 most_tiles = most(1, least(QueryTiles<kVectors>::most(D), all / kEnoughTasks)),
                 most_queries = most_tiles * kQueries;
@@ -486,8 +482,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     const int64_t queries = a.queries(number);
     const int64_t first = at % own * most_queries, last = least(first + most_queries, queries);
     if (own == 1) keep_new_rows(a, part);
-    const auto offset = [&](int64_t query) {  // Returns the offset of the query's row in q and in
-                                              // y.
+    const auto offset = [&](int64_t query) {  // returns the offset of a query's row in q and in y
       return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
     const int64_t tiles = (last - first + kQueries - 1) / kQueries;
@@ -519,9 +514,9 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-// If a request has few queries, all of them fit in one vector, and a faster version runs. The
-// choice of the version depends only on the request. So the result of a request does not depend on
-// the other requests in the pass.
+// Requests whose queries fit in one vector use a faster version. The choice between the versions
+// depends only on the request, so the result of a request does not depend on the other requests in
+// the pass.
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   a.split(
       kLanes, [&](const dlm::CachedAttention& few) { attend<1>(few, parallel); },

@@ -4,8 +4,8 @@
 // instruction set and then this file.
 //
 // All functions in this file have internal linkage, and call no function of the standard library.
-// Otherwise the linker could keep only one copy of a function that several source files contain.
-// Then the kernels for an older processor could run code that was compiled for a newer processor.
+// Otherwise, the linker would keep only one of several copies of a function. Then the kernels for
+// an older processor could call a copy that was compiled for a newer processor.
 #pragma once
 
 #include "kernels/attention.h"

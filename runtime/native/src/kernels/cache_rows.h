@@ -41,8 +41,8 @@ struct Fp16Rows {
 };
 
 // The INT8 format. Each row consists of the codes, followed by two signed bytes m and e. The scale
-// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. Then every number of
-// the row is infinite or NaN, and a code of 0 gives NaN.
+// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. Then codes of 0 give
+// NaN, and all other codes give infinity.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 
@@ -66,9 +66,8 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // Round `wanted` up to the next scale that can be stored. Such a scale is an integer from 128
-    // to 255, multiplied by a power of two. If rounding gives 256, use 128 and the next power of
-    // two.
+    // Round `wanted` up to the next scale that can be stored. These scales are integers from 128 to
+    // 255, multiplied by a power of two. If rounding gives 256, use 128 and the next power of two.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;

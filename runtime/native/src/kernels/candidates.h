@@ -65,9 +65,9 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
     F total = simd::zero(), weighed = simd::zero();
     int64_t i = 0;
     while (i + kLanes <= c.vocab_size) {
-      // The code adds up partial sums, and then adds these to the total. If it added small numbers
-      // one by one to a large sum, the low bits of the small numbers would be lost. For 150000
-      // tokens, this would cause a relative error of 3e-5.
+      // First add up parts of the row, and then add the sums of the parts. Adding many small
+      // numbers to a large total would lose their low bits, and cause a relative error of 3e-5 for
+      // 150000 tokens.
       F part = simd::zero(), part_weighed = simd::zero();
       for (const int64_t end = least(i + 64 * kLanes, c.vocab_size - kLanes + 1); i < end;
            i += kLanes) {

@@ -1,5 +1,5 @@
-// Helpers that several kernels use. They need the vector operations of the namespace `simd`, so
-// include a header that defines this namespace first.
+// Helpers that several kernels use. Before this file, include a header that defines the vector
+// operations in the namespace `simd`.
 #pragma once
 
 #include <utility>
@@ -17,10 +17,10 @@ using simd::kLanes;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Computes 2 ^ x for x <= 0 or slightly above 0. If x is below -126, the result is 2 ^ -126, which
-// is too small to change a softmax. If x is NaN, the result is NaN. The code splits x into an
-// integer n and a fraction f in [-0.5, 0.5], and computes 2 ^ f with a polynomial of degree 6. The
-// relative error is 1e-7.
+// Computes 2 ^ x for x <= 127. If x is below -126, the result is 2 ^ -126, which is too small to
+// change a softmax. If x is NaN, the result is NaN. The code splits x into an integer n and a
+// fraction f in [-0.5, 0.5], and computes 2 ^ f with a polynomial of degree 6. The relative error
+// is 1e-7.
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);
@@ -37,12 +37,12 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// If there are fewer numbers than this, one thread does all the work. It finishes before a second
+// With fewer numbers than this, one thread does all the work, because it finishes before a second
 // thread would wake up.
 constexpr int64_t kFewNumbers = 100'000;
 
 // Calls body(0), body(1), ..., body(kCount - 1). Each argument is a compile-time constant. So the
-// compiler can keep arrays in registers if they are indexed with this argument.
+// compiler can keep an array in registers if `body` uses only its argument as the index.
 template <int... kNumbers, class Body>
 [[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
   (body(std::integral_constant<int, kNumbers>{}), ...);
@@ -90,8 +90,8 @@ struct Tiles {
 };
 
 // Prefetches the cache line that is `bytes` bytes after `at`. The address may be past the end of
-// the data. The function must be inlined. Otherwise GCC would delete the call, because the call has
-// no effect that GCC sees.
+// the data. The function must be inlined. Otherwise GCC deletes the call, because it does not count
+// a prefetch as an effect.
 [[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
@@ -100,7 +100,7 @@ struct Tiles {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes), 0, 2);
 }
 
-// Calls `body` with `number`, which is from 1 to kMost, as a compile-time constant.
+// Calls `body` with `number` as a compile-time constant. `number` must be in 1..kMost.
 template <int kMost, class Body>
 inline void with_constant(int64_t number, Body body) {
   if constexpr (kMost > 1) {

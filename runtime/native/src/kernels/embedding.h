@@ -1,5 +1,5 @@
-// Looks up rows of an embedding table. The table is stored in panels, like the weight matrix of a
-// tied head. So the row of a token is one column of a panel.
+// Looks up rows of an embedding table. The table is stored as the weight matrix of a tied head, in
+// panels. So the row of a token is a column of a panel.
 #pragma once
 
 #include "kernels/common.h"

@@ -3,8 +3,8 @@
 // weighted results of each row.
 //
 // The linear layers use the code for quantised layers (kernels/linear.h) or for float layers
-// (kernels/nvfp4.h). The tasks of all experts run together. So the threads wait for each other four
-// times per mixture, and not four times per expert.
+// (kernels/nvfp4.h). The tasks of all experts run at the same time, so the threads wait for each
+// other four times per mixture, and not four times per expert.
 #pragma once
 
 #include "kernels/linear.h"
@@ -12,8 +12,8 @@
 
 namespace {
 
-// An fp32 layer for run_product (kernels/linear.h). The struct has all members that run_product
-// requires of its template argument, but does not quantise rows.
+// An fp32 layer, as a template argument for run_product (kernels/linear.h). Unlike Product, it does
+// not quantise rows.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -47,8 +47,8 @@ struct Routed {
   int64_t slots;             // number of slots: rows * active
   float *inputs, *hidden;    // [slots, K], [slots, M]
   float* results;            // [slots, K], not yet multiplied by the experts' weights
-  int64_t* place;            // [slots]: the index that each slot has after grouping by expert
-  dlm::ExpertGroup* groups;  // one group for each expert that at least one row has chosen
+  int64_t* place;            // [slots]: index of each slot in the order of the groups
+  dlm::ExpertGroup* groups;  // one group for each expert that was chosen for at least one row
   int64_t count;
   char* codes;  // memory for the codes of quantised rows
 

@@ -1,14 +1,13 @@
 // Kernels for some parts of a pass: INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of
-// experts, attention with a cache, and candidates (the most likely tokens of each position).
-// Without these kernels, ONNX Runtime runs these parts slowly, or needs much more memory than the
-// weights take.
+// experts, attention with a cache, and candidates (the most likely tokens of each position). ONNX
+// Runtime's own kernels for these parts are slower, or need much more memory than the weights.
 //
 // The kernels are written once (kernels/body.h), and compiled for the vector instructions of each
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
-// Every kernel computes the same as the ONNX function with the same name in the exporter's
-// functions.py. The quantised numbers of both are bit-identical. Sums of floats may differ, because
-// the kernel adds the floats in a different order. Exponentials have a relative error of 2e-7.
+// Every kernel computes the same result as the ONNX function with the same name in the exporter's
+// functions.py. Quantised numbers are bit-identical. Sums of floats may differ, because the kernels
+// add floats in a different order. Exponentials have a relative error of 2e-7.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +35,7 @@ class Parallel {
 // The number of columns in a panel. A panel is a group of neighbouring columns of a weight matrix.
 // Linear layers store their matrices panel by panel.
 constexpr int64_t kPanel = 32;
-constexpr int64_t kDot = 4;  // number of products of bytes that one instruction adds up
+constexpr int64_t kDot = 4;  // number of byte products that one instruction adds up
 // INT4 codes are packed in groups of this many inputs. The codes of two inputs of the same group
 // share a byte. The group size of a layer is a multiple of this number.
 constexpr int64_t kPairs = 2 * kDot;
@@ -45,11 +44,11 @@ constexpr int64_t kGroup = 16;  // NVFP4: in each column, this many inputs share
 // 32 bits.
 constexpr int64_t kMostInputs = 1 << 16;
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
-// In an INT8 cache, each row ends with its scale. This is the scale's size in bytes.
+// Size in bytes of the scale at the end of each row of an INT8 cache.
 constexpr int64_t kRowScaleBytes = 2;
 
-// Returns the number of columns that a weight matrix with `columns` columns has in memory. Columns
-// of zeros fill the last panel.
+// Returns the number of columns that a weight matrix of `columns` columns has in memory, where
+// columns of zeros fill the last panel.
 constexpr int64_t padded_columns(int64_t columns) {
   return (columns + kPanel - 1) / kPanel * kPanel;
 }
@@ -93,7 +92,7 @@ struct Linear {
   int64_t group_size;
 
   // Returns how many bytes of scratch memory the layer needs. The result is enough for every kernel
-  // set. Some kernels use two bytes per code, and some kernels pad to 32 rows and 64 inputs. The
+  // set, because some kernels use two bytes per code, and some pad to 32 rows and 64 inputs. The
   // memory must be aligned to 64 bytes.
   size_t scratch_bytes() const {
     const int64_t by_rows = rows * (2 * inputs + 8),
@@ -114,14 +113,15 @@ struct ExpertWeights {
 };
 
 // The rows that one expert processes. The kernel sorts the rows by expert, so the rows of an expert
-// follow each other. `start` is the index of the first of them.
+// are contiguous. `start` is the index of the expert's first row.
 struct ExpertGroup {
   int64_t expert, start, rows;
 };
 
 // A mixture of experts. For each row, y [rows, inputs] is the sum of weight * down(silu(gate(x)) *
 // up(x)) over the experts that were chosen for this row. gate, up and down are linear layers in the
-// given format. The kernel reads only the matrices of experts that at least one row has chosen.
+// given format. The kernel reads only the matrices of experts that were chosen for at least one
+// row.
 struct Experts {
   const float* x;
   const int64_t* chosen;  // [rows, active]: the experts of each row, as indices below `count`
@@ -135,8 +135,7 @@ struct Experts {
   int64_t group_size;  // for INT4 matrices, as in Linear
   float* y;
 
-  // The largest number of rows that the kernel processes together. If there are more rows, the
-  // kernel processes them afterwards, in the same scratch memory.
+  // The kernel processes at most this many rows at a time, so that the scratch memory is limited.
   static constexpr int64_t kRowsTogether = 512;
 
   // Returns true if all chosen experts exist. The kernel must not run otherwise.
@@ -201,7 +200,7 @@ enum class CacheType { fp32, fp16, int8 };
 // Then table_rows is added to the positions of draft passes, and a query of a draft pass sees all
 // new rows. If window is not 0, a query sees only the new rows that are at most `window` positions
 // away. In this case, visible_block must be 0, and there must be no cached rows. If there are
-// segments, B is 1, and a query sees only the rows of its own segment.
+// segments, B is 1, and a query sees only the rows of its own request.
 //
 // The kernel uses cached rows as they are stored. Storing may round numbers. If visible_block is
 // not 0, the kernel rounds new rows in the same way before it uses them. So the result does not
@@ -258,7 +257,7 @@ struct CachedAttention {
   }
 
   // Calls `few` for the parts with at most `queries_of_few` queries per key/value head. Then calls
-  // `many` for the other parts. Skips a call for which there are no parts.
+  // `many` for the other parts. Does not call a function if there are no parts for it.
   template <class Few, class Many>
   void split(int64_t queries_of_few, Few few, Many many) const {
     CachedAttention small = *this, large = *this;
@@ -280,8 +279,8 @@ struct CachedAttention {
     return has_drafts && position >= table_rows ? position - table_rows : position;
   }
 
-  // Returns the last position that a query at `position` sees. The result is never after the last
-  // position of the cos and sin tables, or in a draft pass, the last position of draft passes.
+  // Returns the last position that a query at `position` sees. This is at most the last position of
+  // the cos and sin tables. In a draft pass, table_rows is added to this position.
   int32_t last_seen(int64_t position) const {
     if (has_drafts && position >= table_rows) return static_cast<int32_t>(2 * table_rows - 1);
     const int64_t end =

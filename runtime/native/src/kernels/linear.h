@@ -36,20 +36,20 @@ inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
 // Weights are prefetched this many bytes ahead. This is useful because hardware prefetchers stop at
-// the end of a 4 KiB page. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are
-// prefetched into the second-level cache. When they were prefetched into the first-level cache,
-// passes of 4 tokens took 2 to 5% longer.
+// the end of a 4 KiB page. On Zen 4, all distances from 2 to 8 KiB were equally fast. The target is
+// the second-level cache. With the first-level cache, passes of 4 tokens took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
 struct Panel {
   const uint8_t* codes;
   const Scale<Codes>* scales;  // [groups, 32]
-  uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for all other tiles
+  uintptr_t ahead;  // bytes to prefetch ahead: kFetchedAhead for the first tile that uses the
+                    // panel, then 0
 };
 
-// Quantises some rows of a tile. In memory, the codes of the tile's rows are `stride` apart. Each
-// kTogether codes of a row are contiguous in memory. kTogether must be a power of two.
+// Quantises some rows of a tile. The codes of the tile are stored as [K / kTogether, stride,
+// kTogether], where `stride` is the number of rows of the tile. kTogether must be a power of two.
 template <class Codes, int64_t kTogether = kDot>
 void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
                    typename Codes::Code* codes, int32_t* offsets, float* scales) {
@@ -65,8 +65,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
     const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
-    // If the row contains NaN or infinity, all outputs of the row become NaN. So the caller notices
-    // the error.
+    // If the row contains NaN or infinity, make all outputs of the row NaN, so that the caller
+    // notices the error.
     if (bits >= 0x7f800000) {
       scales[row] = __builtin_nanf("");
       for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
@@ -164,7 +164,7 @@ template <class Codes, int kRows>
         I sums[kSums];
         start(sums);
         int64_t here = least(group_size, left);
-        // In groups of 32 inputs, the codes take 8 times as many bytes as the scales.
+        // With groups of 32 inputs, the codes take 8 times as many bytes as the scales.
         fetch_ahead(scale, panel.ahead / 8);
         if constexpr (Codes::kMostInputs == 0) {
           sum_products<Codes, kRows>(code, weight, here, panel.ahead, sums);
@@ -285,7 +285,7 @@ constexpr int64_t kTasks = 16;  // number of tasks into which a large layer is d
 // - slices: the number of slices into which the rows are divided. quantise(i) quantises slice i.
 // - tiles, kTogether: the number of tiles of rows, and the number of tiles that a task processes
 //   together.
-// - Task: a thread creates one object of this type for each task, and keeps it while it multiplies.
+// - Task: a type. Each task creates an object of this type, which exists while the task multiplies.
 // - multiply(weight, number, first, last): multiplies the tiles from `first` to `last` - 1 by panel
 //   `number` of a weight matrix.
 template <class Product>

@@ -1,7 +1,7 @@
 // Computes INT8 and INT4 linear layers of many rows with matrix registers. Before this file,
-// include a header that defines the namespace `matrix`. If there are few rows, or if the layer's
-// group size does not suit the registers, the vector kernel of kernels/linear.h runs instead. Both
-// kernels give bit-identical results.
+// include a header that defines the namespace `matrix`. The vector kernel of kernels/linear.h runs
+// instead if there are few rows, or if the layer's group size does not suit the matrix registers.
+// Both kernels give bit-identical results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows each. A panel has 32 columns, which also
 // fill two registers. The bytes of a panel are already stored in the layout of these registers.
@@ -15,8 +15,8 @@
 namespace {
 
 constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
-// A slice is the number of rows that one task quantises. A slice is smaller than a tile, so that
-// several threads can quantise a single tile.
+// The number of rows that one task quantises. This is less than the rows of a tile, so that several
+// threads can quantise a single tile.
 constexpr int64_t kSliceRows = 8;
 constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies by each panel
 // The number of inputs whose INT4 weights are unpacked to bytes at a time. The unpacked weights use
@@ -173,9 +173,9 @@ struct MatrixProduct {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    // If the number of inputs is not a multiple of kStep, this array contains a copy of the last
-    // weights of the panel. These weights do not fill a register. Loading a whole register
-    // from the panel could read past the end of the panel, where the memory may be inaccessible.
+    // If the number of inputs is not a multiple of kStep, the last weights of the panel do not fill
+    // a register. This array contains a padded copy of them, because loading a whole register could
+    // read past the end of the matrix.
     alignas(64) uint8_t rest[kStep * kPanel];
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
     __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);
@@ -254,8 +254,8 @@ struct MatrixProduct {
   }
 };
 
-// Computes a linear layer with matrix registers. If the layer does not suit them, runs the vector
-// kernel for the same processor.
+// Computes a linear layer with matrix registers. If the layer does not suit the registers, runs the
+// vector kernel for the same processor.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;

@@ -1,4 +1,4 @@
-// RMSNorm of rows, and RMSNorm of the sum of two rows.
+// Computes RMSNorm of a row, and RMSNorm of the sum of two rows.
 #pragma once
 
 #include "kernels/common.h"
@@ -20,8 +20,9 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
   for (; i < width; ++i) y[i] = x[i] * inverse * weight[i];
 }
 
-// Returns the sum of the squares of a row. read(i) returns the vector that starts at number i.
-// read_one(i) returns the single number i, and is used after the last whole vector.
+// Returns the sum of the squares of a row. read(i) returns the vector of the numbers from index i
+// on. read_one(i) returns the number at index i, and is called for the numbers after the last whole
+// vector.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
   // Number of sums that are computed in parallel. This hides the latency of multiply-adds.

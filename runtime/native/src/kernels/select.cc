@@ -29,8 +29,8 @@ bool CachedAttention::has_good_segments() const {
   for (const Segment* it = segments; it != segments + segment_count; ++it) {
     if (it->start < 0 || it->cached < 0 || it->cached > cached || it->start > cached - it->cached)
       return false;
-    // Segments with the same tokens belong to the same request. Only the first of them starts a new
-    // part.
+    // Segments with the same tokens belong to the same request, so only the first segment of these
+    // starts a part.
     if (it != segments && it->first == it[-1].first && it->tokens == it[-1].tokens) continue;
     if (it->first != next || it->tokens < 1 || it->tokens > tokens - next) return false;
     next += it->tokens;
@@ -75,8 +75,8 @@ std::vector<KernelSet> find_kernel_sets() {
   const bool has_avx2 =
       has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
-  // The kernel set is created here, and not in the source file of the AMX kernels, because that
-  // file is compiled for AMX, and this processor may be unable to run code from it.
+  // This kernel set is not created in the source file of the AMX kernels. That file is compiled for
+  // AMX, so the processor may be unable to run its code.
   static const Kernels amx = [] {
     Kernels kernels = kAvx512Kernels;
     kernels.name = "amx-int8", kernels.linear = kAmxLinear;

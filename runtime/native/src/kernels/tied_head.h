@@ -56,8 +56,7 @@ template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 
 template <class Element, F (*kLoad)(const Element*)>
 void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
-  // The largest number of table rows per task. If the table is small, each task processes fewer
-  // rows.
+  // The largest number of table rows per task. For a small table, tasks have fewer rows.
   constexpr int64_t kTaskRows = 256;
   const auto* const table = static_cast<const Element*>(head.table);
   const Tiles tiles(head.rows, kHeadRows);

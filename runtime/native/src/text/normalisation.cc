@@ -80,7 +80,7 @@ void sort_marks(std::vector<Point>& points) {
 }
 
 // Composes each character with the last starter before it, if the table contains a composition of
-// the two. If marks remain between them, the combining class of the last mark must be lower than
+// the two. If marks remain between the two, the combining class of the last mark must be lower than
 // the class of the character.
 void join(const TextFile& file, std::vector<Point>& points) {
   // `start` is the index of the last starter. Until the first starter is found, `start` is

@@ -47,8 +47,8 @@ struct TextFile {
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
   TextFile() = default;
-  // A TextFile can be moved, but not copied. The fields of a copy would point into the storage of
-  // the original.
+  // A TextFile can be moved, but not copied, because the fields of a copy would point into the
+  // storage of the original.
   TextFile(TextFile&&) = default;
   TextFile& operator=(TextFile&&) = default;
 
@@ -98,12 +98,13 @@ struct TextFile {
   // Each split is a state machine. The states of split s are numbered from split_starts[s] to
   // split_starts[s + 1] - 1. State split_starts[s] is the start state. A state has one entry for
   // each character class, and one for the end of the text. An entry is 2 * (next state + 1), or 0
-  // if there is no next state. If a match may end before the character, 1 is added to the entry.
+  // if there is no next state. If a match may end before the character of the entry, 1 is added to
+  // the entry.
   Numbers split_starts, split_tables;
 
   // Tables for normalising text. In a WordPiece vocabulary, `nfc` contains a RewriteClass for each
-  // code point. If the class is above `marks`, the code point is a combining mark, and class -
-  // marks is its order. `decomposed` contains the replacements of code points.
+  // code point. If the class is above `marks`, the code point is a combining mark. Neighbouring
+  // marks are sorted by their classes. `decomposed` contains the replacements of code points.
   enum RewriteClass : uint8_t { dropped = 1, breaks = 2, padded = 3, replaced = 4, marks = 8 };
   // In other vocabularies, these are the tables for composing text (NFC). `nfc` contains a class
   // for each code point. The class is 0 if the code point never changes, and 255 if the code point

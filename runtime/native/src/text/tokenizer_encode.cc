@@ -17,7 +17,7 @@ constexpr size_t kMostProbes = 1024;
 // The largest number of steps that a split may take for each byte of the text. A split is a regular
 // expression that cuts text into pieces.
 constexpr size_t kStepsPerChar = 64;
-// In WordPiece, a word with more characters than this becomes the unknown token.
+// In WordPiece, a word with more than kLongestWord characters becomes the unknown token.
 constexpr size_t kLongestWord = 100;
 constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581 in UTF-8
 

@@ -37,7 +37,7 @@ const char* name_of(int32_t finish) {
 
 }  // namespace
 
-// A request of Triton, from the call of start() until its last response.
+// A request of Triton. It exists from the call of start() until its last response.
 struct Instance::Answer : std::enable_shared_from_this<Instance::Answer> {
   Instance* instance = nullptr;
   TRITONBACKEND_Request* request = nullptr;
@@ -46,7 +46,7 @@ struct Instance::Answer : std::enable_shared_from_this<Instance::Answer> {
   bool streams = false;
   std::shared_ptr<dlm_automaton> constraint;
   std::unique_ptr<dlm_job, Destroy> job;
-  int32_t new_tokens = 0;  // mask tokens that the request adds after the given tokens
+  int32_t new_tokens = 0;  // number of mask tokens after the given tokens
   size_t sent = 0;         // bytes of the text that were sent
   uint64_t began_ns = 0, submitted_ns = 0;
 
@@ -58,7 +58,8 @@ struct Instance::Answer : std::enable_shared_from_this<Instance::Answer> {
 // A response before the last one.
 struct Instance::Step {
   std::shared_ptr<Answer> answer;
-  Tensors tensors;  // output_ids contains the whole canvas, and prompt_tokens is not set yet
+  Tensors tensors;  // until the response is sent, output_ids contains the whole canvas, and
+                    // prompt_tokens is not set
 };
 
 Instance::Instance(TRITONBACKEND_ModelInstance* instance, Model& model)
@@ -93,7 +94,7 @@ Instance::Instance(TRITONBACKEND_ModelInstance* instance, Model& model)
 void Instance::start_threads() {
   runner_ = std::thread([this] {
     char why[1024] = "";
-    // If the call fails, all requests have ended with the error. The next call runs new requests.
+    // If the call fails, all requests have ended with the error. Call it again for new requests.
     while (dlm_scheduler_run(scheduler_.get(), 0, nullptr, nullptr, why, sizeof why) != DLM_OK)
       log_error(TRITONSERVER_ErrorNew(TRITONSERVER_ERROR_INTERNAL, why));
   });
@@ -124,7 +125,8 @@ void Instance::stop() {
 
 void Instance::wake() const {
   const uint64_t one = 1;
-  // If the write fails, the counter is at its maximum, so the replier wakes anyway.
+  // If the write fails, the counter of the eventfd is at its maximum, so the replier thread wakes
+  // anyway.
   if (write(ended_, &one, sizeof one) < 0) return;
 }
 
@@ -245,8 +247,8 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   request.user = answer.get();
 
   answer->submitted_ns = now_ns();
-  // This list is allocated before the request is submitted. If the allocation failed later, the
-  // answer would be freed while the job still refers to it.
+  // Allocate this list before the request is submitted. If a later allocation failed, the answer
+  // would be freed while the job still refers to the answer.
   std::list<std::shared_ptr<Answer>> added{answer};
   dlm_job* job = nullptr;
   status = dlm_scheduler_submit(scheduler_.get(), &request, message, sizeof message, &job);
@@ -256,11 +258,11 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     running_.splice(running_.end(), added);
   }
-  wake();  // because the job may have ended before it was added to running_
+  wake();  // the job may have ended before it was added to running_
 }
 
-// Copies a step. Runs on the thread that runs the passes, so it must be fast, and does not send
-// responses.
+// Copies a step for the replier thread. This function does not send responses, because it must not
+// delay the thread that runs the passes.
 int32_t Instance::on_step(void* user, const dlm_step* step) {
   if (step->done) return 0;
   auto& answer = *static_cast<Answer*>(user);
@@ -313,7 +315,8 @@ void Instance::send_ready() {
   std::list<std::shared_ptr<Answer>> ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // The steps of a job were added before the job ended, so they are sent before its result.
+    // Find the ended jobs before taking steps_. All steps of an ended job are then in steps_, so
+    // they are sent before its result.
     for (auto next = running_.begin(); next != running_.end();) {
       const auto each = next++;
       if (dlm_job_wait((*each)->job.get(), 0) != 0) ended.splice(ended.end(), running_, each);

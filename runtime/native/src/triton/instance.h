@@ -4,7 +4,7 @@
 // - One thread sends all responses, and cancels the requests that clients have cancelled.
 // - Two threads compile new constraints, so that other requests do not wait for them.
 //
-// Triton calls start() on a thread of its own. start() returns before the request has ended.
+// Triton calls start() on one of its own threads. start() returns before the request has ended.
 #pragma once
 
 #include <condition_variable>
@@ -23,7 +23,7 @@ namespace dlm::triton {
 
 class Instance {
  public:
-  // Starts the threads. The model must outlive the instance. Throws an Error.
+  // Starts the threads. The model must outlive the instance. Throws an Error if this fails.
   Instance(TRITONBACKEND_ModelInstance* instance, Model& model);
 
   // Cancels the requests that have not ended, sends their responses, and ends the threads.
@@ -65,7 +65,8 @@ class Instance {
   std::list<std::shared_ptr<Answer>> running_;  // requests that have a job
   std::vector<Step> steps_;
   bool is_closing_ = false;     // true: compiler threads end when to_compile_ is empty
-  bool is_last_round_ = false;  // true: the scheduler is being destroyed, so no new job follows
+  bool is_last_round_ = false;  // true: the scheduler is being destroyed, so there will be no new
+                                // jobs
 
   std::vector<std::thread> compilers_;
   std::thread runner_, replier_;

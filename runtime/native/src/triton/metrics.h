@@ -8,8 +8,8 @@
 
 namespace dlm::triton {
 
-// A metric, and the family that it belongs to. If Triton was started without metrics, a metric does
-// nothing.
+// A metric of Triton, and its metric family. If Triton was started without metrics, set() and add()
+// do nothing.
 class Metric {
  public:
   Metric(TRITONSERVER_MetricKind kind, const char* name, const char* description,

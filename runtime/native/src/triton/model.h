@@ -22,7 +22,8 @@ struct Destroy {
 
 class Model {
  public:
-  // Reads config.pbtxt, and opens the bundle in the folder of the version. Throws an Error.
+  // Reads config.pbtxt, and opens the bundle in the folder of the version. Throws an Error if this
+  // fails.
   explicit Model(TRITONBACKEND_Model* model);
 
   const std::string& name() const { return name_; }
@@ -36,7 +37,8 @@ class Model {
   // Returns the compiled constraint of a request, or nullptr if it must be compiled first.
   std::shared_ptr<dlm_automaton> find_constraint(const Asked& asked);
 
-  // Compiles the constraint of a request, and keeps it. Throws an Error.
+  // Compiles the constraint of a request, and keeps it for later requests. Throws an Error if the
+  // constraint cannot be compiled.
   std::shared_ptr<dlm_automaton> compile_constraint(const Asked& asked);
 
  private:
@@ -52,7 +54,7 @@ class Model {
   bool is_decoupled_ = false, has_text_ = false;
   int32_t max_running_ = 16, max_waiting_ = 1024;
   std::unique_ptr<dlm_bundle, Destroy> bundle_;
-  // The layout of JSON that the denoiser was trained on.
+  // How constraints lay out JSON text. The manifest's json_layout sets these fields.
   std::string item_separator_ = ",", key_separator_ = ":";
   int32_t indent_ = -1, has_lines_ = 0;
   std::mutex mutex_;      // protects kept_

@@ -35,7 +35,7 @@ struct Asked {
   Outputs outputs;
 };
 
-// Throws an Error with the status INVALID_ARGUMENT if the request is wrong.
+// Throws an Error with the status INVALID_ARGUMENT if the request is invalid.
 Asked read_request(TRITONBACKEND_Request* request);
 
 // Copies a field of a policy. `index` is the field's index.

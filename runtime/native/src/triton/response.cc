@@ -19,7 +19,7 @@ void add(TRITONBACKEND_Response* response, const char* name, TRITONSERVER_DataTy
   if (size > 0) std::memcpy(buffer, bytes, size);
 }
 
-// A string of Triton consists of its size in 4 bytes, little-endian, and its bytes.
+// Triton stores a string as its size (4 bytes, little-endian), followed by its bytes.
 void add(TRITONBACKEND_Response* response, const char* name, const std::string& text) {
   const auto size = static_cast<uint32_t>(text.size());
   std::string bytes(sizeof size, '\0');

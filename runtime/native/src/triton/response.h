@@ -16,8 +16,8 @@ void check(TRITONSERVER_Error* error);
 // Writes an error to Triton's log, and deletes the error. Does nothing if `error` is NULL.
 void log_error(TRITONSERVER_Error* error);
 
-// Converts a failure to an error of Triton. If the request was wrong, the error has the code
-// INVALID_ARG.
+// Converts a failure to an error of Triton. If the failure means that the request is invalid, the
+// error has the code INVALID_ARG.
 TRITONSERVER_Error* error_of(const Failure& failure);
 
 // The output tensors that the client asked for.
@@ -36,7 +36,7 @@ struct Tensors {
   int32_t completion_tokens = 0;
 };
 
-// If these functions fail, they write the error to the log and do not throw it.
+// These functions do not throw. If they fail, they write the error to the log.
 void send_tensors(TRITONBACKEND_ResponseFactory* factory, const Outputs& outputs,
                   const Tensors& tensors, bool is_last) noexcept;
 void send_failure(TRITONBACKEND_ResponseFactory* factory, const Failure& failure) noexcept;

@@ -124,7 +124,7 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
     const auto [formula, is_described] = item(found, i);
     const Made made = value(formula, inner, is_described);
     if (made.node == expressions_.nothing()) {
-      // This item has no valid value, so the array must end before it.
+      // Item i has no valid value, so the array must end before this item.
       if (low > i) return {};
       high = static_cast<uint32_t>(i);
       break;
@@ -163,11 +163,10 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
   return {expressions_.sequence(expressions_.bytes("["), behind), size};
 }
 
-// Builds the texts of arrays in which a given number of items must match a given schema, as
-// `contains` requires. There may be several such schemas. The function from() builds an automaton.
-// A state of this automaton consists of the number of items so far, and the number of items so far
-// that match each schema. The automaton stops counting at the largest number that makes a
-// difference.
+// Builds the texts of arrays in which a given number of items must match the schema of `contains`.
+// There may be several such schemas. The function from() builds an automaton. A state of this
+// automaton consists of the number of items so far, and the number of items so far that match each
+// schema. For each schema, `most` contains the largest number of matches that the automaton counts.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -177,7 +176,6 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
   for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
   if (high != kUnbounded) last = high;
-  // For each schema: the largest number of matching items that the automaton counts.
   std::vector<uint64_t> most;
   double states = static_cast<double>(last + 1);
   for (const Term* const term : matches) {
@@ -215,8 +213,9 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
         if (is_matching) {
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
-          // If there is only a maximum, an item that is counted as matching need not match. The
-          // count may then be too high, but the number of matching items never exceeds the maximum.
+          // If `contains` has only a maximum, the code does not check that a counted item matches.
+          // So the count may be too high, but the number of matching items never exceeds the
+          // maximum.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));

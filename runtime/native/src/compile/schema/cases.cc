@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kMostCases = 4096;  // largest number of cases of one array or object
 constexpr size_t kMostCasesInAll = 50'000;
-// The largest number of clauses of one choice. Also the largest number of clauses of one object.
+// The largest number of clauses of one choice or one object. clauses_of() explains clauses.
 constexpr size_t kMostClauses = 64;
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
@@ -111,8 +111,8 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   return formulas_.any(ways);
 }
 
-// Does the same as reduced(), but for a choice that the case requires. For such a choice, reduced()
-// would always return kYes, because the case already requires it.
+// Does the same as reduced(), but for a choice that the case requires. reduced() returns kYes for
+// every formula that the case requires.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;
@@ -136,8 +136,8 @@ bool Writer::propagate(Case& found) {
       if (rest == Formulas::kYes) is_true = true;
       if (rest != Formulas::kNo) left.push_back(way);
     }
-    // After this line, the case no longer requires a decided choice. So if only this choice names a
-    // property, the writer treats the property like other properties that the schema does not name.
+    // Removes a decided choice from the requirements of the case. If only this choice names a
+    // property, the writer then treats the property as if the schema did not name it.
     if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
       is_changed = true;
@@ -152,9 +152,9 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Returns true if a branch of a choice constrains the content of an array or object. Then the
-// writer must split the case before it can write the case. If `with_names` is true, also returns
-// true if the branch requires a property that is not in `names`.
+// Returns true if a branch of a choice constrains the content of an array or object. The writer
+// must split a case with such a choice before it can build the texts of the case. If `with_names`
+// is true, also returns true if the branch requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
   expressions_.budget().check();
@@ -180,8 +180,8 @@ bool Writer::adds_structure(Formula formula, const std::vector<std::string>& nam
 
 // Converts a choice to clauses, and appends the clauses to `out`. A clause is a list of conditions,
 // and at least one of them must be true. Each condition says that a property is present, or that it
-// is absent. Returns false if there are too many clauses, or if the choice is about more than the
-// presence of properties in `names`.
+// is absent. Returns false if there are too many clauses, or if the choice contains conditions
+// other than the presence or absence of properties in `names`.
 bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
                         std::vector<Clause>& out) {
   std::vector<Clause> made = {{}};
@@ -264,7 +264,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
         const Formula rest = reduced_choice(found.choices[i], found, names);
         if (rest == Formulas::kYes) {
-          // Adds the alternative that is true if the object has only properties in `names`.
+          // Adds the first alternative that is certainly true if the object has only properties in
+          // `names`.
           for (const Formula way : formulas_.alternatives(found.choices[i])) {
             if (reduced(way, found, &names) != Formulas::kYes) continue;
             certain.push_back(way);
@@ -282,8 +283,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         continue;
       }
       if (is_changed) {
-        // Adds the alternatives that are certainly true as requirements, and processes the case
-        // again. This removes the choices that are now decided.
+        // Requires the alternatives in `certain`, and processes the case again. This removes the
+        // choices that are now decided.
         assert_all(found, certain);
         open.push_back(std::move(found));
         continue;
@@ -340,7 +341,7 @@ bool Writer::expand_violation(Case& found, const std::vector<std::string>& names
 
 void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   const std::vector<Formula> ways = formulas_.alternatives(found.choices[choice]);
-  // The loop pushes the last alternative first, so that the first alternative is written first.
+  // `open` is a stack, so the loop pushes the alternatives in reverse order.
   for (size_t i = ways.size(); i-- > 0;) {
     expressions_.budget().check();
     Case made = found;

@@ -11,8 +11,8 @@ using json::Value;
 
 constexpr int64_t kMostRows = 1'000'000;
 
-// Returns the value of the member `name` of the description. Throws an error if the value is not in
-// `known`. If the member is missing, returns the first element of `known`.
+// Returns the value of the member `name` of the object `description`. Throws an error if the value
+// is not in `known`. If the member is missing, returns the first element of `known`.
 std::string chosen(const Value& description, const char* name,
                    std::initializer_list<const char*> known) {
   const Value* const given = description.find(name);

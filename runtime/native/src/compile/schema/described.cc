@@ -12,7 +12,7 @@ namespace {
 
 using json::Value;
 
-// Largest number of references that the code follows, one after another.
+// The longest chain of references that the code follows.
 constexpr int kMostReferences = 100;
 
 // `strings` accepts JSON strings. Returns an automaton for the same strings without quotes, and

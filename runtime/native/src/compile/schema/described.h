@@ -35,7 +35,7 @@ class Described {
   const Schema& root() { return document_.root(); }
   // Returns the target of a schema's $ref. If there is no $ref, returns the schema itself.
   const Schema& resolved(const Schema& schema);
-  // Returns true if the keyword `type` of a schema contains only this type.
+  // Returns true if the keyword `type` of a schema allows only the given type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
   // Throws an error if the schema contains a keyword that constrains values, unless the keyword is
   // in `keywords`.
@@ -67,9 +67,9 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node, but replaces some bytes by spellings. For example, XML writes & as
-// &amp;. No spelling may be the start of another spelling. The first byte of each spelling must be
-// one of the replaced bytes.
+// respelled() returns the texts of a node, but replaces each byte that has a spelling by this
+// spelling. For example, the spelling of & in XML is &amp;. No spelling may be the start of another
+// spelling. The first byte of each spelling must be a byte that has a spelling.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

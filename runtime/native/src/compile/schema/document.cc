@@ -1,6 +1,6 @@
-// Parses the text of a schema. Finds the resources and their drafts, the subschemas, and the
-// position of each value. keyword_shapes.cc checks the keywords, and references.cc resolves the
-// references.
+// Parses the text of a schema. Finds the resources of the document (see Resource), their drafts,
+// the subschemas, and the position of each value. keyword_shapes.cc checks the keywords, and
+// references.cc resolves the references.
 #include "compile/schema/document.h"
 
 #include <optional>
@@ -16,8 +16,8 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr int kMostNesting = 256;       // largest nesting depth of the schema's JSON text
-constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
+constexpr int kMostSchemaNesting = 256;  // largest nesting depth of the schema's JSON text
+constexpr size_t kMostText = 16 << 20;   // largest size of the schema's JSON text, in bytes
 // The largest number of bytes of memory that parsed JSON needs per byte of text (see base/json.h).
 constexpr size_t kBytesPerByte = 100;
 // A message contains at most this many characters of a value.
@@ -77,7 +77,8 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// Returns the first `most` code points of a text. If the text is longer, the result ends with dots.
+// Returns the first `most` code points of a text. If the text is longer, the result ends with
+// "...".
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -98,7 +99,7 @@ std::string shown(const Value& value) {
 Document::Document(std::string_view text, Budget& budget) : budget_(budget) {
   budget_.check_memory(text.size() * kBytesPerByte);
   try {
-    owned_ = json::parse(text, kMostText, kMostNesting);
+    owned_ = json::parse(text, kMostText, kMostSchemaNesting);
   } catch (const Error& error) {
     throw Error(DLM_INVALID_ARGUMENT, std::string("schema: not JSON: ") + error.what());
   }

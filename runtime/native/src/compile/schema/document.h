@@ -96,7 +96,7 @@ struct Resource {
   const json::Value* root;
   std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // true if $schema, here or in a resource around this one, selects the draft
+  bool names_draft;  // true if $schema in this or an outer resource selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
@@ -150,7 +150,7 @@ class Document {
   struct Place {
     const json::Value* parent;
     const Resource* resource;
-    // The references inside this value are references_[first] to references_[last - 1].
+    // The references inside the array or object are references_[first] to references_[last - 1].
     uint32_t first, last;
   };
   void index(const json::Value& value, const json::Value* parent, Resource* resource,

@@ -155,8 +155,8 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
     budget_.check();
     std::string key = key_of(*value);
     if (!set.lookup.insert(key).second) continue;
-    // The key contains the address of a value, because equal values may be written in different
-    // ways.
+    // Equal values such as 1 and 1.0 have the same key, but different texts. So `content` contains
+    // the address of the value instead of its key.
     content.append(reinterpret_cast<const char*>(&value), sizeof value);
     set.values.push_back(value);
     set.keys.push_back(std::move(key));
@@ -371,7 +371,8 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
-  // Conditions that must be true in addition to the condition on the branches.
+  // Additional conditions. They must be true in addition to the condition that exactly one of the
+  // other branches is true.
   std::vector<Formula> others;
   Formula always = kNo;
   size_t always_true = 0;

@@ -36,12 +36,14 @@ enum class Op : uint8_t { no, yes, atom, all, any, one };
 // Term::positive is false. For the comments with "(or not: inner)", Term::inner is false instead.
 // The comments name other members of Term, such as `low` and `schema`.
 enum class Atom : uint8_t {
-  enter,  // always true; records that a recursive reference enters the target with number `low`
-  // The value has one of the kinds in `kinds`. If `low` is not 0, 1.0 is not an integer (Draft 4).
+  enter,  // always true; refers to the recursive target with number `low`
+  // The value has one of the kinds in `kinds`. If `low` is not 0, numbers such as 1.0 are not
+  // integers (Draft 4).
   type,
   values,   // the value is in a list of values (or not)
   integer,  // the number is an integer (or not); `low` has the same meaning as in `type`
-  // `number` is a minimum if `high` is 0, otherwise a maximum. It is exclusive if `low` is not 0.
+  // `number` is a minimum if `high` is 0, otherwise a maximum. The bound is exclusive if `low` is
+  // not 0.
   bound,
   multiple,        // the value is a multiple of `number` (or not)
   length,          // the string has `low` to `high` code points
@@ -123,17 +125,16 @@ class Formulas {
   // kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
   // Removes the branches in which the target of a recursive reference would contain itself more
-  // often than `max_depth` allows. `counts` contains a pair for each target: the target's number,
-  // and how many of the containers around the value are values of this target.
+  // often than `max_depth` allows. Each pair in `counts` consists of a target's number and the
+  // number of containers around the value that are values of this target.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
-  // Returns the numbers of the recursive targets that a formula enters, for the value itself or for
-  // values inside it.
+  // Returns the numbers of the recursive targets to which a formula refers, for the value itself or
+  // for values inside it.
   const std::vector<uint32_t>& numbers(Formula formula);
 
-  // Returns true if `other` is certainly true for every value for which `one` is true. Returns
-  // false if there may be a value for which only `one` is true, and if the function cannot decide
-  // this quickly.
+  // Returns true if `other` is certainly true for every value for which `one` is true. Otherwise,
+  // or if the function cannot decide this quickly, returns false.
   bool implies(Formula one, Formula other, int depth = 8);
   // Returns a formula for the value of the property `name`. If `formula` is true for an object that
   // has this property, the returned formula is true for the property's value. The returned formula

@@ -29,9 +29,10 @@ Formula Formulas::of(const Schema& schema, bool positive) {
 Formula Formulas::written(const Schema& schema, bool positive) {
   std::vector<Formula> out;
   // Up to Draft 7, the specification says that validators ignore all other keywords in a schema
-  // that contains $ref. But many schemas contain such keywords, and many validators obey them. So a
-  // value must satisfy these keywords to be certainly valid. The formula for invalid values ignores
-  // these keywords, because a value that violates only these keywords is not certainly invalid.
+  // that contains $ref. But many schemas contain such keywords, and many validators obey them. So
+  // the formula for valid values requires that a value satisfies these keywords. A value that
+  // violates only these keywords is not certainly invalid, so the formula for invalid values
+  // ignores them.
   const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];
   if (hides_siblings) return reference(schema, Keyword::ref, false);
   if (const Value* const types = schema[Keyword::type]) {

@@ -32,8 +32,8 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   }
   // Each number is an integer (its digits) times a power of ten. So the code tests if the first
   // number's digits times 10^shift are a multiple of the second number's digits. If the shift is
-  // negative, the first number's digits would have to be divisible by a power of ten. They are not,
-  // because the last digit is not zero.
+  // negative, the first number's digits would have to be divisible by a power of ten. But their
+  // last digit is not zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;

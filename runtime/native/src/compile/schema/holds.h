@@ -20,8 +20,8 @@ class Holds {
   bool value(Formula formula, const json::Value& value);
   // Does the same as value(), for the string `text`.
   bool text(Formula formula, const std::string& text);
-  // Returns true if a pattern matches the name of a property. Throws an error if regex engines
-  // disagree about this.
+  // Returns true if a pattern matches the name of a property. Throws an error if some regex engines
+  // find a match and others do not.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }

@@ -17,8 +17,8 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-// When the code suggests a correction for a misspelled keyword, it ignores keywords that are
-// shorter than this.
+// The code may suggest a correction for a misspelled keyword. A suggested keyword has at least this
+// many characters.
 constexpr size_t kShortestWord = 4;
 
 struct Entry {
@@ -81,8 +81,8 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// The annotations of the specification and of OpenAPI. Annotations do not constrain values, so the
-// compiler ignores them without a warning.
+// The keywords that the specification and OpenAPI define as annotations. Annotations do not
+// constrain values, so the compiler ignores them without a warning.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",

@@ -27,8 +27,8 @@ inline ItemSchemas item_schemas(const Schema& schema) {
 }
 
 // Returns true if the keyword belongs to the draft (version of JSON Schema) of a schema. Validators
-// for this draft ignore all other keywords. But the author of the schema expects that valid values
-// obey all keywords.
+// for this draft ignore all other keywords, so the formula for invalid values ignores them too. The
+// formula for valid values usually requires them, because the author of the schema expects this.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

@@ -36,8 +36,8 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
 // The keyword unevaluatedProperties applies only to the properties that are not evaluated. `by` is
 // the schema that contains this keyword.
 //
-// If `name` is null, the result applies to every property that `properties` does not list, and
-// whose name matches all of `patterns` and no other pattern.
+// If `name` is null, the result applies to all properties of one class. `properties` does not list
+// these properties, and their names match all of `patterns` and no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();
@@ -264,8 +264,8 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  // Several unlisted properties may have the same name. Programs then keep only one of them, so
-  // they do not satisfy a minimum above 1.
+  // Several unlisted properties may have the same name. Programs then keep only one of these
+  // properties. So unlisted properties alone do not guarantee more than one property.
   if (names.empty() && made.low > 1)
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");

@@ -228,10 +228,10 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
 }
 
 // Returns a set of constants such that the formula is true for every value that is not in this set.
-// If `within` is true, the set instead contains values of the property `name`. Then the formula is
-// true for every object whose property `name` has a value that is not in the set. Sets *is_typed to
-// true if the formula also requires that the value is an object. Returns nullptr if there is no
-// such set.
+// If `within` is true, the set instead contains values of the property `name`. In this case, the
+// formula is true for every object whose property `name` has a value that is not in the set. Sets
+// *is_typed to true if the formula also requires that the value is an object. Returns nullptr if
+// there is no such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];
@@ -279,8 +279,8 @@ bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   for (size_t number = 0; number < names.size(); ++number) {
     const bool within = !(are_listed && number == 0);
     const std::string& name = names[number];
-    // For the key of each excluded value: the index in `pairs` of the only branch whose negation
-    // excludes the value. SIZE_MAX if there are several such branches.
+    // Maps the key of each constant to the branch whose negation excludes this constant. The branch
+    // is given as an index in `pairs`. If there are several such branches, the index is SIZE_MAX.
     std::unordered_map<std::string_view, size_t> owners;
     std::vector<const ValueSet*> sets;
     bool is_decided = true, are_objects = true, is_any_typed = false;

@@ -5,7 +5,8 @@
 namespace dlm::compile::schema {
 namespace {
 
-// The largest number of combinations of counter values in one strongly connected component.
+// The largest supported number of combinations of counter values in one strongly connected
+// component. If there would be more, Recursion uses fewer counters.
 constexpr uint64_t kMostCombinations = 4096;
 
 void unite(std::vector<uint32_t>& into, const std::vector<uint32_t>& others) {

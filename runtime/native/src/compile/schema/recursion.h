@@ -4,7 +4,8 @@
 // The targets of references form a graph. A target that is in a cycle of this graph can contain
 // itself. The class Recursion chooses some of these targets as counted targets. For each counted
 // target, the writer (writer.h) counts how many of the containers around the current value are
-// values of this target. It does not allow more than `max_depth`. Each counted target has a number.
+// values of this target. The writer does not allow more than `max_depth` such containers. Each
+// counted target has a number.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +23,12 @@ class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
 
-  // Chooses the counted targets, and numbers them. Usually, these are all targets that are in a
-  // cycle. Targets that can contain each other form a group. The writer has one counter for each
-  // counted target, and each combination of counter values needs separate states. If a group would
-  // have too many combinations, the function counts only some of its targets. These targets are
-  // enough to break all cycles of the group. If there are still too many combinations, the counted
-  // targets of the group share one number.
+  // Chooses the targets whose nesting depth the writer counts, and gives each of them a number.
+  // Usually, these are all targets that are in a cycle. Targets that can contain each other form a
+  // group. The writer has one counter for each counted target, and each combination of counter
+  // values needs separate states. If a group would have too many combinations, the function counts
+  // only some of its targets. These targets are enough to break all cycles of the group. If there
+  // are still too many combinations, the counted targets of the group share one number.
   void count(uint32_t max_depth);
 
   // Returns the number of a target, or kNotCounted if the target is not counted.
@@ -49,8 +50,8 @@ class Recursion {
   // numbered in reverse topological order.
   std::vector<uint32_t> component_;
   std::vector<uint8_t> is_cyclic_;  // for each vertex: 1 if the vertex is in a cycle
-  // For each vertex: 1 if the depth-first search has found an edge from one of its descendants back
-  // to the vertex.
+  // For each vertex: 1 if the depth-first search has found an edge from a descendant of the vertex
+  // back to the vertex.
   std::vector<uint8_t> is_head_;
   uint32_t components_ = 0;
   // For each vertex: the number of the counted target, or kNotCounted.

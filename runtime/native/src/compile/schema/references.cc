@@ -24,8 +24,8 @@ const std::vector<const Value*>& Document::destinations(const Value& holder) {
     try {
       at->second.push_back(&target_value(from, keyword));
     } catch (const Error&) {
-      // A missing target is not an error here, because the reference may be in a schema that is
-      // never used.
+      // This code accepts a missing target, because the reference may be in a schema that is never
+      // used.
     }
   }
   return at->second;

@@ -1,5 +1,5 @@
-// Builds the regular languages of rows of parts between brackets. The parts are the properties of
-// an object, or the items of an array whose items must all be different. A slot is one possible
+// Builds the regular languages (sets of texts) of rows. A row is an object, or an array whose items
+// must all be different. The parts of a row are its properties or items. A slot is one possible
 // part of a row, which may be present or absent.
 #include <algorithm>
 #include <map>
@@ -8,16 +8,16 @@
 
 namespace dlm::compile::schema {
 
-// Returns the texts that come after the last slot of a row. These texts consist of unlisted
-// properties and the closing bracket. `count` is the number of parts that the row already contains.
+// Returns the texts after the last slot of a row. They consist of properties that the schema does
+// not list, and the closing bracket. `count` is the number of parts that the row already contains.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
   // An unlisted property is a property that the schema does not list. All unlisted properties of an
-  // object may have the same name, and programs then keep only one of them. So for the minimum, all
-  // unlisted properties together count as one property.
+  // object may have the same name. Programs then keep only one of them. So all unlisted properties
+  // together count as one property when the code checks the minimum.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -41,7 +41,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   // The function builds an automaton that processes one slot after another. A state of the
   // automaton consists of the number of parts so far, and a bit mask of the clauses that are
-  // already true. The automaton counts parts only as far as a minimum or maximum requires.
+  // already true. The automaton stops counting parts when a higher number would not affect the
+  // minimum or maximum.
   using State = std::pair<uint64_t, uint64_t>;
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();

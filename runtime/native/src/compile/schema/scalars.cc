@@ -11,7 +11,7 @@ namespace dlm::compile::schema {
 namespace {
 
 // The largest supported count of characters, items or properties.
-constexpr uint64_t kMostCount = 10'000;
+constexpr uint64_t kMostSchemaCount = 10'000;
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
   ByteSet set;
@@ -39,7 +39,8 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Returns the texts of all numbers within these limits that are not integers.
+// Returns the texts of the numbers with a fraction other than 0. The numbers have at most
+// kWholeDigits digits before the decimal point and kFractionDigits digits after it.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -53,10 +54,10 @@ Node plain_fractions(Expressions& expressions) {
 // Returns the minimum of a count, for example the value of minLength. Throws an error if the
 // minimum is too large, because the compiler must not reduce a minimum.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
-  if (term.low > kMostCount)
+  if (term.low > kMostSchemaCount)
     document_.refuse(
         *term.schema, keyword,
-        "= " + std::to_string(term.low) + " is more than " + std::to_string(kMostCount));
+        "= " + std::to_string(term.low) + " is more than " + std::to_string(kMostSchemaCount));
   return static_cast<uint32_t>(term.low);
 }
 
@@ -64,12 +65,12 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
 // adds a warning and returns the largest supported maximum.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
-  if (term.high > kMostCount)
+  if (term.high > kMostSchemaCount)
     document_.warn("schema: " + document_.place(*term.schema->value) + ": keyword '" +
                    std::string(Document::name(keyword)) + "' = " + std::to_string(term.high) +
-                   " is more than " + std::to_string(kMostCount) +
+                   " is more than " + std::to_string(kMostSchemaCount) +
                    ", so this smaller number is used instead");
-  return static_cast<uint32_t>(std::min(term.high, kMostCount));
+  return static_cast<uint32_t>(std::min(term.high, kMostSchemaCount));
 }
 
 Node Writer::scalar(Formula formula, uint8_t type) {
@@ -203,14 +204,13 @@ Node Writer::other_numbers(const ValueSet& values) {
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // If a value has more digits than this, another number may be rounded to the same double. So
-    // comparing digits does not show that two numbers are different doubles, and the function
-    // returns no numbers at all.
+    // If a value has more digits than kMostDigits, a number with other digits may be rounded to the
+    // same double. In this case, the function cannot exclude the value, so it returns no numbers.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      // Every finite double has fewer digits than this before the decimal point.
+      // Every finite double has fewer than kMostZeros digits before the decimal point.
       constexpr int64_t kMostZeros = 400;
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
@@ -235,8 +235,8 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  // If the pattern must not match, the code excludes all strings in which at least one engine finds
-  // a match.
+  // If `positive` is false, the pattern must not match. Then the code excludes all strings in which
+  // at least one regex engine finds a match.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
   const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
   const std::string key = kind + term.text;

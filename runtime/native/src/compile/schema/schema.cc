@@ -32,8 +32,8 @@ constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {
 // By default, the code chooses depths for which the estimated number of states is at most 1 /
 // kComfort of the limit for states.
 constexpr double kComfort = 4;
-// The code uses smaller limits only if they help: with the smallest limits, the estimated number of
-// states must be at most this fraction of the number with the largest limits.
+// The code reduces the depths and lengths only if the last entry of the list reduces the estimated
+// number of states to this fraction or less.
 constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {

@@ -2,8 +2,8 @@
 // several schemas with other texts.
 //
 // If a keyword constrains values, the compiler either enforces the keyword, or throws an error that
-// names the keyword. So the value of every text in the language is valid. But the language contains
-// only some of the texts with valid values:
+// names the keyword. So every text in the language has a valid value. But the language does not
+// contain all texts with valid values:
 //
 //   - Objects contain only the properties that the schema names, in the order of the schema. The
 //     options any_order and more_properties change this.
@@ -31,8 +31,8 @@ struct Options {
   // default is 3. If the automaton would be too large with this default, the compiler uses a
   // smaller depth.
   std::optional<uint32_t> max_depth;
-  // If the estimated number of states is higher than this, the compiler reduces depths and the
-  // lengths of strings. 0 means a quarter of Limits::states.
+  // If the estimated number of states is higher than this, the compiler reduces nesting depths and
+  // the lengths of strings. 0 means a quarter of Limits::states.
   double most_states = 0;
   uint32_t level = 0;  // number of arrays and objects around the value
   // Objects with up to 6 properties may have their properties in any order.
@@ -42,8 +42,8 @@ struct Options {
 
 struct Texts {
   Node node;
-  // Warnings about keywords that look misspelled, and about valid values that the language does not
-  // contain.
+  // Warnings about keywords that look misspelled, and about valid values that the compiler left
+  // out.
   std::vector<std::string> warnings;
   double size = 0;          // estimated number of states
   bool is_smallest = true;  // true if a smaller most_states would not reduce `size`

@@ -34,7 +34,7 @@ struct WriterOptions {
   // If a string has a maxLength, the string is not longer than this, unless its minLength is
   // larger.
   uint32_t most_characters = kUnbounded;
-  // Objects with up to kMostInAnyOrder properties may have them in any order.
+  // Objects with up to kMostInAnyOrder properties may have these properties in any order.
   bool any_order = false;
   bool more_properties = false;  // objects may have properties that the schema does not name
 };
@@ -68,8 +68,8 @@ class Writer {
   // Describes the containers and schemas around a value.
   struct Place {
     uint32_t level;
-    // For each schema that Recursion counts: how many of the containers around this value are
-    // values of the schema.
+    // For each schema that Recursion counts: the number of containers around the current value that
+    // are values of the schema.
     Counts counts;
   };
 

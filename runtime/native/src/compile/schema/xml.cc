@@ -15,7 +15,7 @@ namespace {
 
 using json::Value;
 
-constexpr uint32_t kMostNesting = 300;
+constexpr uint32_t kMostElementNesting = 300;
 
 // The characters that XML 1.0 allows (production 2).
 const CodePoints kCharacters = {
@@ -92,7 +92,7 @@ class Elements {
 
   Node element(const Schema& schema, const std::string& name, uint32_t level) {
     expressions_.budget().check();
-    if (level > kMostNesting) described_.refuse(schema, "elements are nested too deep");
+    if (level > kMostElementNesting) described_.refuse(schema, "elements are nested too deep");
     const bool is_kept = !described_.is_recursive(schema);
     const auto key = std::make_pair(schema.value, name);
     if (const auto found = kept_.find(key); is_kept && found != kept_.end()) return found->second;

@@ -1,8 +1,7 @@
-// The part of CUDA's driver API that engines use. libcuda is loaded at run time. CUDA's headers are
-// installed on few build machines, so this file declares the functions of libcuda itself. The
-// functions have the same names as in libcuda, and the types and values are the same as in cuda.h.
-// If cuda.h is installed, tests/cuda_calls_check.cc compares this file with cuda.h. Enums are
-// passed as int.
+// Declares and loads the part of CUDA's driver API (libcuda) that engines use. This file does not
+// include CUDA's headers, because few build machines have them. The functions have the same names
+// as in libcuda, and the types and values are the same as in cuda.h. If cuda.h is installed,
+// tests/cuda_calls_check.cc compares this file with cuda.h. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +10,8 @@
 #include <new>
 #include <string>
 
-// These types of CUDA are only declared here, and not defined. Their names are the same as in
-// cuda.h, so that the test can compare signatures.
+// Opaque types of CUDA. They have the same names as in cuda.h, so that tests/cuda_calls_check.cc
+// can compare signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -116,8 +115,8 @@ class CudaDevice {
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For destructors, which must not throw. If making the context current fails, CUDA has already
-    // freed all memory of the context, so there is nothing to do.
+    // Use this constructor in destructors, because it does not throw. If it cannot make the context
+    // current, CUDA has already freed the context's memory, so the destructor has nothing to free.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
@@ -147,8 +146,8 @@ class CudaDevice {
   std::string name_;
 };
 
-// Frees objects of the CUDA driver. The device's context must be current when such an object is
-// created, and when it is freed.
+// Deletes an object of the CUDA driver. The device's context must be current when the object is
+// created and when it is deleted.
 struct CudaDelete {
   const Cuda* cuda;
   void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
@@ -163,7 +162,7 @@ using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 // errors as Cuda::check.
 CudaStream create_stream(const Cuda& cuda);
 
-// A block of device memory, or of host memory that the device can access directly.
+// An allocation of device memory, or of host memory that the device can access directly.
 class CudaMemory {
  public:
   enum class Kind { device, pinned };

@@ -40,8 +40,7 @@ void DeviceCache::keep_outside(int32_t first, int32_t last, CUstream stream) {
   const int32_t length = kept_ + hole_.tokens();
   first = std::min(first, length);
   last = std::min(last, length);
-  // If this function was last called with the same range, `past` already contains exactly the
-  // selected rows.
+  // If the last call had the same range, `past` already contains exactly the selected rows.
   if (first == hole_.first && last == hole_.last) return;
   const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
   if (!is_filled && (first > hole_.first || last < hole_.last))
@@ -85,8 +84,8 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
   const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
   const size_t row = layer.row_bytes();
   const size_t heads = static_cast<size_t>(batch_) * layer.kv_heads;
-  // The rows are first copied to the memory after the rows of `present`. This memory is large
-  // enough for the longest canvas.
+  // First copy the rows of `past` to the memory after the rows of `present`, which has room for
+  // them.
   const size_t staged = layer.tensor_bytes(batch_, written_.tokens());
   const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
                         int32_t rows) {

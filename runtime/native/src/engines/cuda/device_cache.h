@@ -39,8 +39,7 @@ class DeviceCache {
   // layer 1, and so on. Drops all cached rows.
   void place(std::vector<Place> places);
 
-  // Like place(), but copies the cached rows to the new memory. The copies are queued on the
-  // stream.
+  // Like place(), but queues copies of the cached rows to the new memory on the stream.
   void move(std::vector<Place> places, CUstream stream);
   const std::vector<Place>& places() const { return places_; }
 
@@ -49,14 +48,14 @@ class DeviceCache {
   void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
-  // Does the work of Context::keep_outside. Queues the copies on the stream, and does not wait for
-  // them. Rows stay in the order of their positions.
+  // Implements Context::keep_outside. Queues the copies on the stream, and does not wait for them.
+  // Rows stay in the order of their positions.
   //
   // First, the function copies all of `past` to the memory after the rows of `present`. Then it
   // copies the selected rows back to `past`, with the new number of rows per head. This takes a few
-  // copies per tensor. The cache in host memory moves only the rows that change their place
-  // (cache/slots.h). On a device, that would take several copies per head, which is thousands of
-  // copies of some microseconds each.
+  // copies per tensor. The cache in host memory moves only the rows that must change their place
+  // (cache/slots.h). On a device, that method would need several copies per head. In total, these
+  // are thousands of copies that take some microseconds each.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
   // Returns the number of bytes that `past` and `present` use now.
@@ -77,13 +76,14 @@ class DeviceCache {
   const CacheShape& shape_;
   std::vector<Place> places_;
   int32_t batch_ = 1;
-  int32_t kept_ = 0;                  // rows per head in `past`; their positions are outside hole_
+  int32_t kept_ = 0;                  // number of rows per head in `past`; their positions are
+                                      // outside hole_
   Range hole_{0, 0}, written_{0, 0};  // positions of the rows in `present`
 };
 
-// Opens a context of the engine. Its cache is in device memory. All other arrays of a pass are in
-// host memory. The engine must outlive the context. engine.run() must not return before the device
-// has completed the pass. `longest` is the argument of Engine::open_context.
+// Opens a context whose cache is in device memory. All other arrays of a pass are in host memory.
+// The engine must outlive the context. engine.run() must not return before the device has completed
+// the pass. `longest` is the argument of Engine::open_context.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

@@ -40,7 +40,7 @@ class DeviceContext final : public Context {
     cache_.end(pass, use);
   }
 
-  // The engine uses other streams, so this function must wait until the copies are finished.
+  // Waits until the copies are finished, because the engine uses other streams.
   void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
     cache_.keep_outside(first, last, stream_.get());
@@ -114,8 +114,8 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // The size of each tensor is rounded up. `rounding` is at least the number of bytes that this
-    // adds to all tensors together.
+    // The size of each tensor is rounded up. `rounding` is an upper limit for the bytes that
+    // rounding adds to all tensors together.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,

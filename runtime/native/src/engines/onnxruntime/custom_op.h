@@ -19,9 +19,15 @@
 
 namespace dlm::ops {
 
-// Element types that only the operators' inputs have. engines/graph_contract.h defines the element
-// types of the graph's own inputs and outputs.
+// Element types that occur only in inputs of custom operators. engines/graph_contract.h defines the
+// element types of the graph's inputs and outputs.
 constexpr int kUint8 = 2, kFloat8 = 17;
+
+// Short names of element types, for the tables of operators.
+namespace short_types {
+constexpr int F = kFloat, L = kInt64, H = kFloat16, B = kBFloat16, I = kInt8, C = kUint8,
+              S = kFloat8;
+}
 constexpr size_t kMostWeights = 3, kMostDims = 5;
 constexpr size_t kSegments = 8;  // index of the optional input `segments` of attention
 
@@ -89,8 +95,8 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // ONNX Runtime gets each task as a separate batch, and gives each thread a new batch when the
-    // thread is free. So a thread that starts late runs fewer tasks.
+    // Each task is a separate batch of work for ONNX Runtime. A thread that is free gets the next
+    // batch, so a thread that starts late runs fewer tasks.
     ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
 
@@ -157,8 +163,8 @@ struct Definition {
   bool has_segments = false;
 };
 
-// An operator. The struct that ONNX Runtime requires comes first, because ONNX Runtime passes
-// pointers to it. Our own data follows.
+// A custom operator. ONNX Runtime's struct must be the first member, because ONNX Runtime passes
+// pointers to this struct, and the code converts them to pointers to Op.
 struct Op {
   ort::CustomOp entry;
   Definition is;
@@ -169,8 +175,8 @@ struct Op {
 
 void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node);
 
-// These functions return the definitions of the operators, one kind per function. Each function is
-// in a file of its own.
+// Each of these functions returns the definitions of one kind of operators, and is in a separate
+// file.
 std::vector<Definition> linear_operators();
 std::vector<Definition> expert_operators();
 std::vector<Definition> attention_operators();

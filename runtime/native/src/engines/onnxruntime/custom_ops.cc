@@ -1,6 +1,5 @@
 // Registers our custom operators in ONNX Runtime. The operators run the kernels. The graph is
-// untrusted. So in every pass, the operators check all shapes before they pass pointers to a
-// kernel.
+// untrusted, so in every pass, the operators check all shapes before they call a kernel.
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -86,7 +85,8 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
       ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
-  // ONNX Runtime stores pointers to the elements of ops_, so they must not move in memory any more.
+  // ONNX Runtime stores pointers to the elements of ops_, so from here on these elements must not
+  // move in memory.
   for (const ops::Op& op : ops_) ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 

@@ -1,4 +1,4 @@
-// Custom operators for attention with a cache, for sums that are normalised with RMSNorm, and for
+// Custom operators for attention with a cache, for RMSNorm of the sum of two inputs, and for
 // candidates (the most likely tokens of each position).
 #include <cinttypes>
 
@@ -82,8 +82,8 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
     fail(DLM_BAD_BUNDLE,
          "the shapes of %" PRId64 " query heads and %" PRId64 " key heads do not match", H, G);
-  // With a window, a token sees only positions near its own. The operator does not know the
-  // positions of cached rows, so it cannot apply the window to them.
+  // With a window, a token sees only positions near its own position. The operator does not know
+  // the positions of cached rows, so it cannot tell which cached rows are in the window.
   if (node.window != 0 && S > 0)
     fail(DLM_UNSUPPORTED,
          "this denoiser has attention in a window, which cannot use a cache: choose a policy with "
@@ -155,7 +155,7 @@ void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
   kernels.candidates(rows, call);
 }
 
-constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
+using namespace short_types;
 
 using Read = decltype(Definition::read);
 using Compute = decltype(Definition::compute);

@@ -75,7 +75,7 @@ void compute_experts(const Kernels& kernels, const Node& node, Call& call) {
   kernels.experts(mixture, scratch.get(), call);
 }
 
-constexpr int F = kFloat, L = kInt64, H = kFloat16, C = kUint8;
+using namespace short_types;
 
 }  // namespace
 

@@ -15,17 +15,17 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  // If `table` is NULL, the program's ONNX Runtime is too old. When the program creates a session,
-  // ONNX Runtime rejects the graph with an error message of its own.
+  // If `table` is NULL, the program's ONNX Runtime is too old. ONNX Runtime will reject the graph
+  // with its own error message when the program creates a session.
   if (table == nullptr) return nullptr;
   const dlm::ort::Api api(table);
   try {
     const dlm::Kernels* const kernels = dlm::find_kernels();
-    // If there are no kernels for the processor, ONNX Runtime runs the standard operators that the
-    // graph contains instead of each custom operator.
+    // If there are no kernels for the processor, do not register operators. ONNX Runtime then runs
+    // the functions of standard operators in the graph.
     if (kernels == nullptr) return nullptr;
-    // The operators are never freed, because sessions do not report when they stop using them. The
-    // code creates them once for each pair of a loaded copy of ONNX Runtime and a kernel set.
+    // The operators are never freed, because sessions do not report when they stop using an
+    // operator. Each pair of a loaded ONNX Runtime and a kernel set gets its operators only once.
     static std::mutex mutex;
     static auto& registered =
         *new std::map<std::pair<const void*, const dlm::Kernels*>, std::unique_ptr<dlm::CustomOps>>;

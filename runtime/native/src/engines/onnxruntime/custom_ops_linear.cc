@@ -58,8 +58,8 @@ bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const uint8_t
                          : scales.is({panels, groups_of(inputs, group_size), kPanel});
 }
 
-// Runs a linear layer for at most 512 rows at a time. So the scratch memory holds the quantised
-// inputs of only these rows, even in a long pass. The division does not change the results.
+// Runs a linear layer for at most 512 rows at a time. So the scratch memory needs room for the
+// quantised inputs of only 512 rows, even in a long pass. The results do not depend on this limit.
 void run_in_parts(const Kernels& kernels, const Node& node, const Linear& layer, Call& call) {
   constexpr int64_t kMostRows = 512, kTogether = 32;  // kernels pad to 32 rows
   const int64_t parts = (layer.rows + kMostRows - 1) / kMostRows;
@@ -163,7 +163,7 @@ void compute_tied_head(const Kernels& kernels, const Node& node, Call& call) {
                     call);
 }
 
-constexpr int F = kFloat, L = kInt64, H = kFloat16, B = kBFloat16, C = kUint8, S = kFloat8;
+using namespace short_types;
 
 }  // namespace
 

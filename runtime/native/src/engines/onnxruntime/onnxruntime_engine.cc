@@ -1,12 +1,12 @@
 // The engine that runs a bundle's graph with ONNX Runtime.
 //
-// libonnxruntime is loaded at run time and not linked. So one build of the runtime works with the
-// libonnxruntime of the pip wheel and with the libonnxruntime of the system.
+// This engine runs the graph with ONNX Runtime. It loads libonnxruntime at run time. So the same
+// build works with the libonnxruntime of the pip wheel and of the system.
 // engines/onnxruntime/ort_api.h declares the functions of libonnxruntime.
 //
 // The graph is untrusted. When the engine opens the graph, it compares the graph's inputs and
-// outputs with the manifest. In each pass, the engine gives ONNX Runtime a buffer for every output,
-// which has exactly the shape that the pass needs. So ONNX Runtime writes only to these buffers.
+// outputs with the manifest. In each pass, the engine gives ONNX Runtime a buffer of the right
+// shape for every output, so ONNX Runtime writes only to these buffers.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -52,12 +52,12 @@ struct Library {
   std::string version;
 };
 
-// Loads the library. `provider` is the execution provider that will run the graph. Some providers
-// need a newer version of the library than the CPU does.
+// Loads the library. `provider` is the execution provider that will run the graph. GPU providers
+// need a newer version of the library than the CPU needs.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
-  // In the official builds, CreateEnv stores a device id and starts to send telemetry. If this
-  // environment variable is set, CreateEnv does neither of these (docs/Privacy.md of ONNX Runtime).
-  // If the program has already set the variable, this code does not change it.
+  // In the official builds, CreateEnv stores a device id and starts to send telemetry. This
+  // variable prevents both (docs/Privacy.md of ONNX Runtime). If the program has already set the
+  // variable, setenv does not change its value here.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   // The file names to try: first the name in ONNX Runtime's releases, then the name that linkers
   // use. Debian's names, which contain the minor version, come last.
@@ -168,8 +168,8 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Segments work only with our kernels. Without our kernels, ONNX Runtime computes attention with
-  // the standard operators in the graph. These ignore segments, so every request would see the rows
-  // of all requests.
+  // the standard operators in the graph. The standard operators ignore segments, so every request
+  // would see the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
@@ -251,8 +251,8 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // All sessions of the process share one OrtEnv. Other code in the process may have set a more
-    // verbose log level for the OrtEnv.
+    // Set the log level of the session, because other code in the process may have set a more
+    // verbose level for the OrtEnv, which all sessions share.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
     // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
@@ -266,19 +266,20 @@ class OnnxRuntime final : public HostEngine {
     // bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
     // ONNX Runtime would store a memory plan for each combination of sizes, and the sizes of passes
-    // change. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
-    // So memory plans are switched off. The memory arena stays on, because without it memory use
-    // would vary by 20 MB. The arena stops growing after the largest pass.
+    // change. For a 6-layer denoiser, the plans for 1200 combinations took 10 MB and saved no time.
+    // So this code disables memory plans. The memory arena stays enabled, because without it memory
+    // use would vary by 20 MB. After the largest pass, the arena does not grow any more.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
   // Sets up the session for the CPU, with our kernels.
   void set_up_processor(const SessionOptions& options) {
-    // On processors without VNNI, sums of products of unsigned and signed bytes saturate. With this
-    // option, ONNX Runtime uses unsigned bytes for both factors.
+    // Without VNNI, the processor's instruction that adds products of unsigned and signed bytes can
+    // saturate. With this option, ONNX Runtime uses unsigned bytes for both factors.
     configure(options, "session.x64quantprecision", "1");
-    // Without this option, ONNX Runtime would replace nodes by FP8 operators for which it has no
-    // kernels. With this option, it dequantises the weights when it loads the graph.
+    // Without this option, ONNX Runtime would replace nodes with FP8 operators, although it has no
+    // kernels for these operators. With this option, ONNX Runtime dequantises the weights when it
+    // loads the graph.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -347,8 +348,8 @@ class OnnxRuntime final : public HostEngine {
                                        "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws an error if the device has run out of memory. Ignores all other errors, which the caller
-  // handles.
+  // If the device has run out of memory, releases the status `reported` and throws an error. The
+  // caller must handle all other errors.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -448,7 +449,7 @@ class OnnxRuntime final : public HostEngine {
   const Provider* const provider_;  // the execution provider that runs the graph; nullptr: the CPU
   const Library library_;
   std::optional<CudaDevice> device_;
-  std::string left_;  // the nodes that the provider does not run, in the format of left_behind()
+  std::string left_;  // result of left_behind(): the nodes that the provider does not run
   Owned<OrtEnv, ort::ReleaseEnv> env_;
   Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_, device_memory_;
   std::optional<CustomOps> custom_ops_;

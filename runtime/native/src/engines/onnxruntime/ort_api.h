@@ -15,8 +15,8 @@
 #include <cstdint>
 #include <cstring>
 
-// These types of ONNX Runtime are only declared here, and not defined. They have their official
-// names, so that the test can compare signatures.
+// Opaque types of ONNX Runtime. They have their official names, so that tests/ort_slots_check.cc
+// can compare signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -41,11 +41,11 @@ namespace dlm::ort {
 // The version of the function table that the engine requests. ONNX Runtime has supported this
 // version since release 1.20.
 constexpr uint32_t kApiVersion = 20;
-// 23 stands for ONNX Runtime 1.23, the oldest release that can run graphs of opset 23. All bundles
-// use opset 23.
+// The minor version of ONNX Runtime 1.23, the oldest release that can run graphs of opset 23. All
+// bundles use opset 23.
 constexpr uint32_t kOpsetVersion = 23;
-// 24 stands for ONNX Runtime 1.24, the oldest release that reports which provider runs each node.
-// With a GPU provider, the engine needs this report.
+// The minor version of ONNX Runtime 1.24, the oldest release that reports which provider runs each
+// node. With a GPU provider, the engine needs this report.
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
@@ -159,10 +159,10 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: the functions that define a custom operator. Some functions also exist in a second
-// version, with V2 in the name. If a second version exists, ONNX Runtime calls only this version.
+// OrtCustomOp of ONNX Runtime: the functions that define a custom operator. Some functions have a
+// second version whose name ends with v2. ONNX Runtime then calls only the second version.
 struct CustomOp {
-  uint32_t version;  // API version of this struct, which has the entries below
+  uint32_t version;  // API version that defines the members below
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
   const char* (*get_name)(const CustomOp*);
   const char* (*get_provider)(const CustomOp*);  // NULL: the operator runs on the CPU
@@ -191,7 +191,7 @@ struct CustomOp {
   void (*release_alias_map)(int*, int*);
 };
 
-// The table OrtApi. Its functions are accessed by slot number.
+// The table OrtApi. Code accesses its functions by slot number.
 class Api {
  public:
   Api() = default;

@@ -1,4 +1,4 @@
-// Helpers for ONNX Runtime's C API, which convert its errors to exceptions and own its objects.
+// These helpers convert errors of ONNX Runtime's C API to exceptions, and own objects of the API.
 #pragma once
 
 #include <string>

@@ -33,8 +33,8 @@ bool is(const Provider& provider, const char* name) {
   return std::strcmp(provider.name, name) == 0;
 }
 
-// If ONNX Runtime could not load a provider, throws ONNX Runtime's error. Removes the source line
-// of ONNX Runtime from the message.
+// If ONNX Runtime could not load a provider, throws an error with ONNX Runtime's message, but
+// without the place in ONNX Runtime's source code.
 void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
   if (reported == nullptr) return;
   const std::string whole = api.call<ort::GetErrorMessage>(reported);
@@ -61,8 +61,8 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // With use_tf32, CUDA would round fp32 to TensorFloat-32, which has only ten bits of fraction.
-  // With kSameAsRequested, the memory arena grows only by the amount that a pass needs.
+  // Without use_tf32 = 0, CUDA would round fp32 to TensorFloat-32, which has only ten bits of
+  // fraction. With kSameAsRequested, the memory arena grows only by the amount that a pass needs.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

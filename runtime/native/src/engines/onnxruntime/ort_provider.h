@@ -1,5 +1,5 @@
-// ONNX Runtime's providers for NVIDIA GPUs. This code adds a provider to a session, and lists the
-// nodes that the provider does not run.
+// Adds one of ONNX Runtime's providers for NVIDIA GPUs to a session, and lists the nodes that the
+// provider does not run.
 #pragma once
 
 #include <string>

@@ -1,10 +1,10 @@
 // The TensorRT engine. This file chooses one of a bundle's engine files, and checks it against the
 // manifest.
 //
-// An engine file contains code for one compute capability and one version of TensorRT. Before the
-// code reads the file, it compares them with the device and with the loaded library. Then it
-// compares the engine's ports (inputs and outputs) and profiles with the manifest, because the
-// sizes of the buffers come from the manifest.
+// An engine file works only with certain compute capabilities and one version of TensorRT. This
+// file first checks that the device and the loaded library match. Then it compares the engine's
+// ports (inputs and outputs) and profiles with the manifest, because the sizes of the buffers come
+// from the manifest.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include "base/error.h"
@@ -29,8 +29,8 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// Converts TensorRT's element type to the number that engines/graph_contract.h uses. Returns 0
-// (undefined) if no port may have the type.
+// Converts an element type of TensorRT to the number that engines/graph_contract.h uses. Returns 0
+// if ports cannot have this type.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
@@ -42,7 +42,7 @@ int32_t element_type(nvinfer1::DataType type) {
   return 0;
 }
 
-Dims dims_of(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
+Dims listed(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
 
 }  // namespace
 
@@ -120,7 +120,7 @@ void TensorRt::verify_ports() {
     if (engine_->getTensorLocation(name.c_str()) != nvinfer1::TensorLocation::kDEVICE)
       refuse_port(spec_.path, kind, name, "must be in device memory");
     note_port(spec_.path, kind, *port, element_type(engine_->getTensorDataType(name.c_str())),
-              dims_of(engine_->getTensorShape(name.c_str())));
+              listed(engine_->getTensorShape(name.c_str())));
   }
   check_complete(spec_.path, "input", ports_.inputs);
   check_complete(spec_.path, "output", ports_.outputs);
@@ -139,8 +139,8 @@ void TensorRt::verify_profiles() const {
     for (const Port& port : ports_.inputs) {
       const auto verify = [&](nvinfer1::OptProfileSelector end, const char* what,
                               const nvinfer1::Dims& wanted) {
-        const Dims there = dims_of(engine_->getProfileShape(port.name.c_str(), i, end));
-        if (there == dims_of(wanted)) return;
+        const Dims there = listed(engine_->getProfileShape(port.name.c_str(), i, end));
+        if (there == listed(wanted)) return;
         fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d differs from the manifest's",
              spec_.path.c_str(), what, port.name.c_str(), i);
       };

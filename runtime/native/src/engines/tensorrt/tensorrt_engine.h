@@ -35,7 +35,7 @@ class TensorRt final : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::string description() const override;
   int32_t max_rows(int32_t tokens, int32_t cached) const override;
-  // The exporter builds the profiles of an engine for one request.
+  // The exporter builds engines that accept only one request per pass.
   int32_t max_batch() const override { return 1; }
   std::string limits() const override { return limits_text(spec_); }
 
@@ -59,8 +59,8 @@ class TensorRt final : public Engine {
   // and TensorRT's own message.
   [[noreturn]] void fail_call(const std::string& call);
 
-  // Discards errors that TensorRT reported during calls that succeeded. Otherwise the message of a
-  // later failure would contain these errors.
+  // Discards the errors that TensorRT has reported so far. Call this function after calls that
+  // succeeded, so that the message of a later failure does not contain their errors.
   void forget_errors() { logger_.take(); }
 
  private:

@@ -30,7 +30,8 @@ void Logger::log(Severity severity, const char* message) noexcept {
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (first_.empty()) first_ = one_line(message);
-    // There is no memory for TensorRT's message, so the caller reports the error without it.
+    // If there is no memory for TensorRT's message, the caller reports the error without this
+    // message.
   } catch (...) {
   }
 }

@@ -26,8 +26,8 @@ class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // Returns the first error since the last call of take(), and clears it. Callers append the
-  // returned text to a sentence.
+  // Returns ": " and the first error since the last call of take(), or "" if there was no error.
+  // Callers append this text to their message.
   std::string take();
 
  private:

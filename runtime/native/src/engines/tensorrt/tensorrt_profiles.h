@@ -1,5 +1,5 @@
-// Decisions of the TensorRT engine that tests can check without a GPU: whether an engine can run,
-// which of its profiles runs a pass, and for how many rows a pass predicts tokens.
+// Functions of the TensorRT engine that tests can call without a GPU. They decide whether an engine
+// can run, which profile runs a pass, and for how many rows a pass predicts tokens.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ inline bool holds(const Sizes& sizes, int32_t value) {
 
 // Chooses the profile for a pass of `tokens` new tokens that reads `cached` cached tokens. Returns
 // 0 (prefill), 1 (block), or -1 if neither profile accepts the pass. If both profiles accept the
-// pass, a pass with cached tokens uses block. A pass without cached tokens uses prefill, because
-// the kernels of prefill are tuned for long passes.
+// pass, chooses block for a pass with cached tokens. For a pass without cached tokens, chooses
+// prefill, because its kernels are tuned for long passes.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
@@ -48,16 +48,16 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// Returns the number of rows for which a pass predicts tokens if requests need `rows` rows. The
-// number is rounded up to a multiple of 8. So passes have fewer different sizes, and more of them
-// can replay a CUDA graph. The result is at most `tokens`, and at most the limit of the profile.
+// Returns the number of rows that a pass scores if a request needs `rows` rows. Rounds up to a
+// multiple of 8, but at most to `tokens`. So passes have fewer different sizes, and more of them
+// can replay a CUDA graph. The result is in the range of the profile.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);
 }
 
-// Returns the largest numbers of tokens, of cached tokens and of rows that at least one of the two
-// profiles accepts.
+// The largest number of tokens, of cached tokens and of rows that at least one of the two profiles
+// accepts.
 struct Largest {
   int32_t tokens, cached, rows;
 };

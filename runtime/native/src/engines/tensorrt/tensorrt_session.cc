@@ -1,11 +1,11 @@
 // A session of the TensorRT engine.
 //
-// The session makes one allocation on the device. This memory contains the inputs, the outputs, the
-// cache rows that the last pass computed (`present`), the cache rows that passes read (`past`) and
-// TensorRT's working memory. The addresses never change, so a pass can be replayed as a CUDA graph.
-// The session copies token ids from pinned host memory to the device, and candidates (the most
-// likely tokens) back to this memory. The session copies logits only if a request needs them. The
-// host waits for the device once per pass.
+// A session makes one allocation on the device. It contains the inputs, the outputs, the cache rows
+// that the last pass computed (`present`), the cache rows that passes read (`past`) and TensorRT's
+// working memory. The addresses never change, so a pass can be replayed as a CUDA graph. For each
+// pass, the session copies the inputs from pinned host memory to the device, and the candidates
+// (the most likely tokens) back to pinned host memory. It copies logits only if a request needs
+// them. The host waits for the device once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -19,7 +19,7 @@
 namespace dlm::trt {
 namespace {
 
-// The sizes that identify a pass. Each PassKey has its own CUDA graph.
+// The sizes of a pass. Passes with the same sizes replay the same CUDA graph.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
   bool operator==(const PassKey& other) const {
@@ -101,9 +101,9 @@ class Session final : public Context {
   // the session creates an execution context for these sizes only. From the third pass on, the
   // session replays a CUDA graph.
   //
-  // Each graph needs its own execution context. A captured graph refers to the context from which
-  // it was captured, and must not be used after this context has changed. The contexts may share
-  // working memory (CUDA Graphs in TensorRT's developer guide).
+  // Each graph needs its own execution context. A captured graph refers to its execution context,
+  // and must not be used after this context has changed. Execution contexts may share working
+  // memory (section "CUDA Graphs" of TensorRT's developer guide).
   struct Repeated {
     PassKey key;
     // The execution context for these sizes. The session creates it for the second pass with these
@@ -111,7 +111,8 @@ class Session final : public Context {
     std::unique_ptr<nvinfer1::IExecutionContext> context;
     CudaGraphExec graph;  // nullptr if no graph was captured
   };
-  // The number of Repeated objects is limited, because each execution context uses host memory.
+  // Each Repeated object has an execution context, which uses host memory. So the number of objects
+  // is limited.
   static constexpr size_t kMostRepeated = 32;
 
   // The parts of the staging memory (pinned host memory for copies): the first three inputs of the
@@ -153,7 +154,8 @@ class Session final : public Context {
   }
 
   // Creates an execution context for the profile, and sets the addresses of all tensors. All
-  // contexts use the same working memory. This is safe because they also use the same stream.
+  // contexts use the same working memory. This is safe, because they run one after another on the
+  // same stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -181,7 +183,7 @@ class Session final : public Context {
   }
 
   // Copies the inputs of the pass to the staging memory. If the pass scores fewer than `rows` rows,
-  // repeats the first scored row.
+  // fills up with the first scored row.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from, count * sizeof *from);
@@ -234,8 +236,9 @@ class Session final : public Context {
     repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
   }
 
-  // Creates the execution context for a PassKey that occurs for the second time. The first run of a
-  // context with new shapes does work that must not be captured.
+  // Runs a pass whose PassKey occurs for the second time. Creates an execution context, runs the
+  // pass on it once, and then captures it. The first run of a context with new shapes does work
+  // that must not be captured.
   void repeat(Repeated& known) {
     auto context = create_context(known.key.profile);
     set_shapes(*context, known.key);
@@ -268,8 +271,8 @@ class Session final : public Context {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  // The destructor sets this member. So the device's context is current while the destructor frees
-  // the members below.
+  // The destructor sets this member, so that the device's context is current while the members
+  // below are destroyed.
   std::optional<CudaDevice::Use> current_;
   CudaStream stream_;  // the stream is freed after the members below
   const std::vector<size_t> offsets_, staging_offsets_;

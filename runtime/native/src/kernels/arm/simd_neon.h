@@ -9,8 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 4;
-// The size of a tile of products of floats. Its 20 vectors of sums and 4 vectors of weights fit the
-// registers.
+// Float layers compute tiles of kFloatRows rows and kFloatVectors vectors of columns. The 20
+// vectors of sums and 4 vectors of weights of a tile fit the registers.
 constexpr int kFloatRows = 5, kFloatVectors = 4;
 constexpr int kQueryVectors = 4;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 4;
@@ -43,7 +43,7 @@ inline F power_of_two(I n) {
 }
 
 // The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
-// to fp16 round half to even.
+// in fp16 round to the nearest number, and ties to even.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -86,7 +86,7 @@ struct Bytes {
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
   using Weights = int8x16_t;
-  // Contains four codes and four unused bytes. The instruction reads only the lane with the codes.
+  // Four codes and four unused bytes. The instruction in `dot` reads only the lane with the codes.
   using Activations = int8x8_t;
   static Activations spread(const Code* four) {
     uint32_t bits;
@@ -121,9 +121,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up reads kLanes four-bit numbers, which start at bit kShift of
-// `from`. Each of them is an index into the table. look_up returns the table's number at each
-// index.
+// A table of 16 numbers. look_up reads kLanes bytes. In each byte, the four bits from bit kShift on
+// are an index into the table. look_up returns the numbers at these indices.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

@@ -49,7 +49,7 @@ bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
   uint32_t state = 1;
   const auto draw = [&] {
     return (state = state * 1664525u + 1013904223u) >> 24;
-  };  // returns the next byte of the random number generator of Numerical Recipes
+  };  // returns the next pseudo-random byte (generator of "Numerical Recipes")
   std::vector<float> x(kRows * kInputs), y(kRows * kColumns);
   for (int64_t i = 0; i < kRows * kInputs; ++i)
     x[i] = i % kInputs == i / kInputs ? 127.0f : static_cast<float>(draw() % 255) - 127.0f;

@@ -10,8 +10,8 @@ namespace dlm {
 extern const Kernels kAvxVnniKernels;
 constexpr Kernels kAvxVnniKernels = make_kernels("avx-vnni");
 #elif defined(__AVX512VNNI__)
-// The same kernels as the AVX-VNNI kernels, but compiled for the AVX-512 encoding of the VNNI
-// instruction. Tests use this kernel set on processors that support only the AVX-512 encoding.
+// The AVX-VNNI kernels, compiled with the AVX-512 encoding of the VNNI instruction. Tests use this
+// kernel set on processors that support only this encoding.
 extern const Kernels kAvxVnniStandIn;
 constexpr Kernels kAvxVnniStandIn = make_kernels("avx-vnni's stand-in");
 #else

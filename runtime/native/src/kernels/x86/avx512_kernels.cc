@@ -12,8 +12,8 @@ extern const Kernels kAvx2Kernels, kAvx512Kernels;
 
 namespace {
 
-// If the queries of a request fill at most half a vector, the code uses vectors of half the width.
-// A processor can multiply two of these vectors at the same time.
+// If the queries of a request fill at most half a vector, this function uses vectors of half the
+// width, because a processor can multiply two of them at the same time.
 void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   a.split(
       kLanes / 2,

@@ -1,8 +1,8 @@
 // The functions that kernels/linear_by_matrices.h needs, for the matrix registers of AMX.
 // tests/matrix_emulated.h implements the same functions in plain C++.
 //
-// The code uses inline assembly instead of GCC's intrinsics. The intrinsics do not tell the
-// compiler that they read memory, and they do not accept a constant from a template.
+// The code uses inline assembly, because GCC's intrinsics do not tell the compiler that they read
+// memory, and do not accept a template argument as a register number.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@ namespace {
 namespace matrix {
 
 // While an object of this class exists, the matrix registers of its thread are configured for
-// linear layers. The registers initially contain arbitrary values, because code outside this
-// library may use them too. Registers 0 to 3 contain sums [16, 16]. Registers 4 and 5 contain the
+// linear layers. At first, the registers contain arbitrary values, because other code in the
+// process may use them too. Registers 0 to 3 contain sums [16, 16]. Registers 4 and 5 contain the
 // codes [16, step] of rows. Registers 6 and 7 contain weights [step / 4, 16, 4].
 class Registers {
  public:
-  // `step` is the number of inputs of the layer that one product of two registers covers. It must
-  // be a multiple of 4, and at most 64.
+  // One product of two registers covers `step` inputs of the layer. `step` must be a multiple of 4,
+  // and at most 64.
   explicit Registers(int64_t step) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};

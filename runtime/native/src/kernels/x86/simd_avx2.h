@@ -10,8 +10,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
-// The size of a tile of products of floats. Its 12 vectors of sums and 2 vectors of weights fit the
-// registers.
+// Float layers compute tiles of kFloatRows rows and kFloatVectors vectors of columns. The 12
+// vectors of sums and 2 vectors of weights of a tile fit the registers.
 constexpr int kFloatRows = 6, kFloatVectors = 2;
 constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 6;
@@ -46,7 +46,7 @@ inline F power_of_two(I n) {
 }
 
 // The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
-// to fp16 round half to even.
+// in fp16 round to the nearest number, and ties to even.
 inline F load_half(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -155,8 +155,8 @@ struct Int8 : Products {
 #else
 
 // The AVX2 instruction for products of bytes adds two products to a sum of 16 bits. The sum could
-// exceed 16 bits, and would then saturate. So both factors are widened to 16 bits first. The code
-// below widens the even and the odd bytes of the weights separately. The codes of the rows need no
+// exceed 16 bits, and would then saturate. So both factors are widened to 16 bits first. This
+// struct widens the even and the odd bytes of the weights separately. The codes of the rows need no
 // widening, because they are already stored in 16 bits.
 struct Int8 {
   static constexpr int kTileRows = 4, kVectors = 2;  // 8 vectors of sums, 4 of weights, 2 of codes
@@ -185,8 +185,8 @@ struct Int8 {
   }
 };
 
-// A product of a four-bit number and a byte is small. The sum of 16 products fits 16 bits, because
-// 16 * 15 * 127 is 30480.
+// Products of a four-bit number and a signed byte are so small that the sum of 16 products fits 16
+// bits: 16 * 15 * 127 is 30480.
 struct Products : Bytes {
   // Register tile: 12 vectors of sums, 2 vectors of weights.
   static constexpr int kTileRows = 6, kVectors = 2;
@@ -201,9 +201,8 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// A table of 16 numbers. look_up reads kLanes four-bit numbers, which start at bit kShift of
-// `from`. Each of them is an index into the table. look_up returns the table's number at each
-// index.
+// A table of 16 numbers. look_up reads kLanes bytes. In each byte, the four bits from bit kShift on
+// are an index into the table. look_up returns the numbers at these indices.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

@@ -9,8 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 16;
-// The size of a tile of products of floats. Its 24 vectors of sums and 2 vectors of weights fit the
-// registers.
+// Float layers compute tiles of kFloatRows rows and kFloatVectors vectors of columns. The 24
+// vectors of sums and 2 vectors of weights of a tile fit the registers.
 constexpr int kFloatRows = 12, kFloatVectors = 2;
 constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 8;
@@ -45,7 +45,7 @@ inline F power_of_two(I n) {
 }
 
 // The next functions load or store kLanes numbers, either in fp16 or as codes of one byte. Stores
-// to fp16 round half to even.
+// in fp16 round to the nearest number, and ties to even.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -86,8 +86,8 @@ inline I select_greater(F x, F y, I a, I b) {
 
 // ---- Products of codes ----
 
-// Four bytes per lane. The bytes of weights are unsigned. The bytes of a row are signed, and every
-// lane contains the same four bytes of the row.
+// Weights are four unsigned bytes per lane. Codes of a row are four signed bytes, which are the
+// same in every lane.
 struct Bytes {
   // Register tile: 24 vectors of sums, 2 vectors of weights.
   static constexpr int kTileRows = 12, kVectors = 2;
@@ -128,9 +128,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up reads kLanes four-bit numbers, which start at bit kShift of
-// `from`. Each of them is an index into the table. look_up returns the table's number at each
-// index.
+// A table of 16 numbers. look_up reads kLanes bytes. In each byte, the four bits from bit kShift on
+// are an index into the table. look_up returns the numbers at these indices.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
