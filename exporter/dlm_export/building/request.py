@@ -126,9 +126,13 @@ class Job:
     @property
     def is_cache_judged(self) -> bool:
         """True if the build measures how much accuracy is lost by rounding the cache."""
+        return self.wants_cache_judged and self.source.network.draft_block is None
+
+    @property
+    def wants_cache_judged(self) -> bool:
+        """True if the cache is rounded, and the user wants to know how much accuracy this costs."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
-        is_wanted = self.request.options.quantise.effort.name != "none"
-        return is_rounded and is_wanted and self.source.network.draft_block is None
+        return is_rounded and self.request.options.quantise.effort.name != "none"
 
 
 def check_request(options: BuildOptions) -> Request:

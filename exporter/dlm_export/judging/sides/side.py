@@ -143,8 +143,8 @@ def check_tuned(network: NetworkSpec) -> None:
     check_judged(network)
     if not network.has_mask_token:
         raise JudgeError(
-            f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: set "
-            "--steps or entropy_bound instead"
+            f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: "
+            "change steps_per_block or entropy_bound instead"
         )
 
 
