@@ -235,9 +235,10 @@ class _Beside:
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[_router_of(path)]
             assert isinstance(router, Router)
-            router.register_forward_pre_hook(
-                functools.partial(self._before_router, _router_of(path), shown)
-            )
+            if router.norm is not None:
+                router.register_forward_pre_hook(
+                    functools.partial(self._before_router, path, shown)
+                )
             module.register_forward_pre_hook(
                 functools.partial(self._before_experts, path, router, shown)
             )
@@ -277,10 +278,9 @@ class _Beside:
     def _before_router(
         self, path: str, shown: Sequence[Values], router: Any, inputs: tuple[Tensor, ...]
     ) -> None:
-        """Compare the router's inputs, which may have a norm that the experts' inputs do not have."""
-        theirs = self._shown_now(shown)[self.taps[path].input]
-        ours = router.prepared(inputs[0]).cpu().numpy()
-        self._note(path, max(map(_relative, ours, theirs)), None)
+        """Compare the router's inputs, whose norm is not that of the experts' inputs."""
+        theirs = self._shown_now(shown)[self.taps[_router_of(path)].input]
+        self._note_input(path, router.prepared(inputs[0]).cpu().numpy(), theirs)
 
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]

@@ -157,6 +157,8 @@ def finite_logits(
     infinite.
     """
     rows = rows_of(positions, predictor.shift)
+    if draft_start is None:
+        return finite(predictor, predictor.logits(canvas, rows))
     return finite(predictor, predictor.logits(canvas, rows, draft_start))
 
 
