@@ -213,6 +213,7 @@ def test_layers_compute_a_draft_pass_after_a_causal_pass(
 # ---- Losses of layers ----
 
 
+@pytest.mark.slow
 def test_the_estimate_of_layers_is_near_the_exact_loss(
     source: Source, conditioned: list[State]
 ) -> None:
@@ -236,7 +237,11 @@ def test_the_estimate_of_layers_is_near_the_exact_loss(
         assert 0.5 < kl / exact[unit][0] < 2, unit
 
 
-@pytest.mark.parametrize("changes", [{"solver": "awq"}, {"smoothing": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"smoothing": 0.5}, pytest.param({"solver": "awq"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_scales_leave_the_function_as_it_was(
     source: Source, conditioned: list[State], changes: dict[str, Any]
 ) -> None:
@@ -305,11 +310,8 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return build
 
 
-PRECISIONS = (
-    "int8",
-    "int4",
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "nvfp4")),
-)
+SLOW = ("int8", "fp8", "nvfp4")
+PRECISIONS = ("int4", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -337,7 +339,7 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], Built], precision: 
     assert "the mask ratio is the share of random tokens in a block" in page
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", PRECISIONS[:2])
 def test_the_native_loop_generates_the_texts_of_the_quantised_network(
     built: Callable[[str], Built], source: Source, precision: str
 ) -> None:
@@ -357,7 +359,7 @@ def test_all_sides_of_a_comparison_predict_the_same(
     built: Callable[[str], Built], source: Source
 ) -> None:
     """The quantised network in torch as a whole, and the bundle. Layer by layer, the source."""
-    numbers = built("int8").numbers
+    numbers = built("int4").numbers
     whole, plain = (
         families.load(each, source.network) for each in (numbers.parameters, source.parameters)
     )
@@ -371,7 +373,7 @@ def test_all_sides_of_a_comparison_predict_the_same(
         )
         views.append(View(canvas, np.flatnonzero(is_noised), start))
     swept.see(views)
-    with dlm_runtime.open(built("int8").report.output, threads=1) as bundle:
+    with dlm_runtime.open(built("int4").report.output, threads=1) as bundle:
         pairs = (
             (TorchPredictor(plain, "plain"), swept, 1e-4),
             (TorchPredictor(whole, "whole"), BundlePredictor(bundle, "bundle"), 2e-2),
@@ -382,11 +384,12 @@ def test_all_sides_of_a_comparison_predict_the_same(
                 assert np.abs(found - wanted).max() <= tolerance * np.ptp(wanted)
 
 
+@pytest.mark.slow
 def test_both_sides_generate_texts_if_asked(built: Callable[[str], Built], source: Source) -> None:
     policy = replace(source.presets["diffusion-gemma"], steps_per_block=3, stable_entropy=0.0)
-    with dlm_runtime.open(built("int8").report.output, threads=1) as bundle:
+    with dlm_runtime.open(built("int4").report.output, threads=1) as bundle:
         judged = judge_source(
-            *(source, bundle, make_samples(3), "int8", policy),
+            *(source, bundle, make_samples(3), "int4", policy),
             JudgingOptions(effort=Effort("default", judged=3, free_runs=2)),
             lambda: None,
         )
@@ -426,13 +429,13 @@ def test_plan_lists_what_build_accepts(checkpoint: Path, tmp_path: Path) -> None
 
 
 def test_effort_levels_are_refused(built: Callable[[str], Built]) -> None:
-    refused = invoke("effort", built("int8").report.output)
+    refused = invoke("effort", built("int4").report.output)
     assert refused.exit_code == 2
     assert "has no mask token, and effort levels cannot be fitted" in refused.stderr
 
 
 def test_budgets_of_texts_need_texts(built: Callable[[str], Built], checkpoint: Path) -> None:
-    bundle = built("int8").report.output
+    bundle = built("int4").report.output
     given = ("verify", bundle, "--checkpoint", checkpoint, "--max-nfe-ratio", 1.5)
     refused = invoke(*given, "--judged", 1)
     assert refused.exit_code == 2
