@@ -356,32 +356,26 @@ def test_the_native_loop_generates_the_texts_of_the_quantised_network(
 
 
 def test_all_sides_of_a_comparison_predict_the_same(
-    built: Callable[[str], Built], source: Source
+    checkpoint: Path, source: Source, tmp_path: Path
 ) -> None:
-    """The quantised network in torch as a whole, and the bundle. Layer by layer, the source."""
-    numbers = built("int4").numbers
-    whole, plain = (
-        families.load(each, source.network) for each in (numbers.parameters, source.parameters)
-    )
-    calibrate.simulate(dict(whole.named_modules()), numbers)
+    """The bundle is in fp32, because rounding in one pass would change the next pass."""
+    bundle_path = tmp_path / "bundle"
+    building.build(checkpoint, bundle_path, BuildOptions(check_parity=False))
     swept = SweptPredictor(families.layered(source.parameters, source.network), "swept")
+    whole = TorchPredictor(families.load(source.parameters, source.network), "whole")
     views = []
-    for number, sample in enumerate(make_samples(4, seed=7)):
+    for number, sample in enumerate(make_samples(3, seed=7)):
         rng = np.random.default_rng(number)
         canvas, start, is_noised = noise_block(
             sample.tokens, 0.6, VOCAB, BLOCK, rng, 11 if number else 1
         )
         views.append(View(canvas, np.flatnonzero(is_noised), start))
     swept.see(views)
-    with dlm_runtime.open(built("int4").report.output, threads=1) as bundle:
-        pairs = (
-            (TorchPredictor(plain, "plain"), swept, 1e-4),
-            (TorchPredictor(whole, "whole"), BundlePredictor(bundle, "bundle"), 2e-2),
-        )
-        for one, other, tolerance in pairs:
-            for view in views:
-                wanted, found = (side.logits(*view) for side in (one, other))
-                assert np.abs(found - wanted).max() <= tolerance * np.ptp(wanted)
+    with dlm_runtime.open(bundle_path, threads=1) as bundle:
+        for view in views:
+            wanted = whole.logits(*view)
+            for side in (swept, BundlePredictor(bundle, "bundle")):
+                assert np.abs(side.logits(*view) - wanted).max() <= 1e-4 * np.ptp(wanted)
 
 
 @pytest.mark.slow
