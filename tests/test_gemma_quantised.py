@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import dlm_runtime
+from dlm_calibration.errors import CalibrationError
 from dlm_calibration.recipes import Recipe
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
     MASK_RATIOS,
+    NOISE_RATIOS,
     Draft,
     State,
     make_states,
@@ -32,19 +34,22 @@ from dlm_calibration.states import (
 from dlm_export import build as building
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
+from dlm_export.building import memory
 from dlm_export.building.quantising import Quantised
+from dlm_export.building.request import check_job, check_request
 from dlm_export.cli import main
+from dlm_export.judging.accuracy.masked import masked_canvases
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
-from dlm_export.judging.sides.side import View
+from dlm_export.judging.sides.side import DraftPass, View
 from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.network import lockstep, reference
 from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of
-from dlm_export.network.turns import start_canvas
+from dlm_export.network.turns import start_canvas, temperature_before, temperature_of
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
@@ -90,22 +95,31 @@ def make_samples(count: int, *, prompt: int = 11, answer: int = 13, seed: int = 
     seed=st.integers(0, 1 << 20),
     prompt=st.integers(0, 20),
     answer=st.integers(1, 30),
-    ratio=st.sampled_from(MASK_RATIOS),
+    ratio=st.sampled_from(NOISE_RATIOS),
+    length=st.none() | st.integers(1, 30),
 )
 def test_only_tokens_of_one_block_become_random(
-    seed: int, prompt: int, answer: int, ratio: float
+    seed: int, prompt: int, answer: int, ratio: float, length: int | None
 ) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCAB, prompt + answer)
-    canvas, start, is_noised = noise_block(tokens, ratio, VOCAB, BLOCK, rng, prompt)
     origin = prompt or len(tokens) // 2
+    end = None if length is None else min(origin + length, len(tokens))
+    canvas, start, is_noised = noise_block(tokens, ratio, VOCAB, BLOCK, rng, prompt, end)
     assert (start - origin) % BLOCK == 0
-    assert start >= origin
+    assert origin <= start < (len(tokens) if end is None else end)
     assert len(canvas) == min(start + BLOCK, len(tokens))
     assert not is_noised[:start].any()
     assert np.array_equal(canvas[~is_noised], tokens[: len(canvas)][~is_noised])
     assert abs(is_noised.sum() - max(1, ratio * (len(canvas) - start))) <= 0.5
-    assert canvas.max() < VOCAB
+
+
+def test_noise_needs_a_block_length() -> None:
+    with pytest.raises(ValueError, match="block_length 0 is below 1"):
+        noise_block(np.arange(8), 0.5, VOCAB, 0, np.random.default_rng(0))
+
+
+CLEAN = 5  # the only token of the samples whose random tokens are examined
 
 
 def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
@@ -118,19 +132,29 @@ def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
         "seed": 4,
         "noise_vocab_size": c.vocab_size,
     }
-    return list(make_states(make_samples(count), **given | options))
+    some = options.pop("samples", None) or make_samples(count)
+    return list(make_states(some, **given | options))
 
 
 def test_states_contain_random_tokens_at_every_noise_ratio(source: Source) -> None:
-    states = states_of(source, 20)
+    constant = [replace(each, tokens=np.full(27, CLEAN)) for each in make_samples(20)]
+    states = states_of(source, samples=constant)
     noised = [state for state in states if state.draft is not None]
     assert {state.source for state in noised} == {"masked"}
     assert {state.source for state in states if state.draft is None} == {"clean"}
     # With blocks of 8 tokens, the ratios of neighbouring buckets may be rounded to the same number.
     assert len({state.bucket for state in noised}) >= 8
-    random = np.concatenate([state.canvas[state.is_masked(VOCAB)] for state in noised])
+    random = np.concatenate([state.canvas[state.canvas != CLEAN] for state in noised])
     assert len(np.unique(random)) > VOCAB / 2
+    assert (random.min(), random.max()) == (0, VOCAB - 1)
     assert all(state.draft and len(state.canvas) - state.draft.start == BLOCK for state in noised)
+
+
+def test_some_states_are_like_first_passes_over_a_block(source: Source) -> None:
+    """The blocks are long, so that the other ratios are not rounded to 1."""
+    states = states_of(source, samples=make_samples(22, answer=32), block_length=32, mix=(1, 0, 0))
+    whole = [state for state in states if state.mask_ratio == 1]
+    assert len(whole) == len(states) // len(NOISE_RATIOS)
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +164,46 @@ def conditioned(source: Source) -> list[State]:
     layered = families.layered(source.parameters, source.network)
     runs = samples.trajectories(layered, policy, None, lambda: None)
     made = states_of(source, 4, per_sample=5, trajectories=runs)
-    return samples.with_conditioning(made, layered, None, None)
+    return samples.with_conditioning(made, layered, policy, None, None)
 
 
-def test_half_of_the_states_are_like_first_passes(conditioned: list[State]) -> None:
-    read: dict[str, list[bool]] = {"masked": [], "trajectory": []}
+def test_only_first_passes_read_no_soft_embeddings(conditioned: list[State]) -> None:
+    """As in the loop, all tokens of the block are random in such a pass."""
+    read: dict[tuple[str, bool], set[bool]] = {}
     for state in conditioned:
         if state.draft is not None:
-            read[state.source].append(state.draft.conditioning is not None)
-    assert abs(sum(read["masked"]) - len(read["masked"]) / 2) <= 0.5
-    assert 0 < sum(read["trajectory"]) < len(read["trajectory"])
+            is_read = state.draft.conditioning is not None
+            read.setdefault((state.source, state.mask_ratio == 1), set()).add(is_read)
+    assert read["masked", True] == read["trajectory", True] == {False}
+    assert read["masked", False] == read["trajectory", False] == {True}
+
+
+def test_soft_embeddings_have_the_temperature_of_the_loop(source: Source) -> None:
+    policy = replace(source.presets["diffusion-gemma"], steps_per_block=4)
+    temperatures = [temperature_before(policy, ratio, BLOCK) for ratio in (1, 0.75, 0.5, 0.25)]
+    wanted = [temperature_of(policy, step, 4) for step in (0, 0, 1, 2)]
+    assert temperatures == wanted
+    state = next(state for state in states_of(source) if 0 < state.mask_ratio < 0.5)
+    layered = families.layered(source.parameters, source.network)
+    (found,) = samples.with_conditioning([state], layered, policy, None, None)
+    assert found.draft is not None
+    assert found.draft.conditioning is not None
+    denoiser = families.load(source.parameters, source.network)
+    rows = torch.arange(found.draft.start, len(state.canvas))
+    with torch.no_grad():
+        logits = denoiser.project(features_of(denoiser, state.canvas, rows, Draft(int(rows[0]))))
+        before = torch.tensor(temperature_before(policy, state.mask_ratio, BLOCK))
+        soft = denoiser.soft_embedding(logits, before)
+    ours = torch.from_numpy(found.draft.conditioning).float()
+    torch.testing.assert_close(ours, soft, rtol=2e-3, atol=2e-3)
+
+
+def test_no_layer_is_loaded_if_no_state_needs_a_soft_embedding(source: Source) -> None:
+    layered = families.layered(source.parameters, source.network)
+    layered.block = layered.head = None  # type: ignore[assignment]
+    clean = states_of(source, mix=(0, 0, 1))
+    policy = source.presets["diffusion-gemma"]
+    assert samples.with_conditioning(clean, layered, policy, None, None) == clean
 
 
 def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None:
@@ -157,6 +211,32 @@ def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None
     found = read_states(tmp_path / "states.npz")
     assert [each.sha256 for each in found] == [each.sha256 for each in conditioned]
     assert len({each.sha256 for each in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("is_conditioned", lambda array: array[1:]),
+        ("is_conditioned", np.logical_not),
+        ("conditioning", lambda array: array[1:]),
+        ("conditioning", lambda array: array[:, 0]),
+        ("draft_starts", lambda array: array + 1000),
+        ("draft_starts", lambda array: array[1:]),
+    ],
+)
+def test_damaged_files_of_states_are_refused(
+    conditioned: list[State],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[np.ndarray], np.ndarray],
+) -> None:
+    path = tmp_path / "states.npz"
+    write_states(conditioned, path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **arrays | {name: change(arrays[name])})
+    with pytest.raises(CalibrationError, match="not a file of calibration states"):
+        read_states(path)
 
 
 def test_states_of_a_generation_are_the_passes_that_the_loop_makes(source: Source) -> None:
@@ -273,9 +353,8 @@ class Built:
     numbers: Quantisation
 
 
-def options(precision: str) -> BuildOptions:
-    """int8 needs no calibration, and is not judged, to save time."""
-    effort = Effort("none" if precision == "int8" else "default", judged=1)
+def options(precision: str, name: str = "default") -> BuildOptions:
+    effort = Effort(name, judged=1)
     few = CalibrationOptions(samples=4, states_per_sample=4)
     return BuildOptions(
         ("cpu",), precision, quantise=QuantiseOptions(few, effort=effort, min_tokens_per_expert=8)
@@ -324,10 +403,8 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], Built], precision: 
     assert {layers[f"blocks.1.mlp.experts.{role}"] for role in ("gate", "up", "down")} == {held}
     assert not {"head", "embed.conditioning.gate", "blocks.1.mlp.router"} & set(layers)
     judged = report.judgement
-    if precision == "int8":
-        assert judged is None
-        return
     assert judged is not None
+    assert "condition states" in report.stages_s
     assert [bucket["mask_ratio"] for bucket in judged.buckets] == list(MASK_RATIOS)
     assert judged.overall["reference_bits_per_byte"] is None
     assert (judged.frontier, judged.free_running) == (None, None)
@@ -369,13 +446,45 @@ def test_all_sides_of_a_comparison_predict_the_same(
         canvas, start, is_noised = noise_block(
             sample.tokens, 0.6, VOCAB, BLOCK, rng, 11 if number else 1
         )
-        views.append(View(canvas, np.flatnonzero(is_noised), start))
+        draft = DraftPass(start, 0.4 + 0.2 * number)
+        views.append(View(canvas, np.flatnonzero(is_noised), draft))
     swept.see(views)
     with dlm_runtime.open(bundle_path, threads=1) as bundle:
+        ours = BundlePredictor(bundle, "bundle")
+        threads = ours._draft_passes._session.get_session_options().intra_op_num_threads
+        assert threads == 1
         for view in views:
             wanted = whole.logits(*view)
-            for side in (swept, BundlePredictor(bundle, "bundle")):
+            for side in (swept, ours):
                 assert np.abs(side.logits(*view) - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+def test_random_tokens_after_an_end_token_are_not_judged(source: Source) -> None:
+    """The answer ends in its second block, and a third block follows."""
+    side = SweptPredictor(families.layered(source.parameters, source.network), "swept")
+    end, prompt = 11 + BLOCK + 2, 11
+    tokens = np.full(prompt + 3 * BLOCK, CLEAN)
+    tokens[end:] = source.network.end_token_id
+    sample = Sample(tokens, prompt, "an answer", "a prompt")
+    policy = replace(source.presets["diffusion-gemma"], block_length=0)
+    seen = [
+        each
+        for seed in range(4)
+        for each in masked_canvases(sample, 0, side, policy=policy, limit=64, seed=seed)
+    ]
+    starts = {each.draft.start for each in seen if each.draft is not None}
+    assert starts == {prompt, prompt + BLOCK}
+    assert max(each.positions.max() for each in seen) == end
+    assert any(
+        (each.canvas[end + 1 :] != tokens[end + 1 : len(each.canvas)]).any() for each in seen
+    )
+    for each in seen:
+        assert each.truth.tolist() == tokens[each.positions].tolist()
+        assert each.draft is not None
+        ratio = float(
+            np.mean(each.canvas[each.draft.start :] != tokens[each.draft.start : len(each.canvas)])
+        )
+        assert abs(each.draft.temperature - temperature_before(policy, ratio, BLOCK)) < 0.1
 
 
 @pytest.mark.slow
@@ -393,6 +502,18 @@ def test_both_sides_generate_texts_if_asked(built: Callable[[str], Built], sourc
     assert judged.free_running["candidate_nfe"] == [8, 8]
     assert judged.free_running["reference_nfe"] == [8, 8]
     assert judged.frontier is None
+
+
+def test_the_memory_for_judging_includes_the_graph(
+    built: Callable[[str], Built], source: Source
+) -> None:
+    """If texts are generated, the native runtime opens the graph too."""
+    needed = [
+        memory.needed_bytes(check_job(check_request(options("int4", effort)), source))["judge"]
+        for effort in ("default", "full")
+    ]
+    weights = (built("int4").report.output / "denoiser.onnx.data").stat().st_size
+    assert weights <= needed[1] - needed[0] < needed[0]
 
 
 # ---- What is rejected ----
@@ -420,6 +541,20 @@ def test_plan_lists_what_build_accepts(checkpoint: Path, tmp_path: Path) -> None
         )
         assert refused.exit_code == 2
         assert reason in refused.stderr
+        refused = invoke("plan", checkpoint, "--targets", "rtx5090", "--precisions", precision)
+        assert refused.exit_code == 2
+        assert f"target rtx5090: {reason}. Plan for cpu." in refused.stderr
+    assert all(set(growth["lines"]) == {"cpu"} for growth in plan["growth"])
+
+
+def test_the_embedding_table_stays_in_full_precision(checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('embedding = "int8"\n\n[layers]\n"*" = "int8-dynamic"\n')
+    out = tmp_path / "bundle"
+    refused = invoke("build", checkpoint, "--precision", recipe, "-o", out)
+    assert refused.exit_code == 2
+    assert "soft embeddings are computed from its embedding table" in refused.stderr
+    assert not out.exists()
 
 
 def test_effort_levels_are_refused(built: Callable[[str], Built]) -> None:

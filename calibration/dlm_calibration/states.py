@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # The mask ratios in the middle of the ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
+# The shares of random tokens in a block. In the first pass over a block, all tokens are random.
+NOISE_RATIOS = (*MASK_RATIOS, 1.0)
 # Trajectory states are taken from these points of a generation. 0 is the canvas before the first
 # pass, and 1 the canvas before the last pass.
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -177,18 +179,21 @@ def _packed(drafts: Sequence[Draft | None]) -> dict[str, np.ndarray]:
 
 
 def _unpacked(file: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list[Draft | None]:
-    """Undo ``_packed``. ``lengths`` contains the length of each canvas."""
-    read = file["conditioning"]
-    conditioned = iter(file["is_conditioned"].tolist())
-    found: list[Draft | None] = []
-    for start, length in zip(file["draft_starts"].tolist(), lengths, strict=True):
-        if start < 0:
-            found.append(None)
-            continue
-        rows = None
-        if next(conditioned):
-            rows, read = read[: length - start], read[length - start :]
-        found.append(Draft(start, rows))
+    """Undo ``_packed``. ``lengths`` contains the length of each canvas. Raises ValueError."""
+    read, starts = file["conditioning"], np.asarray(file["draft_starts"], np.int64)
+    has_draft = starts >= 0
+    counts = (np.asarray(lengths, np.int64) - starts)[has_draft]
+    is_conditioned = np.asarray(file["is_conditioned"], bool)
+    if (counts < 1).any() or is_conditioned.shape != counts.shape:
+        raise ValueError("the draft passes do not fit the canvases")
+    if read.ndim != 2 or len(read) != counts[is_conditioned].sum():
+        raise ValueError("the soft embeddings do not fit the draft passes")
+    found, first = list[Draft | None]([None] * len(starts)), 0
+    drafted = zip(np.flatnonzero(has_draft).tolist(), counts.tolist(), is_conditioned, strict=True)
+    for number, count, is_read in drafted:
+        rows = read[first : first + count] if is_read else None
+        first += count if is_read else 0
+        found[number] = Draft(int(starts[number]), rows)
     return found
 
 
@@ -230,8 +235,8 @@ def make_states(
             too few passes, randomly masked states are used instead. With ``noise_vocab_size``, the
             function returns the state of each draft pass instead of canvases.
         noise_vocab_size: The number of tokens, for a denoiser without a mask token. Masked states
-            then contain random tokens in a random block of the completion. ``None`` for a denoiser
-            with a mask token.
+            then contain random tokens in a random block of the completion. The shares of random
+            tokens are ``NOISE_RATIOS``. ``None`` for a denoiser with a mask token.
 
     Raises:
         CalibrationError: The mix is not valid, or a sample contains the mask token.
@@ -260,7 +265,8 @@ def make_states(
         rng = np.random.default_rng(seed)
         sources = _alternating((masked, from_trajectory, clean))
         wanted_by = [[SOURCES[next(sources)] for _ in range(per_sample)] for _ in samples]
-        ratios, uses = _rounds(MASK_RATIOS, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
+        every = MASK_RATIOS if noise_vocab_size is None else NOISE_RATIOS
+        ratios, uses = _rounds(every, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
         runs: Iterator[Sequence[np.ndarray | State]] = iter(())
         if trajectories is not None:
             runs = iter(
@@ -382,8 +388,11 @@ def noise_block(
         random tokens, bool.
 
     Raises:
-        ValueError: The ratio is outside (0, 1], or there is no position after the prompt.
+        ValueError: The ratio is outside (0, 1], the block length is below 1, or there is no position
+            after the prompt.
     """
+    if block_length < 1:
+        raise ValueError(f"block_length {block_length} is below 1")
     origin = protected or len(tokens) // 2
     _check_maskable(tokens, noise_ratio, origin)
     blocks = max(1, -(-((len(tokens) if end is None else end) - origin) // block_length))

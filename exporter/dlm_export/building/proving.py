@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export import families
-from dlm_export.building.quantising import Quantised
+from dlm_export.building.quantising import Quantised, conditioned
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
 from dlm_export.judging.accuracy import rounded_cache
@@ -195,7 +194,11 @@ def _judge(
     exact = effort.name == "full"
     policy, seed = samples.comparable(source.presets[job.preset]), options.calibration.seed
     judging = calibration.data.judging[: effort.most]
-    with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
+    # Without texts, the bundle of a denoiser with self-conditioning makes no pass in the native
+    # runtime (see ``judging.sides.drafting``).
+    is_idle = source.network.conditioning is not None and not effort.has_texts(source.network)
+    engine = "none" if is_idle else "onnxruntime"
+    with dlm_runtime.open(folder, engine=engine, check_hashes=False) as bundle:
         with stages.stage("judge", judge_units(judging)) as advance:
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
@@ -214,11 +217,7 @@ def _judge(
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
         states = states[: STATES_A_SAMPLE * len(fitting)]
-    if source.network.conditioning is not None and not calibration.states:
-        layered = families.layered(source.parameters, source.network, device=workplace.device)
-        states = samples.with_conditioning(
-            states, layered, workplace.activation_bytes, workplace.folder
-        )
+    states = conditioned(job, states, workplace, stages)
     with stages.stage(
         "sweep layers", sensitivity.units(source.network, len(source.network.units()), exact=exact)
     ) as advance:

@@ -182,10 +182,7 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
                 )
             )
         give_back()
-        if source.network.conditioning is not None:
-            states = samples.with_conditioning(
-                states, _layered(job, workplace), workplace.activation_bytes, workplace.folder
-            )
+        states = conditioned(job, states, workplace, stages)
         if workplace.states is not None:
             write_states(states, workplace.states)
     digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
@@ -200,6 +197,23 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
         "calibrator": options.calibrator,
     }
     return Calibration(data, states, provenance)
+
+
+def conditioned(job: Job, states: list[State], workplace: Workplace, stages: Stages) -> list[State]:
+    """Add soft embeddings to the states that need them (see ``samples.with_conditioning``)."""
+    network = job.source.network
+    if not any(samples.lacks_conditioning(network, state) for state in states):
+        return states
+    policy = samples.comparable(job.source.presets[job.preset])
+    with stages.stage("condition states", len(network.layers)) as advance:
+        return samples.with_conditioning(
+            states,
+            _layered(job, workplace),
+            policy,
+            workplace.activation_bytes,
+            workplace.folder,
+            advance,
+        )
 
 
 def _runs(

@@ -228,7 +228,13 @@ def check_job(request: Request, source: Source) -> Job:
             notes += (
                 "--ray: layers with quantised experts were calibrated in this process, without Ray",
             )
-    if request.recipe is not None and request.recipe.embedding is not None and network.tied_head:
+    has_table = request.recipe is not None and request.recipe.embedding is not None
+    if has_table and network.conditioning is not None:
+        raise RecipeError(
+            "this denoiser's soft embeddings are computed from its embedding table, which stays in full precision: omit the "
+            "format of the embedding"
+        )
+    if has_table and network.tied_head:
         raise RecipeError(
             "this denoiser's embedding table is also the weight of its head: omit the format of the embedding, and give "
             'the head one, as in head = "int8-dynamic"'

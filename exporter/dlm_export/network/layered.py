@@ -479,29 +479,30 @@ def soft_embeddings(
     layered: Layered,
     canvases: Sequence[np.ndarray],
     drafts: Sequence[Draft],
-    temperature: float,
+    temperatures: Sequence[float],
     *,
     memory_bytes: int | None = None,
     folder: Path | None = None,
-) -> list[np.ndarray]:
-    """Make the draft pass of every canvas, and return the soft embeddings of its predictions.
+    on_done: Callable[[], None] = lambda: None,
+) -> Iterator[np.ndarray]:
+    """Make the draft pass of every canvas, and yield the soft embeddings of its predictions.
 
-    The result for each canvas is fp32 ``[L - start, hidden]``. The logits are divided by
-    ``temperature``. ``Carried`` explains the other arguments.
+    The result for each canvas is fp32 ``[L - start, hidden]``. The logits of each canvas are
+    divided by its element of ``temperatures``. ``on_done`` is called after each layer. ``Carried``
+    explains the other arguments.
     """
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder, drafts=drafts)
     for i in range(len(layered.network.layers)):
         block = layered.block(i)
         carried.through(i, block)
         del block  # free the memory before the next block is read
+        on_done()
     rows = [
         np.arange(draft.start, len(canvas)) for canvas, draft in zip(canvases, drafts, strict=True)
     ]
     head, scale = layered.head(), layered.network.embedding.scale
-    return [
-        head.soft_embedding(head(features), temperature, scale).numpy()
-        for features in carried.features(rows)
-    ]
+    for features, temperature in zip(carried.features(rows), temperatures, strict=True):
+        yield head.soft_embedding(head(features), temperature, scale).numpy()
 
 
 def room_for(

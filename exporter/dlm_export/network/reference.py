@@ -34,8 +34,8 @@ from dlm_export.network.turns import (
     choose_in,
     random_tokens,
     reserve_end,
+    soft_temperature,
     start_canvas,
-    temperature_of,
     turns,
 )
 from dlm_runtime.policy import Policy
@@ -153,7 +153,7 @@ class Run:
     def temperature(self) -> float:
         """The temperature of the next pass, for self-conditioning."""
         turn = self._turn
-        return min(max(temperature_of(self.policy, turn.step, turn.steps), 1e-30), 1e30)
+        return soft_temperature(self.policy, turn.step, turn.steps)
 
     @property
     def is_first(self) -> bool:

@@ -13,7 +13,7 @@ from dlm_calibration.samples import Sample, builtin_samples, read_samples, sampl
 from dlm_calibration.states import Draft, State, Trajectories, make_states, random_tokens
 from dlm_export.network.passes import block_length_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, reserve_end, start_canvas
+from dlm_export.network.turns import Canvas, reserve_end, start_canvas, temperature_before
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.text.tokenizer import Tokenizer
@@ -42,11 +42,6 @@ RANDOM_LENGTH = 64  # length of a random sample in tokens; its first half is the
 # The maximum number of passes per block. Without a maximum, a denoiser with low confidences would
 # need one pass per token.
 TRAJECTORY_PASSES = 16
-CONDITIONING_TEMPERATURE = 0.6
-"""The temperature for soft embeddings of states that do not come from a generation.
-
-It is the mean temperature of the passes of the preset diffusion-gemma.
-"""
 
 
 @dataclass(frozen=True)
@@ -251,31 +246,54 @@ def _block_length(network: NetworkSpec, policy: Policy) -> int:
     return block_length_of(policy, None, network.draft_block) or 32
 
 
-def with_conditioning(
-    states: Sequence[State], layered: Layered, memory_bytes: int | None, folder: Path | None
-) -> list[State]:
-    """Add soft embeddings to every second masked state of a denoiser with self-conditioning.
+def lacks_conditioning(network: NetworkSpec, state: State) -> bool:
+    """Return True if the state's draft pass needs soft embeddings, but the state contains none.
 
-    A soft embedding comes from a first draft pass over the same canvas. The other states stay as
-    they are, like the first pass over a block. States from generations already contain the soft
-    embeddings that the generation has read.
+    The first pass over a block reads no soft embeddings. All tokens of its block are random. States
+    from generations already contain the soft embeddings that the generation has read.
+    """
+    if network.conditioning is None or state.draft is None or state.source != "masked":
+        return False
+    return state.mask_ratio < 1 and state.draft.conditioning is None
+
+
+def with_conditioning(
+    states: Sequence[State],
+    layered: Layered,
+    policy: Policy,
+    memory_bytes: int | None,
+    folder: Path | None,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[State]:
+    """Add soft embeddings to the states for which ``lacks_conditioning`` returns True.
+
+    A soft embedding comes from a draft pass over the same canvas. Its temperature depends on
+    ``policy`` and on the state's share of random tokens. ``on_done`` is called after each layer. If
+    no state lacks soft embeddings, no layer is loaded.
     """
     # Import ``layered`` here, because reading data must work without torch.
     from dlm_export.network.layered import soft_embeddings
 
-    found = list(states)
+    network, found = layered.network, list(states)
     drafted = [
         (number, draft)
         for number, state in enumerate(found)
-        if state.source == "masked" and (draft := state.draft) is not None
-    ][1::2]
+        if lacks_conditioning(network, state) and (draft := state.draft) is not None
+    ]
+    if not drafted:
+        return found
+    block_length = _block_length(network, policy)
     embeddings = soft_embeddings(
         layered,
         [found[number].canvas for number, _ in drafted],
         [draft for _, draft in drafted],
-        CONDITIONING_TEMPERATURE,
+        [
+            temperature_before(policy, found[number].mask_ratio, block_length)
+            for number, _ in drafted
+        ],
         memory_bytes=memory_bytes,
         folder=folder,
+        on_done=on_done,
     )
     for (number, draft), read in zip(drafted, embeddings, strict=True):
         conditioned = Draft(draft.start, read.astype(np.float16))

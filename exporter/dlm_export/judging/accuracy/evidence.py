@@ -137,7 +137,7 @@ class Pair:
                 sample,
                 number,
                 self._reference,
-                block_length=self._policy.block_length,
+                policy=self._policy,
                 limit=self._limit,
                 seed=self._seed,
             )

@@ -28,7 +28,7 @@ from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor, ViewKey, shown_source, view_key
 from dlm_export.judging.sides.prompts import new_tokens
-from dlm_export.judging.sides.side import View, rows_of
+from dlm_export.judging.sides.side import DraftPass, View, rows_of
 from dlm_export.network.layered import Layered
 from dlm_export.network.passes import FULL_CACHES, Span, block_length_of
 from dlm_export.network.spec import NetworkSpec
@@ -66,7 +66,7 @@ class CachedPredictor(SweptPredictor):
         super().see([], made)
 
     def logits(
-        self, canvas: np.ndarray, rows: np.ndarray, draft_start: int | None = None
+        self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
@@ -116,12 +116,12 @@ def judge_cache(
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)
     layered = families.layered(source.parameters, network, torch.float32, workplace.device)
-    limit, size = network.max_canvas_length, block_length_of(policy, network.visible_block)
+    limit = network.max_canvas_length
     masked = [
         seen
         for number, sample in enumerate(samples)
         for seen in masked_canvases(
-            sample, number, reference, block_length=size, limit=limit, seed=seed
+            sample, number, reference, policy=policy, limit=limit, seed=seed
         )
     ]
     for cache in caches_of(network):

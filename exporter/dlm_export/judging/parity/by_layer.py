@@ -280,7 +280,7 @@ class _Beside:
     ) -> None:
         """Compare the router's inputs, whose norm is not that of the experts' inputs."""
         theirs = self._shown_now(shown)[self.taps[_router_of(path)].input]
-        self._note_input(path, router.prepared(inputs[0]).cpu().numpy(), theirs)
+        self._note_input(_router_of(path), router.prepared(inputs[0]).cpu().numpy(), theirs)
 
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]

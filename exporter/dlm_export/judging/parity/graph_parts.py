@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from dlm_export.graph import caches
 from dlm_export.graph.parts import Part
-from dlm_export.judging.sides.drafting import session_options
+from dlm_export.judging.sides.drafting import no_rows, session_options
 from dlm_export.memory import give_back
 from dlm_export.network.spec import NetworkSpec
 
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, np.ndarray]
 """Maps the names of values in a graph to arrays."""
-
-
-# Maps each element type to the numpy type that stores the elements. If numpy lacks the element
-# type, a numpy type of the same size is used.
-_BITS: dict[ir.DataType, type[np.generic]] = {
-    ir.DataType.FLOAT: np.float32,
-    ir.DataType.FLOAT16: np.uint16,
-    ir.DataType.BFLOAT16: np.uint16,
-    ir.DataType.INT8: np.int8,
-}
 
 
 def full_pass(
@@ -71,11 +61,8 @@ def full_pass(
         given["temperature"] = OrtValue.ortvalue_from_numpy(np.ones(rows.shape, np.float32))
     for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
         element, width = caches.row_of(cache_dtype, head_size)
-        nothing = np.zeros((len(ids), kv_heads, 0, width), _BITS[element])
-        for kind in ("key", "value"):
-            given[f"past_{kind}.{i}"] = OrtValue.ortvalue_from_numpy_with_onnx_type(
-                nothing, element.value
-            )
+        nothing = no_rows(element.name.lower(), (len(ids), kv_heads, 0, width))
+        given |= {f"past_key.{i}": nothing, f"past_value.{i}": nothing}
     return given
 
 

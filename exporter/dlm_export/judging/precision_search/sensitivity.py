@@ -256,8 +256,9 @@ def _at_the_head(
             at_frontier = is_frontier(expected)
             for part, chosen in zip(_PARTS, (at_frontier, ~at_frontier), strict=True):
                 draws = directions(expected[chosen].exp(), DRAWS, generator)
+                scored = logits[chosen]
                 for gradient, direction in zip(pulled[part], draws, strict=True):
-                    back = head.pull(direction, logits[chosen])
+                    back = head.pull(direction, scored)
                     gradient[place].index_add_(0, rows[chosen], back)
             for losses, heads in zip(lost, quantised, strict=True):
                 for module in heads.values():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_export.judging.sides.drafting import DraftPasses
+from dlm_export.judging.sides.side import DraftPass
 from dlm_export.machine import this_machine
 from dlm_export.network.turns import (
     Canvas,
@@ -22,7 +23,6 @@ from dlm_export.network.turns import (
     scored_by,
     start_canvas,
 )
-from dlm_export.quantising.samples import CONDITIONING_TEMPERATURE
 from dlm_runtime import Bundle, Generation, Policy
 
 
@@ -59,12 +59,12 @@ class BundlePredictor:
         self,
         canvas: np.ndarray,
         rows: np.ndarray | None = None,
-        draft_start: int | None = None,
+        draft: DraftPass | None = None,
     ) -> np.ndarray:
         """See ``Predictor``."""
-        if draft_start is not None:
+        if draft is not None:
             assert rows is not None
-            return self._draft_passes.logits(canvas, rows, draft_start, CONDITIONING_TEMPERATURE)
+            return self._draft_passes.logits(canvas, rows, draft)
         return self.bundle.logits(canvas.tolist(), None if rows is None else rows.tolist())
 
     @functools.cached_property

@@ -7,24 +7,25 @@ native runtime has no function that returns the logits of a draft pass.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dlm_export.judging.sides.side import DraftPass
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native
 
 if TYPE_CHECKING:
     import onnxruntime
 
-_TYPES = {
-    "tensor(float)": (np.float32, 1),
-    "tensor(float16)": (np.uint16, 10),
-    "tensor(bfloat16)": (np.uint16, 16),
-    "tensor(int8)": (np.int8, 3),
+_CACHED: dict[str, tuple[type[np.generic], int]] = {
+    "float": (np.float32, 1),
+    "float16": (np.uint16, 10),
+    "bfloat16": (np.uint16, 16),
+    "int8": (np.int8, 3),
 }
-"""Maps a type of cached rows to a numpy type of the same size, and to the type's number in ONNX."""
+"""Maps the type of cached rows to a numpy type of the same size, and to the type's number in ONNX."""
 
 
 class DraftPasses:
@@ -36,7 +37,7 @@ class DraftPasses:
 
         graph = bundle.manifest["loop"]["graph"]
         assert bundle.folder is not None
-        options = session_options(is_simulated=graph["simulated"])
+        options = session_options(is_simulated=graph["simulated"], threads=bundle.threads)
         self._session = onnxruntime.InferenceSession(
             os.fspath(bundle.folder / graph["file"]), options, providers=["CPUExecutionProvider"]
         )
@@ -44,48 +45,46 @@ class DraftPasses:
         self._width = int(bundle.manifest["loop"]["conditioning_size"])
         self._caches = [each for each in self._session.get_inputs() if each.name.startswith("past")]
 
-    def logits(
-        self, canvas: np.ndarray, rows: np.ndarray, start: int, temperature: float
-    ) -> np.ndarray:
-        """Return the raw logits of ``rows`` in the second of two draft passes, fp32 ``[R, V]``.
+    def logits(self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass) -> np.ndarray:
+        """Return the raw logits of ``rows`` in the draft pass, fp32 ``[R, V]``.
 
-        The draft passes compute the positions of a canvas ``[L]`` from ``start`` on, after a causal
-        pass over the positions before ``start``. The second pass reads the predictions of the first
-        pass, whose logits are divided by ``temperature``.
+        The draft passes compute the positions of a canvas ``[L]`` from ``draft.start`` on, after a
+        causal pass over the positions before.
         """
-        past = self._empty()
+        start, temperature = draft
+        past = {
+            each.name: no_rows(
+                each.type.removeprefix("tensor(").removesuffix(")"),
+                (1, each.shape[1], 0, each.shape[3]),
+            )
+            for each in self._caches
+        }
         if start:
             positions = np.arange(start)
-            found = self._run(canvas[:start], positions, positions[-1:], past, temperature)
-            past = {each.name: found[each.name.replace("past", "present")] for each in self._caches}
+            names = [each.name.replace("past", "present") for each in self._caches]
+            found = self._run(names, canvas[:start], positions, positions[-1:], past, temperature)
+            past = dict(zip(past, found, strict=True))
         block, positions = canvas[start:], np.arange(start, len(canvas)) + self._longest
         every = np.arange(len(block))
-        first = self._run(block, positions, every, past, temperature)
-        read = first["next_conditioning"].numpy()
-        second = self._run(block, positions, rows - start, past, temperature, read)
-        logits: np.ndarray = second["logits"].numpy()[0]
+        (first,) = self._run(["next_conditioning"], block, positions, every, past, temperature)
+        read = first.numpy()
+        (second,) = self._run(
+            ["logits"], block, positions, rows - start, past, temperature, conditioning=read
+        )
+        logits: np.ndarray = second.numpy()[0]
         return logits
-
-    def _empty(self) -> dict[str, Any]:
-        """Return keys and values without rows."""
-        from onnxruntime import OrtValue
-
-        found = {}
-        for each in self._caches:
-            numpy_type, number = _TYPES[each.type]
-            nothing = np.zeros((1, each.shape[1], 0, each.shape[3]), numpy_type)
-            found[each.name] = OrtValue.ortvalue_from_numpy_with_onnx_type(nothing, number)
-        return found
 
     def _run(
         self,
+        names: Sequence[str],
         ids: np.ndarray,
         positions: np.ndarray,
         rows: np.ndarray,
         past: Mapping[str, Any],
         temperature: float,
         conditioning: np.ndarray | None = None,
-    ) -> dict[str, Any]:
+    ) -> list[Any]:
+        """Make a pass, and return the outputs ``names`` as OrtValues."""
         from onnxruntime import OrtValue
 
         if conditioning is None:
@@ -98,23 +97,32 @@ class DraftPasses:
             "temperature": np.full((1, len(rows)), temperature, np.float32),
         }
         given = {name: OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-        names = [each.name for each in self._session.get_outputs()]
-        found = self._session.run_with_ort_values(names, {**given, **past})
-        return dict(zip(names, found, strict=True))
+        found: list[Any] = self._session.run_with_ort_values(names, {**given, **past})
+        return found
+
+
+def no_rows(element: str, shape: Sequence[int]) -> onnxruntime.OrtValue:
+    """Return a cache without rows, whose elements have the ONNX type ``element``."""
+    from onnxruntime import OrtValue
+
+    numpy_type, number = _CACHED[element]
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(np.zeros(shape, numpy_type), number)
 
 
 def session_options(
-    *, is_simulated: bool = False, is_packed: bool = True
+    *, is_simulated: bool = False, is_packed: bool = True, threads: int = 0
 ) -> onnxruntime.SessionOptions:
     """Return the settings with which the native runtime opens a graph on a CPU.
 
     ``is_simulated`` is the value of ``simulated`` in the manifest. If ``is_packed`` is true, ONNX
-    Runtime copies unquantised matrices to its own layout.
+    Runtime copies unquantised matrices to its own layout. If ``threads`` is 0, ONNX Runtime uses all
+    physical cores.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.enable_mem_pattern = 4, False
+    options.intra_op_num_threads = threads
     for key, value in {
         "session.disable_prepacking": str(int(not is_packed)),
         "session.force_spinning_stop": "1",

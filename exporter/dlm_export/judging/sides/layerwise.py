@@ -8,7 +8,6 @@ the hidden states of all canvases, and the head in its stored type.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,12 +17,11 @@ from torch import Tensor
 
 from dlm_calibration.states import Draft
 from dlm_export import families
-from dlm_export.judging.sides.side import View, rows_of
+from dlm_export.judging.sides.side import DraftPass, View, rows_of
 from dlm_export.network import proposers
 from dlm_export.network.layered import Carried, Layered, soft_embeddings
 from dlm_export.network.turns import Turn, Walk
 from dlm_export.network.walks import Walked
-from dlm_export.quantising.samples import CONDITIONING_TEMPERATURE
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Policy
@@ -65,9 +63,9 @@ class SweptPredictor:
             if step.span.is_whole(len(step.canvas))
         }
         wanted = {}
-        for canvas, positions, draft_start in views:
+        for canvas, positions, draft in views:
             rows = rows_of(positions, self.shift)
-            wanted[view_key(canvas, rows, draft_start)] = View(canvas, rows, draft_start)
+            wanted[view_key(canvas, rows, draft)] = View(canvas, rows, draft)
         alone = {key: view for key, view in wanted.items() if key not in whole}
         carried = Carried(
             self.layered,
@@ -88,33 +86,31 @@ class SweptPredictor:
         self._features |= dict(zip(alone, found, strict=True))
 
     def _drafts(self, views: Sequence[View]) -> list[Draft | None]:
-        """Return the second draft pass of each view that has a ``draft_start``.
+        """Return the second draft pass of each view that has a ``draft``.
 
         The function makes the first draft passes, whose predictions the second passes read.
         """
-        found: list[Draft | None] = [
-            None if view.draft_start is None else Draft(view.draft_start) for view in views
-        ]
-        first = [(number, draft) for number, draft in enumerate(found) if draft is not None]
+        found: list[Draft | None] = [None] * len(views)
+        first = [(number, view.draft) for number, view in enumerate(views) if view.draft]
         if not first:
             return found
         read = soft_embeddings(
             self.layered,
             [views[number].canvas for number, _ in first],
-            [draft for _, draft in first],
-            CONDITIONING_TEMPERATURE,
+            [Draft(draft.start) for _, draft in first],
+            [draft.temperature for _, draft in first],
             memory_bytes=self._memory_bytes,
             folder=self._folder,
         )
         for (number, draft), soft in zip(first, read, strict=True):
-            found[number] = replace(draft, conditioning=soft)
+            found[number] = Draft(draft.start, soft)
         return found
 
     def logits(
-        self, canvas: np.ndarray, rows: np.ndarray, draft_start: int | None = None
+        self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
-        return self._logits(self._features[view_key(canvas, rows, draft_start)])
+        return self._logits(self._features[view_key(canvas, rows, draft)])
 
     def walked(self, walk: int, step: int) -> np.ndarray:
         """Implements ``Seer.walked``."""
@@ -139,10 +135,10 @@ def shown_source(
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
-ViewKey: TypeAlias = tuple[bytes, bytes, int | None]
+ViewKey: TypeAlias = tuple[bytes, bytes, DraftPass | None]
 
 
-def view_key(canvas: np.ndarray, rows: np.ndarray, draft_start: int | None = None) -> ViewKey:
+def view_key(canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None) -> ViewKey:
     """Return a dictionary key for a canvas and the rows that are computed on this canvas."""
     ids, chosen = (np.asarray(each, np.int64).tobytes() for each in (canvas, rows))
-    return ids, chosen, draft_start
+    return ids, chosen, draft

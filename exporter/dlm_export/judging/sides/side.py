@@ -19,16 +19,27 @@ class JudgeError(DlmError):
     exit_code = ExitCode.WRONG_INPUT
 
 
+class DraftPass(NamedTuple):
+    """The second of two draft passes over the positions of a canvas from ``start`` on.
+
+    The second pass reads the denoiser's own predictions of the first pass (self-conditioning), whose
+    logits are divided by ``temperature``.
+    """
+
+    start: int
+    temperature: float
+
+
 class View(NamedTuple):
     """A canvas of L token IDs ``[L]``, and the P positions ``[P]`` to predict on this canvas.
 
-    For a denoiser without a mask token, ``draft_start`` is the first position of the block that
-    draft passes compute. All positions to predict are in this block.
+    For a denoiser without a mask token, ``draft`` is the pass that predicts. All positions to
+    predict are in its block.
     """
 
     canvas: np.ndarray
     positions: np.ndarray
-    draft_start: int | None = None
+    draft: DraftPass | None = None
 
 
 class Side(Protocol):
@@ -48,16 +59,15 @@ class Scorer(Side, Protocol):
     """A denoiser that predicts tokens on a given canvas."""
 
     def logits(
-        self, canvas: np.ndarray, rows: np.ndarray, draft_start: int | None = None
+        self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
         """Make one full pass over a canvas of L token IDs, and return the raw logits of ``rows``.
 
         The result is fp32 ``[R, V]``, for R rows and a vocabulary of V tokens. Row ``i`` predicts
         position ``i + shift``. The canvas is not changed.
 
-        With ``draft_start``, the denoiser makes a causal pass over the positions before it, and two
-        draft passes over the others. The second draft pass reads the denoiser's own predictions of
-        the first (self-conditioning), and returns the logits.
+        With ``draft``, the denoiser makes a causal pass over the positions before its start, and
+        two draft passes over the others. The second draft pass returns the logits.
         """
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
@@ -149,7 +159,7 @@ def check_tuned(network: NetworkSpec) -> None:
 
 
 def finite_logits(
-    predictor: Scorer, canvas: np.ndarray, positions: np.ndarray, draft_start: int | None = None
+    predictor: Scorer, canvas: np.ndarray, positions: np.ndarray, draft: DraftPass | None = None
 ) -> np.ndarray:
     """Return the logits that predict P ``positions``, fp32 ``[P, V]``.
 
@@ -157,9 +167,9 @@ def finite_logits(
     infinite.
     """
     rows = rows_of(positions, predictor.shift)
-    if draft_start is None:
+    if draft is None:
         return finite(predictor, predictor.logits(canvas, rows))
-    return finite(predictor, predictor.logits(canvas, rows, draft_start))
+    return finite(predictor, predictor.logits(canvas, rows, draft))
 
 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from dlm_calibration.states import Draft
+from dlm_export.judging.sides.side import DraftPass
 from dlm_export.network import proposers
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.states import features_of
 from dlm_export.network.turns import Canvas, Turn, reserve_end, start_canvas
-from dlm_export.quantising.samples import CONDITIONING_TEMPERATURE
 from dlm_runtime import Policy
 
 
@@ -37,15 +37,15 @@ class TorchPredictor:
         self,
         canvas: np.ndarray,
         rows: np.ndarray | None = None,
-        draft_start: int | None = None,
+        draft: DraftPass | None = None,
     ) -> np.ndarray:
         """Implements ``Scorer.logits``.
 
         As in a graph, the head computes only the logits of ``rows``.
         """
-        if draft_start is not None:
+        if draft is not None:
             assert rows is not None
-            return self._drafted(canvas, torch.from_numpy(np.asarray(rows, np.int64)), draft_start)
+            return self._drafted(canvas, torch.from_numpy(np.asarray(rows, np.int64)), draft)
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))
             .unsqueeze(0)
@@ -59,14 +59,14 @@ class TorchPredictor:
         out: np.ndarray = self.denoiser.project(features).float().cpu().numpy()
         return out
 
-    def _drafted(self, canvas: np.ndarray, rows: torch.Tensor, start: int) -> np.ndarray:
+    def _drafted(self, canvas: np.ndarray, rows: torch.Tensor, draft: DraftPass) -> np.ndarray:
         """Return the logits of the second of two draft passes."""
-        draft = Draft(start)
-        block = torch.arange(start, len(canvas))
-        logits = self.denoiser.project(features_of(self.denoiser, canvas, block, draft))
-        temperature = torch.full((len(block),), CONDITIONING_TEMPERATURE, device=logits.device)
+        first = Draft(draft.start)
+        block = torch.arange(draft.start, len(canvas))
+        logits = self.denoiser.project(features_of(self.denoiser, canvas, block, first))
+        temperature = torch.full((len(block),), draft.temperature, device=logits.device)
         soft = self.denoiser.soft_embedding(logits, temperature).float().cpu().numpy()
-        again = replace(draft, conditioning=soft)
+        again = replace(first, conditioning=soft)
         out: np.ndarray = (
             self.denoiser.project(features_of(self.denoiser, canvas, rows, again))
             .float()
