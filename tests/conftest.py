@@ -19,9 +19,10 @@ from dlm_export.graph import trace
 torch.set_num_threads(1)
 
 # pytest-xdist runs all tests of a group in the same process. Test files that share slow fixtures
-# (engines, the demo) form a group. Each other test file is a separate group. All processes use the
+# or a traced graph (engines, the demo) form a group. Each other test file is a separate group. All processes use the
 # same folder for the native build.
 GROUPS = {
+    "gemma": ("test_diffusion_gemma", "test_gemma_quantised"),
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "engines": (
         "test_engines",

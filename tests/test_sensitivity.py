@@ -23,6 +23,7 @@ from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
 from dlm_export.judging.precision_search import search, sensitivity
+from dlm_export.network.states import features_of
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source, open_source
@@ -113,8 +114,8 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
         modules[layer].register_forward_hook(add)
     expected, counts = dict.fromkeys(found, np.zeros(2)), np.zeros(2)
     for state in states:
-        features, _ = denoiser.hidden(*calibrate.batch(state))
-        logits = denoiser.project(features[0, sensitivity.predicting_rows(state.canvas, c)])
+        rows = sensitivity.predicting_rows(state, c)
+        logits = denoiser.project(features_of(denoiser, state.canvas, rows))
         table = sensitivity.log_probs(logits.detach().clone(), c)
         at_frontier = sensitivity.is_frontier(table)
         for part, chosen in enumerate((at_frontier, ~at_frontier)):

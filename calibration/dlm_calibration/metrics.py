@@ -78,11 +78,11 @@ class Rows:
 def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
     """Return the log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``.
 
-    The result is -inf for the mask token, which is never predicted. NaN or infinite logits give
-    NaN.
+    The result is -inf for the mask token, if there is one, which is never predicted. NaN or
+    infinite logits give NaN.
     """
     x = np.array(logits, dtype=np.float64)
-    x[:, mask_token_id] = -np.inf
+    x[:, mask_token_id : mask_token_id + 1] = -np.inf
     with np.errstate(invalid="ignore"):
         x -= x.max(-1, keepdims=True)
         x -= np.log(np.exp(x).sum(-1, keepdims=True))

@@ -8,6 +8,9 @@ The mask ratios are spread evenly, so that there are states for every range of r
 state is a canvas from a real generation. In this canvas, the denoiser has already committed the
 positions that were easy to predict. Random masking almost never produces such a canvas. A clean
 state is a sample without mask tokens.
+
+A denoiser without a mask token decides a block that starts from random tokens. Its masked states
+contain random tokens instead of mask tokens, and its states are made for one block (see ``Draft``).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import hashlib
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 # The mask ratios in the middle of the ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
+# The shares of random tokens in a block. In the first pass over a block, all tokens are random.
+NOISE_RATIOS = (*MASK_RATIOS, 1.0)
 # Trajectory states are taken from these points of a generation. 0 is the canvas before the first
 # pass, and 1 the canvas before the last pass.
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -40,10 +45,26 @@ SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
 MIX = (0.5, 0.4, 0.1)  # the default share of each kind of state, in the order of SOURCES
 PER_SAMPLE = 8
 
-Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
+Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence["np.ndarray | State"]]]
 
 
 # --- States ---
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A draft pass over the last block of a canvas, for denoisers without a mask token.
+
+    The positions before ``start`` are decided. The denoiser computes them in a causal pass. In the
+    draft pass, all positions from ``start`` on see each other.
+
+    - ``start``: the first position of the block.
+    - ``conditioning``: the soft embeddings that the pass reads, ``[L - start, hidden]``. ``None``
+      means zeros, as in the first pass over a block.
+    """
+
+    start: int
+    conditioning: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +73,26 @@ class State:
 
     The canvas contains mask tokens unless ``source`` is "clean". ``mask_ratio`` is the share of
     mask tokens among the positions after the prompt.
+
+    If ``draft`` is not ``None``, the canvas contains random tokens instead of mask tokens, and
+    ``mask_ratio`` is the share of random tokens in the block.
     """
 
     canvas: np.ndarray
     source: Source
     mask_ratio: float
     prompt_length: int
+    draft: Draft | None = None
+
+    def is_masked(self, mask_token_id: int) -> np.ndarray:
+        """Return the undecided positions, bool ``[L]``.
+
+        They contain mask tokens, or they are the block of the draft pass.
+        """
+        if self.draft is not None:
+            return np.arange(len(self.canvas)) >= self.draft.start
+        found: np.ndarray = self.canvas == mask_token_id
+        return found
 
     @property
     def bucket(self) -> int:
@@ -72,10 +107,13 @@ class State:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """A hash of the canvas and the prompt length."""
-        return hashlib.sha256(
-            np.array([self.prompt_length, *self.canvas], "<i8").tobytes()
-        ).hexdigest()
+        """A hash of the canvas, the prompt length and the draft pass."""
+        digest = hashlib.sha256(np.array([self.prompt_length, *self.canvas], "<i8").tobytes())
+        if self.draft is not None:
+            digest.update(np.int64(self.draft.start).tobytes())
+            if self.draft.conditioning is not None:
+                digest.update(self.draft.conditioning.astype("<f4").tobytes())
+        return digest.hexdigest()
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
@@ -90,6 +128,9 @@ def write_states(states: Sequence[State], path: Path) -> None:
         "mask_ratios": np.array([state.mask_ratio for state in states], np.float64),
         "sources": np.array([SOURCES.index(state.source) for state in states], np.int64),
     }
+    drafts = [state.draft for state in states]
+    if any(draft is not None for draft in drafts):
+        arrays |= _packed(drafts)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
@@ -102,10 +143,14 @@ def read_states(path: Path) -> list[State]:
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, lengths, prompts, ratios, sources = (file[name] for name in names)
-        canvases = np.split(np.asarray(tokens, np.int64), np.cumsum(lengths)[:-1])
-        rows = zip(canvases, sources.tolist(), ratios.tolist(), prompts.tolist(), strict=True)
+            canvases = np.split(np.asarray(tokens, np.int64), np.cumsum(lengths)[:-1])
+            drafts = _unpacked(file, lengths) if "draft_starts" in file else [None] * len(canvases)
+        rows = zip(
+            canvases, sources.tolist(), ratios.tolist(), prompts.tolist(), drafts, strict=True
+        )
         return [
-            State(canvas, SOURCES[source], ratio, prompt) for canvas, source, ratio, prompt in rows
+            State(canvas, SOURCES[source], ratio, prompt, draft)
+            for canvas, source, ratio, prompt, draft in rows
         ]
     except (
         OSError,
@@ -122,6 +167,36 @@ def read_states(path: Path) -> list[State]:
         ) from err
 
 
+def _packed(drafts: Sequence[Draft | None]) -> dict[str, np.ndarray]:
+    """Return draft passes as arrays for ``write_states``. A start of -1 means no draft pass."""
+    some = [draft for draft in drafts if draft is not None]
+    read = [draft.conditioning for draft in some if draft.conditioning is not None]
+    return {
+        "draft_starts": np.array([-1 if d is None else d.start for d in drafts], np.int64),
+        "is_conditioned": np.array([draft.conditioning is not None for draft in some]),
+        "conditioning": np.concatenate(read) if read else np.zeros((0, 0), np.float32),
+    }
+
+
+def _unpacked(file: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list[Draft | None]:
+    """Undo ``_packed``. ``lengths`` contains the length of each canvas. Raises ValueError."""
+    read, starts = file["conditioning"], np.asarray(file["draft_starts"], np.int64)
+    has_draft = starts >= 0
+    counts = (np.asarray(lengths, np.int64) - starts)[has_draft]
+    is_conditioned = np.asarray(file["is_conditioned"], bool)
+    if (counts < 1).any() or is_conditioned.shape != counts.shape:
+        raise ValueError("the draft passes do not fit the canvases")
+    if read.ndim != 2 or len(read) != counts[is_conditioned].sum():
+        raise ValueError("the soft embeddings do not fit the draft passes")
+    found, first = list[Draft | None]([None] * len(starts)), 0
+    drafted = zip(np.flatnonzero(has_draft).tolist(), counts.tolist(), is_conditioned, strict=True)
+    for number, count, is_read in drafted:
+        rows = read[first : first + count] if is_read else None
+        first += count if is_read else 0
+        found[number] = Draft(int(starts[number]), rows)
+    return found
+
+
 def make_states(
     samples: Sequence[Sample],
     *,
@@ -133,6 +208,7 @@ def make_states(
     per_sample: int = PER_SAMPLE,
     mix: Sequence[float] = MIX,
     trajectories: Trajectories | None = None,
+    noise_vocab_size: int | None = None,
 ) -> Iterator[State]:
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
@@ -156,7 +232,11 @@ def make_states(
             returns the canvases after each pass. The states are taken from these canvases at
             ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
             last canvas that contains a mask token. Without ``trajectories``, or if a generation has
-            too few passes, randomly masked states are used instead.
+            too few passes, randomly masked states are used instead. With ``noise_vocab_size``, the
+            function returns the state of each draft pass instead of canvases.
+        noise_vocab_size: The number of tokens, for a denoiser without a mask token. Masked states
+            then contain random tokens in a random block of the completion. The shares of random
+            tokens are ``NOISE_RATIOS``. ``None`` for a denoiser with a mask token.
 
     Raises:
         CalibrationError: The mix is not valid, or a sample contains the mask token.
@@ -185,8 +265,9 @@ def make_states(
         rng = np.random.default_rng(seed)
         sources = _alternating((masked, from_trajectory, clean))
         wanted_by = [[SOURCES[next(sources)] for _ in range(per_sample)] for _ in samples]
-        ratios, uses = _rounds(MASK_RATIOS, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
-        runs: Iterator[Sequence[np.ndarray]] = iter(())
+        every = MASK_RATIOS if noise_vocab_size is None else NOISE_RATIOS
+        ratios, uses = _rounds(every, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
+        runs: Iterator[Sequence[np.ndarray | State]] = iter(())
         if trajectories is not None:
             runs = iter(
                 trajectories(
@@ -200,11 +281,10 @@ def make_states(
         for sample, wanted in zip(samples, wanted_by, strict=True):
             prompt_length = sample.prompt_length
             whole = pad_to_blocks(sample, pad_token_id, block_length, max_canvas_length)
-            passes = (
-                _pass_inputs(next(runs), mask_token_id, prompt_length)
-                if "trajectory" in wanted
-                else []
-            )
+            passes: Sequence[np.ndarray | State] = next(runs) if "trajectory" in wanted else []
+            if noise_vocab_size is None:
+                canvases = [each for each in passes if isinstance(each, np.ndarray)]
+                passes = _pass_inputs(canvases, mask_token_id, prompt_length)
             taken: set[int] = set()
             for source in wanted:
                 if source == "clean":
@@ -212,11 +292,22 @@ def make_states(
                 index = (
                     _next_pass(len(passes), taken, uses, rng) if source == "trajectory" else None
                 )
-                if index is None:
+                if index is None and noise_vocab_size is not None:
+                    canvas, start, is_noised = noise_block(
+                        whole, next(ratios), noise_vocab_size, block_length, rng, prompt_length
+                    )
+                    ratio = float(is_noised[start:].mean())
+                    yield State(canvas, "masked", ratio, prompt_length, Draft(start))
+                elif index is None:
                     canvas = mask_share(whole, next(ratios), mask_token_id, rng, prompt_length)
                     yield _state(canvas, "masked", mask_token_id, prompt_length)
                 else:
-                    yield _state(passes[index], "trajectory", mask_token_id, prompt_length)
+                    found = passes[index]
+                    yield (
+                        found
+                        if isinstance(found, State)
+                        else _state(found, "trajectory", mask_token_id, prompt_length)
+                    )
             if "clean" in wanted:
                 yield _state(whole, "clean", mask_token_id, prompt_length)
 
@@ -266,6 +357,50 @@ def mask_share(
     out = np.array(tokens, dtype=np.int64)
     out[protected + rng.choice(positions, size=count, replace=False)] = mask_token_id
     return out
+
+
+def noise_block(
+    tokens: np.ndarray,
+    noise_ratio: float,
+    vocab_size: int,
+    block_length: int,
+    rng: np.random.Generator,
+    protected: int = 0,
+    end: int | None = None,
+) -> tuple[np.ndarray, int, np.ndarray]:
+    """Replace a share of the tokens of a random block by random tokens.
+
+    The blocks follow the first ``protected`` tokens, or the first half of the tokens if
+    ``protected`` is 0. The number of random tokens is the share ``noise_ratio`` of the block,
+    rounded, and at least 1. A random token may be equal to the token that it replaces.
+
+    Args:
+        tokens: The sample, int64 ``[L]``.
+        noise_ratio: The share of the block.
+        vocab_size: The number of tokens to choose from, with equal probabilities.
+        block_length: Length of a block in tokens. The last block may be shorter.
+        rng: The source of random numbers.
+        protected: Number of tokens of the prompt.
+        end: The block starts before this position. ``None`` means the end of ``tokens``.
+
+    Returns:
+        The tokens up to the end of the block, the first position of the block, and the positions of
+        random tokens, bool.
+
+    Raises:
+        ValueError: The ratio is outside (0, 1], the block length is below 1, or there is no position
+            after the prompt.
+    """
+    if block_length < 1:
+        raise ValueError(f"block_length {block_length} is below 1")
+    origin = protected or len(tokens) // 2
+    _check_maskable(tokens, noise_ratio, origin)
+    blocks = max(1, -(-((len(tokens) if end is None else end) - origin) // block_length))
+    start = origin + int(rng.integers(blocks)) * block_length
+    clean = np.array(tokens[: start + block_length], dtype=np.int64)
+    is_noised = mask_share(clean, noise_ratio, -1, rng, start) == -1
+    noise = random_tokens(len(clean), vocab_size, (), rng)
+    return np.where(is_noised, noise, clean), start, is_noised
 
 
 def random_tokens(

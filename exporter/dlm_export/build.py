@@ -284,6 +284,16 @@ def _report(
         warnings.append(
             "the accuracy was not measured, because networks with draft passes cannot be judged yet"
         )
+    if job.wants_cache_judged and not job.is_cache_judged:
+        warnings.append(
+            "the accuracy lost by rounding the cache was not measured, because this version cannot measure it for networks "
+            "with draft passes"
+        )
+    is_full = job.is_judged and request.options.quantise.effort.name == "full"
+    if is_full and not job.source.network.has_mask_token:
+        warnings.append(
+            "no threshold and no effort levels were fitted, because the denoiser has no mask token"
+        )
     levels = None if proof is None else proof.levels
     if job.source.has_effort and levels is None:
         warnings.append(

@@ -137,7 +137,7 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
     overrides = None
     if not (path / MANIFEST_FILE).is_file():
         overrides = Overrides(
-            built.mask_token_id,
+            built.mask_token_id if built.has_mask_token else None,
             built.max_canvas_length,
             built.layers[0].attention.block_length,
             no_adapter=not built.has_draft_updates,

@@ -59,11 +59,13 @@ class Bundle(Decides, UsesPromptCaches):
         *,
         checks_hashes: bool = True,
         provider: str = "cpu",
+        threads: int = 0,
     ) -> None:
         """Create a bundle.
 
         ``folder`` contains the tokenizer, if the bundle has one. If ``checks_hashes`` is True, the
-        hashes of the tokenizer's files are checked.
+        hashes of the tokenizer's files are checked. ``dlm_runtime.open`` explains ``provider`` and
+        ``threads``.
         """
         self._handle = handle
         self._library = _native.library()
@@ -71,7 +73,7 @@ class Bundle(Decides, UsesPromptCaches):
         self._constraints = Constraints(handle)
         self._folder = folder
         self._checks_hashes = checks_hashes
-        self.provider = provider
+        self.provider, self.threads = provider, threads
         self.manifest = handle.manifest
         self.vocab_size = handle.vocab_size
         self.mask_token_id = handle.mask_token_id
@@ -83,6 +85,11 @@ class Bundle(Decides, UsesPromptCaches):
         self.max_new_tokens = handle.max_new_tokens
         """The default of a request's option ``max_new_tokens``."""
         self.engine = handle.engine
+
+    @property
+    def folder(self) -> Path | None:
+        """The bundle's folder. None if the bundle was not opened from a folder."""
+        return self._folder
 
     @property
     def is_on_cpu(self) -> bool:

@@ -104,7 +104,7 @@ def open(
     if threads > cores:
         said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
         warnings.warn(said, DlmWarning, stacklevel=2)
-    bundle = Bundle(handle, Path(path), checks_hashes=check_hashes, provider=name)
+    bundle = Bundle(handle, Path(path), checks_hashes=check_hashes, provider=name, threads=threads)
     check_text_options(bundle.manifest, Path(path))
     if engine != "none":
         _ = bundle.tokenizer  # reading the tokenizer raises an error for a damaged file

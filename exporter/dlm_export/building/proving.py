@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export.building.quantising import Quantised
+from dlm_export.building.quantising import Quantised, conditioned
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
 from dlm_export.judging.accuracy import rounded_cache
@@ -171,7 +171,7 @@ def _judge_cache(
                 of, source.path, tokenizer, options.calibration, is_calibrating=False
             )
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
-        policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
+        policy, seed = samples.comparable(source.presets[job.preset]), options.calibration.seed
         with stages.stage(
             "judge cache", len(rounded_cache.caches_of(source.network)) * len(judging)
         ) as advance:
@@ -192,9 +192,13 @@ def _judge(
     assert calibration is not None
     effort = options.effort.beside(sum(stages.seconds.values()))
     exact = effort.name == "full"
-    policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
+    policy, seed = samples.comparable(source.presets[job.preset]), options.calibration.seed
     judging = calibration.data.judging[: effort.most]
-    with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
+    # Without texts, the bundle of a denoiser with self-conditioning makes no pass in the native
+    # runtime (see ``judging.sides.drafting``).
+    is_idle = source.network.conditioning is not None and not effort.has_texts(source.network)
+    engine = "none" if is_idle else "onnxruntime"
+    with dlm_runtime.open(folder, engine=engine, check_hashes=False) as bundle:
         with stages.stage("judge", judge_units(judging)) as advance:
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
@@ -204,7 +208,7 @@ def _judge(
         # Use as many samples for fitting as for measuring the accuracy.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
-        if exact:
+        if exact and source.network.has_mask_token:
             with stages.stage("fit threshold", refit_steps(len(fitting), policy)) as advance:
                 threshold = fit_threshold(source, bundle, fitting, job.preset, seed, advance)
             with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
@@ -213,6 +217,7 @@ def _judge(
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
         states = states[: STATES_A_SAMPLE * len(fitting)]
+    states = conditioned(job, states, workplace, stages)
     with stages.stage(
         "sweep layers", sensitivity.units(source.network, len(source.network.units()), exact=exact)
     ) as advance:

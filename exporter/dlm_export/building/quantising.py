@@ -25,6 +25,7 @@ from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.graph import trace
 from dlm_export.judging.precision_search import search
 from dlm_export.memory import give_back
+from dlm_export.network.layered import Layered
 from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
@@ -181,6 +182,7 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
                 )
             )
         give_back()
+        states = conditioned(job, states, workplace, stages)
         if workplace.states is not None:
             write_states(states, workplace.states)
     digest = hashlib.sha256("".join(state.sha256 for state in states).encode()).hexdigest()
@@ -197,20 +199,41 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
     return Calibration(data, states, provenance)
 
 
+def conditioned(job: Job, states: list[State], workplace: Workplace, stages: Stages) -> list[State]:
+    """Add soft embeddings to the states that need them (see ``samples.with_conditioning``)."""
+    network = job.source.network
+    if not any(samples.lacks_conditioning(network, state) for state in states):
+        return states
+    policy = samples.comparable(job.source.presets[job.preset])
+    with stages.stage("condition states", len(network.layers)) as advance:
+        return samples.with_conditioning(
+            states,
+            _layered(job, workplace),
+            policy,
+            workplace.activation_bytes,
+            workplace.folder,
+            advance,
+        )
+
+
 def _runs(
     job: Job, data: samples.Data, workplace: Workplace, advance: Callable[..., None]
 ) -> Trajectories:
     """Return a function that generates texts. With ``--ray``, the workers generate the texts."""
     source, remote = job.source, workplace.remote
-    policy, dtype = (
-        source.presets[job.preset].greedy(),
-        calibrate.computing_dtype(source.network, workplace.device),
-    )
+    policy = samples.comparable(source.presets[job.preset])
     if remote is None:
-        layered = families.layered(source.parameters, source.network, dtype, workplace.device)
+        layered = _layered(job, workplace)
         return samples.trajectories(layered, policy, workplace.activation_bytes, advance)
+    dtype = calibrate.computing_dtype(source.network, workplace.device)
     name = f"states-{samples_sha256(data.calibration)}"
     return in_pieces.trajectories(remote.workers, remote.source, dtype, policy, name, advance)
+
+
+def _layered(job: Job, workplace: Workplace) -> Layered:
+    source, device = job.source, workplace.device
+    dtype = calibrate.computing_dtype(source.network, device)
+    return families.layered(source.parameters, source.network, dtype, device)
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:
@@ -241,7 +264,7 @@ def _search(
             calibration.states,
             calibration.data.calibration[: options.effort.most],
             formats,
-            job.source.presets[job.preset].greedy(),
+            samples.comparable(job.source.presets[job.preset]),
             options.budgets.max_ce_increase,
             options.calibration.seed,
             advance,

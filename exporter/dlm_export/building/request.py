@@ -17,8 +17,10 @@ from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
 from dlm_export.judging.parity import by_layer
 from dlm_export.judging.precision_search import search
-from dlm_export.network.spec import ExpertsSpec, LinearSpec, NetworkSpec
+from dlm_export.judging.sides.side import can_judge
+from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
+from dlm_export.planning.shapes import refusal
 from dlm_export.quantising import modelopt, samples
 from dlm_export.sources import Source
 from dlm_export.targets import AUTO, STORED, Target, TargetError
@@ -116,17 +118,21 @@ class Job:
     def is_judged(self) -> bool:
         """True if the build measures how much accuracy quantisation costs.
 
-        The value is False for networks with draft passes, whose accuracy cannot be measured (see
-        ``judging.sides.side.check_judged``).
+        The value is False for networks whose accuracy cannot be measured (see
+        ``judging.sides.side.can_judge``).
         """
-        return self.request.is_judged and self.source.network.draft_block is None
+        return self.request.is_judged and can_judge(self.source.network)
 
     @property
     def is_cache_judged(self) -> bool:
         """True if the build measures how much accuracy is lost by rounding the cache."""
+        return self.wants_cache_judged and self.source.network.draft_block is None
+
+    @property
+    def wants_cache_judged(self) -> bool:
+        """True if the cache is rounded, and the user wants to know how much accuracy this costs."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
-        is_wanted = self.request.options.quantise.effort.name != "none"
-        return is_rounded and is_wanted and self.source.network.draft_block is None
+        return is_rounded and self.request.options.quantise.effort.name != "none"
 
 
 def check_request(options: BuildOptions) -> Request:
@@ -197,14 +203,14 @@ def check_job(request: Request, source: Source) -> Job:
     Raises a DlmError, such as RecipeError, if the build is impossible.
     """
     options, network = request.options, source.network
-    if request.on_gpu:
-        _check_dense(request, network)
+    for target in request.targets:
+        if (reason := refusal(network, target)) is not None:
+            raise TargetError(f"target {target.name}: {reason}. Build for cpu.")
     preset, _ = samples.threshold_preset(
         network, source.presets, options.quantise.calibration.preset
     )
     formats: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
-    _check_noise(request, network)
     if request.recipe is not None and network.mixtures():
         request = replace(request, recipe=for_experts(request.recipe))
     if request.recipe is not None:
@@ -222,11 +228,21 @@ def check_job(request: Request, source: Source) -> Job:
             notes += (
                 "--ray: layers with quantised experts were calibrated in this process, without Ray",
             )
-    if request.recipe is not None and request.recipe.embedding is not None and network.tied_head:
+    has_table = request.recipe is not None and request.recipe.embedding is not None
+    if has_table and network.conditioning is not None:
+        raise RecipeError(
+            "this denoiser's soft embeddings are computed from its embedding table, which stays in full precision: omit the "
+            "format of the embedding"
+        )
+    if has_table and network.tied_head:
         raise RecipeError(
             "this denoiser's embedding table is also the weight of its head: omit the format of the embedding, and give "
             'the head one, as in head = "int8-dynamic"'
         )
+    quantising = options.quantise
+    if request.is_judged:
+        has_texts = quantising.effort.has_texts(network)
+        quantising.budgets.check_texts(has_texts=has_texts)
     job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
@@ -240,40 +256,6 @@ def check_job(request: Request, source: Source) -> Job:
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
     return job
-
-
-def _check_noise(request: Request, network: NetworkSpec) -> None:
-    """Raise an error if this version cannot make the build for a network without a mask token."""
-    if network.has_mask_token:
-        return
-    if request.on_gpu:
-        raise TargetError(
-            f"target {request.targets[0].name}: {network.architecture} has self-conditioning, which this version supports on "
-            "CPUs only. Build for cpu."
-        )
-    if request.is_quantised:
-        raise RecipeError(
-            f"{network.architecture} has no mask token, and this version cannot calibrate such a denoiser: build with "
-            "--precision fp32, fp16 or bf16"
-        )
-
-
-DENSE_EXPERTS = 16
-"""The maximum number of experts per layer in a graph for GPUs.
-
-The limit exists because a graph for GPUs computes all experts for every token.
-"""
-
-
-def _check_dense(request: Request, network: NetworkSpec) -> None:
-    """Raise TargetError if a layer has more than ``DENSE_EXPERTS`` experts."""
-    for i, layer in enumerate(network.layers):
-        if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
-            raise TargetError(
-                f"target {request.targets[0].name}: layer {i} routes a token to {layer.mlp.active} of {layer.mlp.count} "
-                "experts. A GPU's graph has no operator for that and computes all of them for every token, which is limited to "
-                f"{DENSE_EXPERTS} experts. Build for cpu."
-            )
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:

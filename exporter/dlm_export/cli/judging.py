@@ -357,11 +357,47 @@ def print_judgement(judgement: Judgement) -> None:
         columns,
         [*rows, _loss_row("all", judgement.overall)],
     )
-    frontier, free = judgement.frontier, judgement.free_running
+    frontier = judgement.frontier
+    if frontier is None:
+        click.echo("Frontier: not compared, because this denoiser has no mask token")
+    else:
+        click.echo(
+            f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
+            f"Jaccard of the committed sets {frontier['jaccard']:.3f}"
+        )
+    if judgement.free_running is None:
+        click.echo("Runs: no text was generated (--free-runs)")
+    else:
+        _print_runs(judgement.free_running)
+    if (own := judgement.candidate_loop) is not None:
+        changed = ", ".join(
+            f"{name} {value}"
+            for name, value in own["policy"].items()
+            if value != judgement.policy[name]
+        )
+        click.echo(
+            f"Only the candidate's loop has {changed or 'no changes'}; it reused {own['cached_tokens']} of "
+            f"{own['prompt_tokens']} prompt tokens"
+        )
+    if (floor := judgement.noise_floor) is not None:
+        click.echo(
+            f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
+        )
+    effort = judgement.effort
+    on_canvases = "" if frontier is None else f", on canvases of the {effort['states_of']}'s loop"
     click.echo(
-        f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
-        f"Jaccard of the committed sets {frontier['jaccard']:.3f}"
+        f"Judged on {judgement.data['samples']} samples ({STOPPED[effort['stopped']]}){on_canvases}; the reference ran "
+        f"freely on {effort['free_runs']} prompts"
     )
+    for budget in judgement.budgets:
+        verdict = "holds" if budget["passed"] else "MISSED"
+        click.echo(
+            f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}"
+        )
+
+
+def _print_runs(free: Mapping[str, Any]) -> None:
+    """Print how much the generated texts differ."""
     if free["exact_match"] is None:
         runs, equal = "Runs followed", f"{free['equal_by_induction']:.1%} equal by induction"
     else:
@@ -378,30 +414,6 @@ def print_judgement(judgement: Judgement) -> None:
         )
         click.echo(
             f"Answers right: {task['candidate']:.1%} of these {free['prompts']}, the reference {theirs}"
-        )
-    if (own := judgement.candidate_loop) is not None:
-        changed = ", ".join(
-            f"{name} {value}"
-            for name, value in own["policy"].items()
-            if value != judgement.policy[name]
-        )
-        click.echo(
-            f"Only the candidate's loop has {changed or 'no changes'}; it reused {own['cached_tokens']} of "
-            f"{own['prompt_tokens']} prompt tokens"
-        )
-    if (floor := judgement.noise_floor) is not None:
-        click.echo(
-            f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
-        )
-    effort = judgement.effort
-    click.echo(
-        f"Judged on {judgement.data['samples']} samples ({STOPPED[effort['stopped']]}), on canvases of the "
-        f"{effort['states_of']}'s loop; the reference ran freely on {effort['free_runs']} prompts"
-    )
-    for budget in judgement.budgets:
-        verdict = "holds" if budget["passed"] else "MISSED"
-        click.echo(
-            f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}"
         )
 
 

@@ -29,6 +29,8 @@ _CLASSES = frozenset(
         ("dlm_calibration.metrics", "Frontier"),
         ("dlm_calibration.metrics", "Rows"),
         ("dlm_calibration.metrics", "Run"),
+        ("dlm_calibration.states", "Draft"),
+        ("dlm_calibration.states", "State"),
         ("dlm_export.judging.accuracy.evidence", "Compared"),
         ("dlm_export.judging.accuracy.evidence", "Part"),
         ("dlm_export.judging.accuracy.frontier", "FrontierState"),

@@ -138,13 +138,17 @@ def rewrite(
     # skip the weights of mixtures, because ``experts`` replaces the mixtures
     if any(node.op_type in MIXTURES for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
-    head = traced.network.quantisable()[HEAD]
+    head = traced.network.quantisable().get(HEAD)
     for node in list(traced.model.graph):
         layer = node.metadata_props.get(LAYER_KEY, "")
         weight = weight_of(node)
         if weight is None:
             if node.op_type == "Gather" and layer == "embed":
-                if head.is_tied and FORMATS[formats.get(HEAD, HIGH)].weights is not None:
+                if (
+                    head is not None
+                    and head.is_tied
+                    and FORMATS[formats.get(HEAD, HIGH)].weights is not None
+                ):
                     writer.look_up(node, FORMATS[formats[HEAD]])
                 elif embedding is not None:
                     writer.embedding(node, "embed", embedding)
@@ -154,7 +158,7 @@ def rewrite(
             writer.rotate(node, turned)
         chosen = FORMATS[formats.get(layer, HIGH)]
         if chosen.weights is not None:
-            tied = head if head.is_tied and layer == HEAD else None
+            tied = head if head is not None and head.is_tied and layer == HEAD else None
             writer.layer(node, layer, chosen, amax.get(layer), tied)
             wanted.remove(layer)
             transpose = weight.producer()

@@ -74,10 +74,18 @@ class Router(nn.Module):
 
         The router chooses experts by the scores with the bias.
         """
+        return self.scores_of(self.prepared(x))
+
+    def prepared(self, x: Tensor) -> Tensor:
+        """Return what the router multiplies by its weight for the tokens ``x``: fp32, normed."""
         x = x.float()
         if self.norm is not None:
             x = self.norm(x) * x.shape[-1] ** -0.5
-        products = x @ self.weight.float()
+        return x
+
+    def scores_of(self, prepared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result of ``scores`` for the result of ``prepared``."""
+        products = prepared @ self.weight.float()
         scores = products.softmax(-1) if self.spec.score == "softmax" else products.sigmoid()
         return scores, scores if self.bias is None else scores + self.bias.float()
 

@@ -20,8 +20,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlm_calibration.states import Draft
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import (
     Block,
@@ -75,28 +77,41 @@ class Batch:
     """A batch of B canvases of equal length L.
 
     ``numbers`` are the indices of the canvases. ``ids`` are their token ids, int64 ``[B, L]``.
-    ``rows`` are the rows of ``Carried.states`` that belong to the canvases.
+    ``rows`` are the rows of ``Carried.states`` that belong to the canvases. ``draft_start`` is the
+    first position of the draft pass over each canvas. ``None`` means that there is no draft pass.
     """
 
     numbers: tuple[int, ...]
     ids: Tensor
     rows: slice
+    draft_start: int | None = None
 
 
-def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Group canvases by length, shortest first, into batches of at most ``tokens`` tokens."""
-    by_length: dict[int, list[int]] = {}
+def make_batches(
+    canvases: Sequence[np.ndarray],
+    tokens: int = BATCH_TOKENS,
+    drafts: Sequence[Draft | None] | None = None,
+) -> list[Batch]:
+    """Group canvases by length, shortest first, into batches of at most ``tokens`` tokens.
+
+    ``drafts`` contains the draft pass of each canvas, if any. The draft passes of a batch start at
+    the same position.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
     for number, canvas in enumerate(canvases):
-        by_length.setdefault(len(canvas), []).append(number)
+        draft = None if drafts is None else drafts[number]
+        start = -1 if draft is None else draft.start
+        alike.setdefault((len(canvas), start), []).append(number)
     batches, first = [], 0
-    for length, numbers in sorted(by_length.items()):
+    for (length, draft_start), numbers in sorted(alike.items()):
         count = max(1, tokens // length)
         for start in range(0, len(numbers), count):
             chosen = tuple(numbers[start : start + count])
             ids = torch.from_numpy(
                 np.stack([canvases[number] for number in chosen]).astype(np.int64)
             )
-            batches.append(Batch(chosen, ids, slice(first, first + ids.numel())))
+            rows = slice(first, first + ids.numel())
+            batches.append(Batch(chosen, ids, rows, None if draft_start < 0 else draft_start))
             first += ids.numel()
     return batches
 
@@ -132,19 +147,23 @@ class Layered:
         del embedding.weight  # ``embed`` loads only the rows that it needs
         self._embedding = self._with_parameters(embedding, "embed")
 
-    def embed(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def embed(
+        self, ids: Tensor, positions: Tensor | None = None, conditioning: Tensor | None = None
+    ) -> Tensor:
         """Return the input of the first layer ``[B, L, hidden]`` for token ids ``[B, L]``.
 
-        With self-conditioning, the soft embeddings are zeros.
-
         The function loads only the table rows of these ids. ``positions`` contains the positions of
-        the tokens. If ``positions`` is ``None``, the tokens are whole canvases.
+        the tokens. If ``positions`` is ``None``, the tokens are whole canvases. With
+        self-conditioning, ``conditioning`` contains the soft embeddings ``[B, L, hidden]``. ``None``
+        means zeros.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
         rows = self.read(EMBEDDING, self.dtype, wanted)[places].to(self.device)
         if positions is None:
             positions = torch.arange(ids.shape[-1], device=self.device).expand_as(ids)
-        return self._embedding.complete(rows, positions.to(self.device))
+        if conditioning is not None:
+            conditioning = conditioning.to(self.device)
+        return self._embedding.complete(rows, positions.to(self.device), conditioning)
 
     def block(self, i: int) -> Block:
         """Load layer ``i`` with its weights.
@@ -192,18 +211,40 @@ class Layered:
         self._rooms.append(room)
         return room.copy_(stored)
 
-    def beside(
-        self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
-    ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """Return all arguments of layer ``i`` except the hidden states.
+    def positions(self, ids: Tensor, draft_start: int | None = None) -> Tensor:
+        """Return the position ids of whole canvases ``[B, L]``.
 
-        The arguments are the rotation, the additive attention mask and ``past``. The hidden states
-        belong to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
-        contains the cached keys and values of other positions.
+        The length of the longest canvas is added to the positions of a draft pass.
         """
-        positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
-        positions = move_masks(self.network, ids.to(self.device), positions)
-        return self._turn(i, positions), self._hiding(i, positions, past), past
+        found = torch.arange(ids.shape[1], device=self.device)
+        if draft_start is not None:
+            found = found + (found >= draft_start) * self.network.max_canvas_length
+        return found.expand_as(ids)
+
+    def beside(self, i: int, batch: Batch) -> tuple[Turn | None, Tensor | None, None]:
+        """Return all arguments of layer ``i`` except the hidden states of a batch.
+
+        The arguments are the rotation and the additive attention mask. There is no cache.
+        """
+        positions = self.positions(batch.ids, batch.draft_start)
+        positions = move_masks(self.network, batch.ids.to(self.device), positions)
+        if batch.draft_start:
+            return self._turn(i, positions), self._drafting(i, positions, batch.draft_start), None
+        return self._turn(i, positions), self._hiding(i, positions, None), None
+
+    def _drafting(self, i: int, positions: Tensor, start: int) -> Tensor:
+        """Return the attention mask of a causal pass and the draft pass after it, as one mask.
+
+        The causal pass computes the positions before ``start``, and hides all others.
+        """
+        attention, longest = self.network.layers[i].attention, self.network.max_canvas_length
+        before = hiding(attention, positions[:, :start], 0, self.dtype, longest)
+        drafted = hiding(attention, positions[:, start:], start, self.dtype, longest)
+        assert before is not None
+        assert drafted is not None
+        length = positions.shape[1] - start
+        before = F.pad(before, (0, length), value=torch.finfo(self.dtype).min)
+        return torch.cat((before, drafted), 2)
 
     def packed(
         self,
@@ -301,16 +342,31 @@ class Head:
             out[..., columns] = (wide @ weight).cpu()
         return capped(out if self.bias is None else out.add_(self.bias), self.softcap)
 
-    def pull(self, gradients: Tensor) -> Tensor:
-        """Backpropagate gradients of logits ``[..., V]``.
+    def pull(self, gradients: Tensor, logits: Tensor) -> Tensor:
+        """Backpropagate gradients of ``logits`` ``[..., V]``, which this head has computed.
 
-        Returns fp32 ``[..., hidden]`` on the CPU. The logits must have no softcap.
+        Returns fp32 ``[..., hidden]`` on the CPU.
         """
-        assert self.softcap is None
-        out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
+        if self.softcap is not None:  # the derivative of the softcap
+            gradients = gradients * (1 - (logits / self.softcap).square())
+        return self.mix(gradients)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Multiply ``weights`` ``[..., V]`` by the columns of the matrix, and add them up.
+
+        Returns fp32 ``[..., hidden]`` on the CPU.
+        """
+        out = torch.zeros(*weights.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():
-            out += gradients[..., columns].to(self.device) @ weight.T
+            out += weights[..., columns].to(self.device) @ weight.T
         return out.cpu()
+
+    def soft_embedding(self, logits: Tensor, temperature: float, scale: float) -> Tensor:
+        """Return what ``Denoiser.soft_embedding`` returns, for a tied head.
+
+        ``scale`` is the network's ``embedding.scale``.
+        """
+        return self.mix((logits.float() / temperature).softmax(-1)) * scale
 
     def _widened(self) -> Iterator[tuple[slice, Tensor]]:
         # Reuse one buffer for all columns, because new memory takes longer than the conversion.
@@ -349,17 +405,19 @@ class Carried:
         folder: Path | None = None,
         cache_dtype: str | None = None,
         states: Tensor | None = None,
+        drafts: Sequence[Draft | None] | None = None,
     ) -> None:
         """Embed the canvases. ``Attention.forward`` explains ``cache_dtype``.
 
-        ``states`` contains the hidden states of the canvases, if the first layers have already run.
+        ``drafts`` contains the draft pass of each canvas, if any. ``states`` contains the hidden
+        states of the canvases, if the first layers have already run.
 
         If the hidden states need more than ``memory_bytes``, the states are stored in an unnamed
         file in ``folder``. If ``memory_bytes`` is ``None``, there is no limit. Raises
         MemoryLimitError if the disk is too full.
         """
-        self.layered, self.batches = layered, make_batches(canvases)
-        self._cache_dtype = cache_dtype
+        self.layered, self.batches = layered, make_batches(canvases, drafts=drafts)
+        self._cache_dtype, self._drafts = cache_dtype, drafts
         if states is not None:
             self.states = states
             return
@@ -368,7 +426,23 @@ class Carried:
             (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder
         )
         for batch in self.batches:
-            self.states[batch.rows] = layered.embed(batch.ids).flatten(0, 1).cpu()
+            positions = layered.positions(batch.ids, batch.draft_start)
+            conditioning = self.conditioning(batch)
+            self.states[batch.rows] = (
+                layered.embed(batch.ids, positions, conditioning).flatten(0, 1).cpu()
+            )
+
+    def conditioning(self, batch: Batch) -> Tensor | None:
+        """Return the soft embeddings of a batch ``[B, L, hidden]``, or ``None`` if all are zeros."""
+        found: Tensor | None = None
+        for row, number in enumerate(batch.numbers):
+            draft = None if self._drafts is None else self._drafts[number]
+            if draft is None or draft.conditioning is None:
+                continue
+            if found is None:
+                found = torch.zeros(*batch.ids.shape, self.layered.network.hidden_size)
+            found[row, draft.start :] = torch.from_numpy(draft.conditioning).float()
+        return found
 
     def read(self, batch: Batch) -> Tensor:
         """Return the hidden states ``[B, L, hidden]`` of a batch, on the device."""
@@ -379,7 +453,7 @@ class Carried:
         """Run every batch through layer ``i``. If ``keep`` is False, discard the output."""
         for batch in self.batches:
             self.now = batch
-            out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids), self._cache_dtype)
+            out, _ = block(self.read(batch), *self.layered.beside(i, batch), self._cache_dtype)
             if keep:
                 self.states[batch.rows] = out.flatten(0, 1).cpu()
 
@@ -398,6 +472,37 @@ class Carried:
                     states[torch.from_numpy(np.asarray(rows[number], np.int64))]
                 ).cpu()
         return found
+
+
+@torch.no_grad()
+def soft_embeddings(
+    layered: Layered,
+    canvases: Sequence[np.ndarray],
+    drafts: Sequence[Draft],
+    temperatures: Sequence[float],
+    *,
+    memory_bytes: int | None = None,
+    folder: Path | None = None,
+    on_done: Callable[[], None] = lambda: None,
+) -> Iterator[np.ndarray]:
+    """Make the draft pass of every canvas, and yield the soft embeddings of its predictions.
+
+    The result for each canvas is fp32 ``[L - start, hidden]``. The logits of each canvas are
+    divided by its element of ``temperatures``. ``on_done`` is called after each layer. ``Carried``
+    explains the other arguments.
+    """
+    carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder, drafts=drafts)
+    for i in range(len(layered.network.layers)):
+        block = layered.block(i)
+        carried.through(i, block)
+        del block  # free the memory before the next block is read
+        on_done()
+    rows = [
+        np.arange(draft.start, len(canvas)) for canvas, draft in zip(canvases, drafts, strict=True)
+    ]
+    head, scale = layered.head(), layered.network.embedding.scale
+    for features, temperature in zip(carried.features(rows), temperatures, strict=True):
+        yield head.soft_embedding(head(features), temperature, scale).numpy()
 
 
 def room_for(

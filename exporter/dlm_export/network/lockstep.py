@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_calibration.states import Draft, State
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Head, Layered, MemoryLimitError
 from dlm_export.network.reference import Run, outside, store
@@ -33,14 +34,35 @@ SCORED_ROWS = 256  # number of rows of logits that are in memory at a time
 
 
 class _Course:
-    """A running request, with the request's cache and the canvases before and after each pass."""
+    """A running request, with the request's cache and the canvases before and after each pass.
+
+    With self-conditioning, ``conditioning`` contains the soft embeddings for the next draft pass,
+    and ``drafts`` the state of each draft pass so far.
+    """
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         canvas = reserve_end(canvas, policy, network.eos_token_ids)
         self.run = Run(network, canvas, policy)
         self.canvases = [canvas]
         self.cache: list[Past | None] = [None] * len(network.layers)
+        self.conditioning: Tensor | None = None
+        self.drafts: list[State] = []
+        self._first = int(canvas.undecided.argmax())
+        self._is_conditioned = network.conditioning is not None
+        self._advance()
+
+    def _advance(self) -> None:
         self.span = self.run.advance()
+        if self.span is None or not self._is_conditioned or not self.span.is_draft:
+            self.conditioning = None
+            return
+        if self.run.is_first:
+            self.conditioning = None
+        start, end = self.span.first, self.span.last
+        read = None if self.conditioning is None else self.conditioning.half().numpy()
+        ratio = float(self.run.is_noised[start:end].mean())
+        canvas = self.run.tokens[:end].copy()
+        self.drafts.append(State(canvas, "trajectory", ratio, self._first, Draft(start, read)))
 
     def past(self, i: int) -> Past | None:
         """Return the cached keys and values of layer ``i`` to which the next pass attends."""
@@ -53,10 +75,14 @@ class _Course:
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
 
-    def commit(self, logits: Tensor) -> None:
+    def commit(self, logits: Tensor, head: Head) -> None:
+        assert self.span is not None
+        if self._is_conditioned and self.span.is_draft:
+            scale = self.run.network.embedding.scale
+            self.conditioning = head.soft_embedding(logits, self.run.temperature, scale)
         self.run.commit(logits)
         self.canvases.append(self.run.canvas)
-        self.span = self.run.advance()
+        self._advance()
         if self.span is None:
             self.cache = []
 
@@ -65,7 +91,6 @@ class _Course:
         return 0 if self.span is None else int(np.count_nonzero(self.run.canvas.undecided))
 
 
-@torch.no_grad()
 def courses(
     layered: Layered,
     canvases: Sequence[Canvas],
@@ -75,8 +100,40 @@ def courses(
 ) -> Iterator[list[Canvas]]:
     """Yield a list of canvases for each request, in order.
 
-    Each list contains the canvas before the first pass, and the canvas after every pass. After each
-    step, ``on_decided`` is called with the number of positions that the step decided.
+    Each list contains the canvas before the first pass, and the canvas after every pass. See
+    ``_run``.
+    """
+    for course in _run(layered, canvases, policy, memory_bytes, on_decided):
+        yield course.canvases
+
+
+def draft_passes(
+    layered: Layered,
+    canvases: Sequence[Canvas],
+    policy: Policy,
+    memory_bytes: int | None = None,
+    on_decided: Callable[[int], None] = lambda positions: None,
+) -> Iterator[list[State]]:
+    """Yield the states of all draft passes of each request, in order.
+
+    The denoiser must have self-conditioning. Soft embeddings are rounded to fp16 in the states, to
+    save memory. See ``_run``.
+    """
+    for course in _run(layered, canvases, policy, memory_bytes, on_decided):
+        yield course.drafts
+
+
+@torch.no_grad()
+def _run(
+    layered: Layered,
+    canvases: Sequence[Canvas],
+    policy: Policy,
+    memory_bytes: int | None,
+    on_decided: Callable[[int], None],
+) -> Iterator[_Course]:
+    """Run all requests, and yield them in order when they are finished.
+
+    After each step, ``on_decided`` is called with the number of positions that the step decided.
 
     Requests run together if their tokens fit into ``BATCH_TOKENS``, and their keys and values fit
     into half of ``memory_bytes``. If ``memory_bytes`` is ``None``, memory is not limited. At least
@@ -115,7 +172,7 @@ def courses(
             _make_passes(layered, held, end, head, step)
             on_decided(before - sum(course.left() for course in step))
         while under_way and under_way[0].span is None:
-            yield under_way.popleft().canvases
+            yield under_way.popleft()
 
 
 def cache_bytes(layered: Layered) -> int:
@@ -138,12 +195,21 @@ def _make_passes(
         if c.span is not None
     ]
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
-    x = layered.embed(torch.cat(ids).unsqueeze(0), positions.unsqueeze(0))
+    conditioning = None
+    if layered.network.conditioning is not None:
+        parts = [
+            torch.zeros(len(own), layered.network.hidden_size)
+            if course.conditioning is None
+            else course.conditioning
+            for course, own in zip(step, ids, strict=True)
+        ]
+        conditioning = torch.cat(parts).unsqueeze(0)
+    x = layered.embed(torch.cat(ids).unsqueeze(0), positions.unsqueeze(0), conditioning)
     for i in range(len(layered.network.layers)):
         block = layered.block(i) if held is None else held[i]
         x, present = block(x, *layered.packed(i, ids, spans, [course.past(i) for course in step]))
-        parts = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
-        for course, keys, values in zip(step, *parts, strict=True):
+        new = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
+        for course, keys, values in zip(step, *new, strict=True):
             course.keep(i, keys, values)
         del block  # free the block before the next block is loaded into the same memory
     starts = itertools.accumulate(map(len, ids), initial=0)
@@ -157,5 +223,5 @@ def _make_passes(
             for one, own in zip(
                 scored, torch.split(logits, [len(own) for own in rows]), strict=True
             ):
-                one.commit(own)
+                one.commit(own, head)
             scored, rows = [], []

@@ -34,8 +34,8 @@ from dlm_export.network.turns import (
     choose_in,
     random_tokens,
     reserve_end,
+    soft_temperature,
     start_canvas,
-    temperature_of,
     turns,
 )
 from dlm_runtime.policy import Policy
@@ -108,6 +108,8 @@ class Run:
         # The tokens that the last pass proposed for undecided positions, and -1 for other
         # positions.
         self.guess = np.full(len(self.tokens), -1)
+        # For ``remask`` "noise": the positions that contain random tokens.
+        self.is_noised = np.zeros(len(self.tokens), bool)
         # For ``remask`` "noise": the number of consecutive passes, up to the last pass, in which
         # the most likely tokens of the block did not change.
         self._stable = 0
@@ -137,6 +139,7 @@ class Run:
         self._turn = turn
         if self.policy.remask == "noise" and turn.step == 0:
             self.tokens[turn.positions] = self._noise(0)
+            self.is_noised[turn.positions] = True
         return turn.span
 
     def _noise(self, step: int) -> np.ndarray:
@@ -150,7 +153,7 @@ class Run:
     def temperature(self) -> float:
         """The temperature of the next pass, for self-conditioning."""
         turn = self._turn
-        return min(max(temperature_of(self.policy, turn.step, turn.steps), 1e-30), 1e30)
+        return soft_temperature(self.policy, turn.step, turn.steps)
 
     @property
     def is_first(self) -> bool:
@@ -220,12 +223,13 @@ class Run:
         self.guess[turn.positions] = best
         if (is_stable and policy.stable_entropy) or turn.step + 1 >= turn.steps:
             self.tokens[turn.positions] = best
-            self.undecided[turn.positions] = False
+            self.undecided[turn.positions] = self.is_noised[turn.positions] = False
             self.proposer.note(turn.positions, best)
             return
         chosen = choose_in(turn, proposals.tokens, proposals.scores, policy)
         following = self._noise(turn.step + 1)
         self.tokens[turn.positions] = np.where(chosen, proposals.tokens, following)
+        self.is_noised[turn.positions] = ~chosen
 
     def end(self) -> None:
         """Stop early, and fill the undecided positions with the result of ``Proposer.complete``."""

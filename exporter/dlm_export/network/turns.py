@@ -370,6 +370,25 @@ def temperature_of(policy: Policy, step: int, steps: int) -> float:
     return float(lowest + np.float32(policy.temperature_drop) * share)
 
 
+def soft_temperature(policy: Policy, step: int, steps: int) -> float:
+    """Return the temperature of the soft embeddings that come from a pass.
+
+    It is the pass's temperature, but never 0 or infinite.
+    """
+    return min(max(temperature_of(policy, step, steps), 1e-30), 1e30)
+
+
+def temperature_before(policy: Policy, noise_ratio: float, block_length: int) -> float:
+    """Return the temperature of the soft embeddings that a pass over a block reads.
+
+    ``noise_ratio`` is the share of random tokens in the block. The function assumes that the share
+    falls by the same amount in each pass over the block.
+    """
+    steps = policy.steps_per_block or block_length
+    before = max(0, round((1 - noise_ratio) * steps) - 1)
+    return soft_temperature(policy, before, steps)
+
+
 def random_score(seed: int, step: int, position: int) -> float:
     """Return a random number in (0, 1) that depends only on the arguments.
 

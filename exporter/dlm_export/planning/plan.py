@@ -30,7 +30,7 @@ from dlm_export.planning.predict import (
     predict,
 )
 from dlm_export.planning.roofline import cache_bytes_by_type
-from dlm_export.planning.shapes import Shape, precisions_of
+from dlm_export.planning.shapes import Shape, precisions_of, refusal
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
@@ -247,6 +247,9 @@ def make_plan(
                 for precision in found
                 for policy in policies[shape.name]
             ]
+    reasons = [refusal(shape.network, target) for shape in shapes for target in targets]
+    if reasons and all(reasons):
+        raise PlanError(f"target {targets[0].name}: {reasons[0]}. Plan for cpu.")
     for name in names or ():
         if all(name in reasons for reasons in left_out.values()):
             recipe_for(

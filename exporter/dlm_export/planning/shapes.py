@@ -14,6 +14,7 @@ from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import (
     HEAD,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NetworkSpec,
@@ -26,6 +27,32 @@ from dlm_runtime.presets import presets_for
 # LLaDA-8B (arXiv:2502.09992) has 32 layers, 32 heads of 128 features, hidden size 4096, an MLP of
 # 12288 features, a vocabulary of 126464 tokens, and an untied head.
 LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
+
+
+DENSE_EXPERTS = 16
+"""The maximum number of experts per layer in a graph for GPUs.
+
+The limit exists because a graph for GPUs computes all experts for every token.
+"""
+
+
+def refusal(network: NetworkSpec, target: Target) -> str | None:
+    """Explain why no bundle of a network can be built for a target. ``None`` if it can."""
+    if not target.is_gpu:
+        return None
+    if network.conditioning is not None:
+        return (
+            f"{network.architecture} has self-conditioning, and the runtime's engines for GPUs do not pass the predictions "
+            "of a draft pass on to the next one yet"
+        )
+    for i, layer in enumerate(network.layers):
+        if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
+            return (
+                f"layer {i} routes a token to {layer.mlp.active} of {layer.mlp.count} experts. A GPU's graph has no operator "
+                "for that and computes all of them for every token, which is limited to "
+                f"{DENSE_EXPERTS} experts"
+            )
+    return None
 
 
 class ShapeError(DlmError):
@@ -179,6 +206,10 @@ def precisions_of(
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
+    reason = refusal(shape.network, target)
+    if reason is not None:
+        asked = names or [name for name in target.precisions if name not in (AUTO, STORED)]
+        return [], dict.fromkeys(asked, reason)
     every = list(shape.network.quantisable())
     element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
 

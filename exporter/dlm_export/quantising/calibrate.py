@@ -354,12 +354,6 @@ def _load(done: Quantisation) -> Denoiser:
     return families.load(done.parameters, c, computing_dtype(c, torch.device("cpu")))
 
 
-def batch(state: State) -> tuple[Tensor, Tensor]:
-    """Return a state's token IDs and positions, two arrays ``[1, L]``."""
-    ids = torch.from_numpy(state.canvas).unsqueeze(0)
-    return ids, torch.arange(ids.shape[1]).unsqueeze(0)
-
-
 @torch.no_grad()
 def simulate(
     modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None

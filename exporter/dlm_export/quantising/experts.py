@@ -48,13 +48,13 @@ class Entered:
         module: RoutedMLPs,
         carried: Carried,
         states: Sequence[State],
-        mask_token_id: int,
+        is_masked: Sequence[np.ndarray],
         memory_bytes: int | None,
         folder: Path | None,
     ) -> None:
-        """If ``x`` needs more than ``memory_bytes``, ``x`` is stored in a file in ``folder``.
+        """``is_masked`` contains the masked positions of each state, bool ``[L]``.
 
-        Raises MemoryLimitError.
+        If ``x`` needs more than ``memory_bytes``, ``x`` is stored in a file in ``folder``. Raises MemoryLimitError.
         """
         self.module, self._carried, self._states = module, carried, states
         self.device = carried.layered.device
@@ -62,8 +62,10 @@ class Entered:
         self.x = room_for(shape, carried.states.dtype, memory_bytes, folder)
         self.chosen = torch.empty(0, 0, dtype=torch.int64)
         self.weights = torch.empty(0, 0)
-        is_masked = [(batch.ids == mask_token_id).flatten() for batch in carried.batches]
-        self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
+        in_order = [is_masked[number] for batch in carried.batches for number in batch.numbers]
+        self.counts_for = torch.where(
+            torch.from_numpy(np.concatenate(in_order)), 1.0, gptq.COMMITTED_WEIGHT
+        )
 
     def watch(self, hidden: Observer) -> None:
         """Register hooks that store the mixture's inputs, and observe the down projection's inputs."""

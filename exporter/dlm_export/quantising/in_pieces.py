@@ -57,7 +57,7 @@ def trajectories(
     policy and the source.
     """
 
-    def run(wanted: Sequence[Sample]) -> Iterator[list[np.ndarray]]:
+    def run(wanted: Sequence[Sample]) -> Iterator[Sequence[np.ndarray | State]]:
         pieces = [wanted[start : start + SAMPLES] for start in range(0, len(wanted), SAMPLES)]
         shared = _Generating(source, dtype, policy)
         for courses, _ in workers.each(f"{name}/states", _generate, shared, pieces):
@@ -70,7 +70,7 @@ def trajectories(
 
 def _generate(
     shared: _Generating, piece: Sequence[Sample], _: None
-) -> tuple[list[Sequence[np.ndarray]], None]:
+) -> tuple[list[Sequence[np.ndarray | State]], None]:
     source = shared.source
     layered = families.layered(
         source.parameters(), source.network, shared.dtype, source.torch_device

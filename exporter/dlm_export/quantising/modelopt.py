@@ -33,6 +33,7 @@ from dlm_calibration.recipes import FORMATS
 from dlm_calibration.states import State
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.linear import Linear
+from dlm_export.network.states import features_of
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
@@ -229,19 +230,15 @@ def _calibrate(
     on_state: Callable[[], None],
 ) -> None:
     mask_token_id = denoiser.network.mask_token_id
-    device = denoiser.embed.weight.device
     has_head = any(setting["quantizer_name"].startswith("head.") for setting in settings)
 
     def run(module: nn.Module) -> None:
         for state in states:
-            ids = torch.from_numpy(state.canvas).unsqueeze(0).to(device)
-            features = denoiser.hidden(ids, torch.arange(ids.shape[1], device=device).unsqueeze(0))[
-                0
-            ]
-            is_masked = ids[0] == mask_token_id
-            if has_head and is_masked.any():
-                # The head is not computed for committed positions.
-                denoiser.project(features[0, is_masked])
+            # The head is not computed for committed positions.
+            rows = torch.from_numpy(np.flatnonzero(state.is_masked(mask_token_id)))
+            features = features_of(denoiser, state.canvas, rows, state.draft)
+            if has_head and len(rows):
+                denoiser.project(features)
             on_state()
 
     config = {

@@ -323,8 +323,8 @@ class Quantisation:
     @property
     def has_tied_table(self) -> bool:
         """True if a quantised head uses the codes and scales of the embedding table."""
-        head = self.parameters.network.quantisable()[HEAD]
-        return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
+        head = self.parameters.network.quantisable().get(HEAD)
+        return head is not None and head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Return the embeddings of ``ids`` ``[N]`` in the quantised graph, fp32 ``[N, hidden]``.

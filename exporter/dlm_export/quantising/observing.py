@@ -87,7 +87,7 @@ def predicted_positions(states: Sequence[State], mask_token_id: int) -> list[np.
     The head is computed for masked positions. If no state contains masked positions, the head is
     computed for all positions.
     """
-    is_masked = [state.canvas == mask_token_id for state in states]
+    is_masked = [state.is_masked(mask_token_id) for state in states]
     found = [np.flatnonzero(each) for each in is_masked]
     return found if any(map(len, found)) else [np.arange(len(each)) for each in is_masked]
 
@@ -99,7 +99,9 @@ def split(states: Sequence[State], predicted: Sequence[np.ndarray], part_tokens:
     """
     parts: list[Part] = []
     first = first_predicted = 0
-    batches = make_batches([state.canvas for state in states])
+    batches = make_batches(
+        [state.canvas for state in states], drafts=[state.draft for state in states]
+    )
     while batches:
         numbers: list[int] = []
         tokens = 0
@@ -132,11 +134,15 @@ class Run:
         """
         self._layered, self._part = layered, part
         self._memory_bytes, self._folder = memory_bytes, folder
-        self._mask_token_id = layered.network.mask_token_id
-        self._is_masked = [state.canvas == self._mask_token_id for state in part.states]
+        self._is_masked = [state.is_masked(layered.network.mask_token_id) for state in part.states]
         canvases = [state.canvas for state in part.states]
         self._carried = Carried(
-            layered, canvases, memory_bytes=memory_bytes, folder=folder, states=entering
+            layered,
+            canvases,
+            memory_bytes=memory_bytes,
+            folder=folder,
+            states=entering,
+            drafts=[state.draft for state in part.states],
         )
 
     @property
@@ -184,14 +190,16 @@ class Run:
                     mixture,
                     self._carried,
                     self._part.states,
-                    self._mask_token_id,
+                    self._is_masked,
                     self._memory_bytes,
                     self._folder,
                 )
                 found.entered.watch(found.observers[of])
                 continue
             look = functools.partial(self._look, found, of, of in wanted.rotated)
-            modules[of].register_forward_pre_hook(
+            # A stack of experts gets the rows of one expert. Look at the mixture's input instead.
+            entering = of.removesuffix(".gate") if readers[0].is_stacked else of
+            modules[entering].register_forward_pre_hook(
                 lambda _, inputs, look=look: look(inputs[0], self._carried.now.numbers)
             )
         self._carried.through(wanted.layer, block, keep=wanted.keep)

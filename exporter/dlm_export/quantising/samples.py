@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlm_calibration.samples import Sample, builtin_samples, read_samples, samples_sha256
-from dlm_calibration.states import State, Trajectories, make_states, random_tokens
+from dlm_calibration.states import Draft, State, Trajectories, make_states, random_tokens
+from dlm_export.network.passes import block_length_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, reserve_end, start_canvas
+from dlm_export.network.turns import Canvas, reserve_end, start_canvas, temperature_before
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.text.tokenizer import Tokenizer
@@ -110,7 +111,7 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """Return a preset's name, and the preset's policy with sampling switched off.
+    """Return a preset's name, and the preset's policy without random choices (``comparable``).
 
     If ``name`` is ``None``, the function chooses a preset that commits several tokens per pass and
     suits the network. Raises RequestError if ``presets`` does not contain the preset.
@@ -125,7 +126,16 @@ def threshold_preset(
         chosen = "wedlm"  # with "sdar", each block of a causal network would contain one token
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: choose one of {', '.join(presets)}")
-    return chosen, presets[chosen].greedy()
+    return chosen, comparable(presets[chosen])
+
+
+def comparable(policy: Policy) -> Policy:
+    """Return a policy with which denoisers are calibrated and compared.
+
+    The policy has no guidance and no sampling. If blocks start from random tokens, sampling stays,
+    because such a loop is defined by its draws. The draws depend only on the seed.
+    """
+    return policy.with_fields({"cfg_scale": 0.0}) if policy.remask == "noise" else policy.greedy()
 
 
 def load_data(
@@ -187,7 +197,8 @@ def trajectories(
 ) -> Trajectories:
     """Return a function that generates text for samples, and yields each generation's canvases.
 
-    The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
+    If blocks start from random tokens, the function yields the states of each generation's draft
+    passes instead. The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
     canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
     ``lockstep.courses`` explains ``memory_bytes``. For n samples, ``on_done`` is called n times:
     each time that another n-th of all masked positions is decided.
@@ -196,7 +207,9 @@ def trajectories(
     from dlm_export.network import lockstep
 
     c = layered.network
-    block_length = policy.block_length or 32
+    block_length = _block_length(c, policy)
+    if policy.remask == "noise":
+        policy = replace(policy, steps_per_block=min(policy.steps_per_block, TRAJECTORY_PASSES))
     if policy.commit == "threshold":
         policy = replace(
             policy, commit="dynamic", steps_per_block=min(block_length, TRAJECTORY_PASSES)
@@ -209,7 +222,7 @@ def trajectories(
         canvas = start_canvas(sample.tokens[:prompt_length].tolist(), length, c.mask_token_id)
         return reserve_end(canvas, policy, c.eos_token_ids)
 
-    def run(samples: Sequence[Sample]) -> Iterator[list[np.ndarray]]:
+    def run(samples: Sequence[Sample]) -> Iterator[Sequence[np.ndarray | State]]:
         starts = [start(sample) for sample in samples]
         masked, decided, done = sum(int(canvas.undecided.sum()) for canvas in starts), 0, 0
 
@@ -220,10 +233,72 @@ def trajectories(
                 done += 1
                 on_done()
 
+        if policy.remask == "noise":
+            yield from lockstep.draft_passes(layered, starts, policy, memory_bytes, on_decided)
+            return
         for course in lockstep.courses(layered, starts, policy, memory_bytes, on_decided):
             yield [canvas.tokens for canvas in course]
 
     return run
+
+
+def _block_length(network: NetworkSpec, policy: Policy) -> int:
+    return block_length_of(policy, None, network.draft_block) or 32
+
+
+def lacks_conditioning(network: NetworkSpec, state: State) -> bool:
+    """Return True if the state's draft pass needs soft embeddings, but the state contains none.
+
+    The first pass over a block reads no soft embeddings. All tokens of its block are random. States
+    from generations already contain the soft embeddings that the generation has read.
+    """
+    if network.conditioning is None or state.draft is None or state.source != "masked":
+        return False
+    return state.mask_ratio < 1 and state.draft.conditioning is None
+
+
+def with_conditioning(
+    states: Sequence[State],
+    layered: Layered,
+    policy: Policy,
+    memory_bytes: int | None,
+    folder: Path | None,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[State]:
+    """Add soft embeddings to the states for which ``lacks_conditioning`` returns True.
+
+    A soft embedding comes from a draft pass over the same canvas. Its temperature depends on
+    ``policy`` and on the state's share of random tokens. ``on_done`` is called after each layer. If
+    no state lacks soft embeddings, no layer is loaded.
+    """
+    # Import ``layered`` here, because reading data must work without torch.
+    from dlm_export.network.layered import soft_embeddings
+
+    network, found = layered.network, list(states)
+    drafted = [
+        (number, draft)
+        for number, state in enumerate(found)
+        if lacks_conditioning(network, state) and (draft := state.draft) is not None
+    ]
+    if not drafted:
+        return found
+    block_length = _block_length(network, policy)
+    embeddings = soft_embeddings(
+        layered,
+        [found[number].canvas for number, _ in drafted],
+        [draft for _, draft in drafted],
+        [
+            temperature_before(policy, found[number].mask_ratio, block_length)
+            for number, _ in drafted
+        ],
+        memory_bytes=memory_bytes,
+        folder=folder,
+        on_done=on_done,
+    )
+    for (number, draft), read in zip(drafted, embeddings, strict=True):
+        conditioned = Draft(draft.start, read.astype(np.float16))
+        found[number] = replace(found[number], draft=conditioned)
+    return found
 
 
 def calibration_states(
@@ -254,10 +329,11 @@ def _states(
         data.calibration,
         mask_token_id=c.mask_token_id,
         pad_token_id=c.end_token_id,
-        block_length=policy.block_length or 32,
+        block_length=_block_length(c, policy),
         max_canvas_length=c.max_canvas_length,
         per_sample=options.states_per_sample,
         mix=MIXES[options.source],
         seed=options.seed,
         trajectories=runs,
+        noise_vocab_size=None if c.has_mask_token else c.vocab_size,
     )

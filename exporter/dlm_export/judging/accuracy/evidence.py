@@ -10,6 +10,10 @@ generates these runs:
 - If the candidate generates the runs, the reference generates no text. It only predicts which
   tokens it would commit on each canvas of the candidate's runs.
 
+For denoisers without a mask token, only the reference can generate the runs, and the tokens that
+each pass would commit are not compared. A pass of such a run depends on the predictions of the pass
+before.
+
 A reference that generates no text may be a ``Seer``: a denoiser whose layers are loaded one at a
 time. A ``Seer`` must receive the canvases of several samples at once.
 """
@@ -27,7 +31,13 @@ from dlm_calibration.metrics import Decode, Frontier, Run
 from dlm_calibration.samples import Sample, samples_sha256
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.accuracy.frontier import Met, follow, meet, predict_commitment, within
-from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, compare_masked, masked_canvases
+from dlm_export.judging.accuracy.masked import (
+    Masked,
+    MaskedCanvas,
+    compare_masked,
+    has_mask_token,
+    masked_canvases,
+)
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
@@ -127,7 +137,7 @@ class Pair:
                 sample,
                 number,
                 self._reference,
-                block_length=self._policy.block_length,
+                policy=self._policy,
                 limit=self._limit,
                 seed=self._seed,
             )
@@ -152,7 +162,10 @@ class Pair:
         views = [seen.view for seen in canvases]
         if isinstance(self._floor, Seer):
             self._floor.see(views)
-        if isinstance(self._reference, Seer):
+        if not has_mask_token(self._reference):
+            if isinstance(self._reference, Seer):
+                self._reference.see(views)
+        elif isinstance(self._reference, Seer):
             walks = [run.walk(self._reference.shift) for run in runs]
             self._reference.see([*views, *(view for run in runs for view in run.views)], walks)
         masked = compare_masked(self._reference, self.others, canvases, on_done)
@@ -169,7 +182,7 @@ class Pair:
         ``walk`` is the index of ``run`` in the list of runs that ``Seer.see`` has received.
         """
         reference, policy = self._reference, self._policy
-        for state in run.deciding:
+        for state in run.deciding if has_mask_token(reference) else ():
             theirs = predict_commitment(reference, state, policy, reference.scores)
             part.frontier.add(
                 state.mask_ratio,
@@ -204,7 +217,8 @@ class Evidence:
     Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
     denoiser that generates the decoding runs. ``free`` generates text with the reference. If
     ``free`` is ``None``, the reference generates no text, and only predicts tokens on the
-    candidate's canvases.
+    candidate's canvases. Without a mask token, ``states_of`` must be "reference". No text is
+    generated if ``free`` is ``None``.
     """
 
     def __init__(
@@ -274,12 +288,14 @@ class Evidence:
         taken = list(enumerate(self.pool))[self.judged : self.judged + count]
         self.judged += count
         limit = self._free_runs
-        if self._states_of == "reference":
-            assert self._can_run
+        runs: list[Met]
+        if self._states_of == "reference" and not self._can_run:
+            runs, freely = [], frozenset[int]()
+        elif self._states_of == "reference":
             left = None if limit is None else max(0, limit - self._freely)
             runs = list(self._compute.runs(taken[:left]))
             self._freely += len(runs)
-            freely = frozenset[int]()
+            freely = frozenset()
         else:
             # Generating text may need many passes. Generate text for fewer samples if the passes
             # of all runs would otherwise outnumber the masked canvases.
@@ -303,6 +319,7 @@ class Evidence:
         for part in self._parts:
             frontier.merge(part.frontier)
         made = [run for part in self._parts for run in part.runs]
+        is_masked = has_mask_token(self._reference)
         floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
         buckets = [
             {"mask_ratio": mask_ratio}
@@ -310,7 +327,8 @@ class Evidence:
             for index, mask_ratio in enumerate(MASK_RATIOS)
             if (chosen := ours.ratio == index).any()
         ]
-        text_bytes = _text_bytes(self.pool[:count], self._decode)
+        # The loss at random tokens is not a bound of the likelihood.
+        text_bytes = _text_bytes(self.pool[:count], self._decode) if is_masked else 0
         bound = {
             "reference_bits_per_byte": metrics.bits_per_byte(
                 float(ours.weight @ ours.rows.reference_ce), text_bytes
@@ -319,13 +337,17 @@ class Evidence:
                 float(ours.weight @ ours.rows.candidate_ce), text_bytes
             ),
         }
-        runs = metrics.summarise_runs(
-            [self.pool[run.number] for run in made],
-            [run.prompt for run in made],
-            [run.theirs for run in made],
-            [run.ours for run in made],
-            seed,
-            [run.nfe for run in made],
+        runs = (
+            None
+            if not made
+            else metrics.summarise_runs(
+                [self.pool[run.number] for run in made],
+                [run.prompt for run in made],
+                [run.theirs for run in made],
+                [run.ours for run in made],
+                seed,
+                [run.nfe for run in made],
+            )
         )
         equal = [run.is_equal for run in made if run.is_equal is not None]
         return Judgement(
@@ -335,8 +357,10 @@ class Evidence:
             policy=self._policy.as_dict() | {"max_new_tokens": self._new_tokens},
             buckets=buckets,
             overall=metrics.summarise(ours.rows, ours.sample, count, seed) | bound,
-            frontier=frontier.as_dict(),
-            free_running=runs | {"equal_by_induction": float(np.mean(equal)) if equal else None},
+            frontier=frontier.as_dict() if is_masked else None,
+            free_running=None
+            if runs is None
+            else runs | {"equal_by_induction": float(np.mean(equal)) if equal else None},
             effort={"states_of": self._states_of, "free_runs": self._freely},
             noise_floor=None
             if floor is None
@@ -366,7 +390,8 @@ class Evidence:
         intervals = {
             "max_ce_increase": judgement.overall["ce_increase_interval"],
             "min_top1": metrics.ratio_interval(hits, rows, self.seed),
-            "max_nfe_ratio": judgement.free_running["nfe_ratio_interval"],
+            "max_nfe_ratio": judgement.free_running
+            and judgement.free_running["nfe_ratio_interval"],
             "min_task": metrics.difference_interval(np.array(right), self.seed) if right else None,
         }
         asked = {name: limit for name in intervals if (limit := getattr(budgets, name)) is not None}

@@ -102,7 +102,7 @@ class Met:
     @property
     def views(self) -> list[View]:
         """The canvas and the positions that may be committed, for each pass that commits tokens."""
-        return [(state.canvas, state.turn.positions) for state in self.deciding]
+        return [View(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:

@@ -1,4 +1,8 @@
-"""Compares the predictions of denoisers at randomly masked positions of held-out text."""
+"""Compares the predictions of denoisers at randomly masked positions of held-out text.
+
+For a denoiser without a mask token, random tokens take the place of mask tokens, in one block of
+the text. The mask ratio is then the share of random tokens in the block (the noise ratio).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,11 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.samples import Sample
-from dlm_calibration.states import MASK_RATIOS, mask_share, pad_to_blocks
-from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logits
+from dlm_calibration.states import MASK_RATIOS, mask_share, noise_block, pad_to_blocks
+from dlm_export.judging.sides.side import DraftPass, JudgeError, Scorer, View, finite_logits
+from dlm_export.network.passes import block_length_of
+from dlm_export.network.turns import temperature_before
+from dlm_runtime.policy import Policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +49,8 @@ class MaskedCanvas:
     """A sample after masking, with the masked positions to predict and their true tokens.
 
     ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. ``weight`` is the factor that the
-    docstring of ``Masked`` explains.
+    docstring of ``Masked`` explains. It is 0 with random tokens, whose loss gives no such bound.
+    ``View`` explains ``draft``.
     """
 
     sample: int
@@ -51,10 +59,11 @@ class MaskedCanvas:
     positions: np.ndarray
     truth: np.ndarray
     weight: float
+    draft: DraftPass | None = None
 
     @property
     def view(self) -> View:
-        return self.canvas, self.positions
+        return View(self.canvas, self.positions, self.draft)
 
 
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
@@ -71,7 +80,7 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 
 
 def masked_canvases(
-    sample: Sample, number: int, side: Scorer, *, block_length: int, limit: int, seed: int
+    sample: Sample, number: int, side: Scorer, *, policy: Policy, limit: int, seed: int
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once with each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
@@ -80,21 +89,41 @@ def masked_canvases(
     at these positions are not compared. A mask ratio is skipped if it would mask none of the
     compared positions.
 
-    The sample's index ``number`` and the seed determine the masks. Raises JudgeError if there is no
-    position to compare.
+    ``policy`` gives the block length, and the temperatures for self-conditioning. The sample's index
+    ``number`` and the seed determine the masks. Raises JudgeError if there is no position to
+    compare, or no block length for random tokens.
     """
+    block_length = block_length_of(policy, side.visible_block, side.draft_block)
+    if block_length < 1 and not has_mask_token(side):
+        raise JudgeError("the preset has no block length: set block_length")
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:
         raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt. Remove it.")
     canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)
     rng = np.random.default_rng([seed, number])
     for index, mask_ratio in enumerate(MASK_RATIOS):
+        if not has_mask_token(side):
+            noised, first, is_noised = noise_block(
+                canvas, mask_ratio, side.vocab_size, block_length, rng, start, end
+            )
+            positions = np.flatnonzero(is_noised[:end])
+            if len(positions):
+                ratio = float(is_noised[first:].mean())
+                draft = DraftPass(first, temperature_before(policy, ratio, block_length))
+                truth = canvas[positions]
+                yield MaskedCanvas(number, index, noised, positions, truth, 0.0, draft)
+            continue
         masked = mask_share(canvas, mask_ratio, side.mask_token_id, rng, start)
         is_masked = masked == side.mask_token_id
         positions = start + np.flatnonzero(is_masked[start:end])
         if len(positions):
             weight = (len(canvas) - start) / int(is_masked.sum()) / len(MASK_RATIOS)
             yield MaskedCanvas(number, index, masked, positions, canvas[positions], weight)
+
+
+def has_mask_token(side: Scorer) -> bool:
+    """Return True if a denoiser has a mask token."""
+    return side.mask_token_id < side.vocab_size
 
 
 def compare_masked(

@@ -26,9 +26,9 @@ from dlm_export import families
 from dlm_export.judging.accuracy.frontier import meet_within, predict_commitment
 from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
 from dlm_export.judging.sides.bundle import BundlePredictor
-from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source, view_key
+from dlm_export.judging.sides.layerwise import SweptPredictor, ViewKey, shown_source, view_key
 from dlm_export.judging.sides.prompts import new_tokens
-from dlm_export.judging.sides.side import View, rows_of
+from dlm_export.judging.sides.side import DraftPass, View, rows_of
 from dlm_export.network.layered import Layered
 from dlm_export.network.passes import FULL_CACHES, Span, block_length_of
 from dlm_export.network.spec import NetworkSpec
@@ -46,7 +46,7 @@ class CachedPredictor(SweptPredictor):
         super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
         self._policy = policy
         self._passes: dict[
-            tuple[bytes, bytes], tuple[int, int]
+            ViewKey, tuple[int, int]
         ] = {}  # maps a canvas and its rows to the index of a walk, and the walk's number of passes
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
@@ -54,7 +54,9 @@ class CachedPredictor(SweptPredictor):
         assert not walks
         wanted = {
             view_key(canvas, rows): (canvas, rows)
-            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
+            for canvas, rows in (
+                (view.canvas, rows_of(view.positions, self.shift)) for view in views
+            )
         }
         made = [self._walk(canvas, rows) for canvas, rows in wanted.values()]
         self._passes = {
@@ -63,7 +65,9 @@ class CachedPredictor(SweptPredictor):
         }
         super().see([], made)
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def logits(
+        self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
+    ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
@@ -112,12 +116,12 @@ def judge_cache(
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)
     layered = families.layered(source.parameters, network, torch.float32, workplace.device)
-    limit, size = network.max_canvas_length, block_length_of(policy, network.visible_block)
+    limit = network.max_canvas_length
     masked = [
         seen
         for number, sample in enumerate(samples)
         for seen in masked_canvases(
-            sample, number, reference, block_length=size, limit=limit, seed=seed
+            sample, number, reference, policy=policy, limit=limit, seed=seed
         )
     ]
     for cache in caches_of(network):
@@ -128,7 +132,7 @@ def judge_cache(
         states = [state for run in runs for state in run.deciding]
         views = [
             *(seen.view for seen in masked),
-            *((state.canvas, state.turn.positions) for state in states),
+            *(View(state.canvas, state.turn.positions) for state in states),
         ]
         candidate = CachedPredictor(layered, cache_dtype, loop)
         reference.see(views)

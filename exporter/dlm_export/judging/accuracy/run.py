@@ -149,10 +149,16 @@ def _judge(
     elsewhere: _Elsewhere | None = None,
 ) -> Judgement:
     effort = options.effort
+    has_texts = effort.has_texts(network) or candidate_policy is not None
+    options.budgets.check_texts(has_texts=has_texts)
     pool = list(samples[: effort.most])
-    is_full = effort.name == "full" or candidate_policy is not None
+    # Without a mask token, the reference cannot follow the candidate's runs (see ``evidence``).
+    is_full = effort.name == "full" or candidate_policy is not None or not network.has_mask_token
     longest = new_tokens(pool, policy, network, candidate.bundle)
     states_of: Side = "reference" if is_full else "candidate"
+    is_limited = isinstance(reference, Seer) or (
+        not network.has_mask_token and effort.name != "full" and candidate_policy is None
+    )
 
     def compute(pair: Pair) -> Compute:
         if elsewhere is None:
@@ -183,8 +189,8 @@ def _judge(
         seed=options.data.seed,
         noise_floor=floor,
         states_of=states_of,
-        free=free,
-        free_runs=effort.free_runs if isinstance(reference, Seer) else None,
+        free=free if has_texts else None,
+        free_runs=effort.free_runs if is_limited else None,
         candidate_policy=candidate_policy,
         compute=compute,
     )

@@ -61,11 +61,23 @@ class Budgets:
                 "a smallest task score is set, but the data has no answers: give prompts with completions"
             )
 
+    def check_texts(self, *, has_texts: bool) -> None:
+        """Raise JudgeError if a limit needs generated texts, but ``has_texts`` is false."""
+        if not has_texts and (self.max_nfe_ratio is not None or self.min_task is not None):
+            raise JudgeError(
+                "--max-nfe-ratio and --min-task need generated texts. A denoiser without a mask token generates texts for "
+                "them only with --judge full or --free-runs"
+            )
+
 
 @dataclass(frozen=True)
 class Judgement:
     """A candidate's loss of accuracy. Each field except ``speed`` is a section of accuracy.json.
 
+    - ``buckets``: one entry per mask ratio. For a denoiser without a mask token, the mask ratio is
+      the share of random tokens in a block (see ``masked``).
+    - ``frontier``: ``None`` for a denoiser without a mask token.
+    - ``free_running``: ``None`` if no text was generated.
     - ``effort``: why the comparison stopped (see ``rounds``), and which denoiser generated the
       decoding runs (see ``evidence``).
     - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
@@ -84,8 +96,8 @@ class Judgement:
     policy: dict[str, Any]
     buckets: list[dict[str, Any]]
     overall: dict[str, Any]
-    frontier: dict[str, Any]
-    free_running: dict[str, Any]
+    frontier: dict[str, Any] | None
+    free_running: dict[str, Any] | None
     effort: dict[str, Any] = field(default_factory=dict)
     noise_floor: dict[str, Any] | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -100,7 +112,8 @@ class Judgement:
 
         Raises JudgeError if ``min_task`` is set, but no sample contains a right answer.
         """
-        task = self.free_running["task"]
+        free = self.free_running
+        task = None if free is None else free["task"]
         if budgets.min_task is not None and task is None:
             raise JudgeError(
                 "a smallest task score is set, but the data has no answers: give prompts with completions"
@@ -108,7 +121,7 @@ class Judgement:
         values = {
             "max_ce_increase": self.overall["ce_increase"],
             "min_top1": self.overall["top1"],
-            "max_nfe_ratio": self.free_running["nfe_ratio"],
+            "max_nfe_ratio": None if free is None else free["nfe_ratio"],
             "min_task": None if task is None else task["candidate"],
         }
         rows = []

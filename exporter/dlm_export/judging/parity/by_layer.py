@@ -38,6 +38,7 @@ from torch import Tensor
 from dlm_calibration.formats import FP32, quantise_activation
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_calibration.solvers import rotate
+from dlm_calibration.states import Draft
 from dlm_export import families
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import END, Part, cut
@@ -56,6 +57,7 @@ from dlm_export.judging.parity.verdict import (
 from dlm_export.memory import give_back
 from dlm_export.network.experts import RoutedMLPs, Router, Stacked
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
+from dlm_export.network.linear import activate
 from dlm_export.network.spec import EMBEDDING, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
@@ -65,7 +67,8 @@ from dlm_export.workplace import Workplace
 # the boundary if its relative distance is smaller than ``_BOUNDARY``. This value is a few times the
 # relative rounding error of fp32.
 _BOUNDARY = 2.0**-20
-_STEEPEST_SILU = 1.1
+# The largest slope of each activation function of experts, rounded up.
+_STEEPEST = {"silu": 1.1, "gelu-tanh": 1.13}
 
 
 def units(network: NetworkSpec) -> int:
@@ -101,6 +104,9 @@ def check_layers(
 ) -> Parity:
     """Compare each layer of a bundle with torch, on one random canvas per mask ratio.
 
+    If the network has self-conditioning, every second canvas is computed in a draft pass, with
+    random soft embeddings.
+
     Args:
         folder: The bundle.
         network: The description of the bundle's network.
@@ -121,16 +127,21 @@ def check_layers(
     for part in parts:
         show(part.model, taps)
     wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
-    beside = _Beside(done, taps, canvases, cache_dtype, workplace or Workplace())
-    passes = [
-        full_pass(
-            network,
-            cache_dtype,
-            batch.ids.numpy(),
-            np.stack([canvases[number].rows for number in batch.numbers]),
+    drafts = _drafts(network, canvases, seed)
+    beside = _Beside(done, taps, canvases, drafts, cache_dtype, workplace or Workplace())
+    passes = []
+    for batch in beside.equal.batches:
+        read = beside.equal.conditioning(batch)
+        passes.append(
+            full_pass(
+                network,
+                cache_dtype,
+                batch.ids.numpy(),
+                np.stack([canvases[number].rows for number in batch.numbers]),
+                beside.layered.positions(batch.ids, batch.draft_start).cpu().numpy(),
+                None if read is None else read.numpy(),
+            )
         )
-        for batch in beside.equal.batches
-    ]
     for part, shown in run_parts(folder, parts, passes, wanted, is_simulated=is_simulated):
         beside.run(part, shown)
         on_done()
@@ -142,6 +153,18 @@ def check_layers(
         [],
         layers=list(beside.rows.values()),
     )
+
+
+def _drafts(network: NetworkSpec, canvases: Sequence[Canvas], seed: int) -> list[Draft | None]:
+    """Return a draft pass over every second canvas, if the network has self-conditioning."""
+    rng, found = np.random.default_rng(seed), list[Draft | None]()
+    for number, canvas in enumerate(canvases):
+        draft, length = None, len(canvas.tokens)
+        if network.conditioning is not None and number % 2:
+            soft = rng.normal(size=(length, network.hidden_size)).astype(np.float32)
+            draft = Draft(0, soft)
+        found.append(draft)
+    return found
 
 
 class _Beside:
@@ -162,6 +185,7 @@ class _Beside:
         done: Quantisation,
         taps: Mapping[str, Tap],
         canvases: Sequence[Canvas],
+        drafts: Sequence[Draft | None],
         cache_dtype: str,
         workplace: Workplace,
     ) -> None:
@@ -173,7 +197,7 @@ class _Beside:
             self.layered.read = functools.partial(read_rounded, done, self.layered.read)
         tokens = [canvas.tokens for canvas in canvases]
         self.equal, self.alone = (
-            Carried(self.layered, tokens, cache_dtype=cache_dtype) for _ in range(2)
+            Carried(self.layered, tokens, cache_dtype=cache_dtype, drafts=drafts) for _ in range(2)
         )
         self.rows: dict[str, LayerRow] = {}
         self.found: list[np.ndarray] = []
@@ -209,8 +233,12 @@ class _Beside:
             # Skip experts, because a single operator of the graph computes all experts.
             if not module.is_dense:
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
-            router = modules[f"{path.removesuffix('.experts')}.router"]
+            router = modules[_router_of(path)]
             assert isinstance(router, Router)
+            if router.norm is not None:
+                router.register_forward_pre_hook(
+                    functools.partial(self._before_router, path, shown)
+                )
             module.register_forward_pre_hook(
                 functools.partial(self._before_experts, path, router, shown)
             )
@@ -247,6 +275,13 @@ class _Beside:
         self._note(layer, 0.0, float("inf"))
         return None
 
+    def _before_router(
+        self, path: str, shown: Sequence[Values], router: Any, inputs: tuple[Tensor, ...]
+    ) -> None:
+        """Compare the router's inputs, whose norm is not that of the experts' inputs."""
+        theirs = self._shown_now(shown)[self.taps[_router_of(path)].input]
+        self._note_input(_router_of(path), router.prepared(inputs[0]).cpu().numpy(), theirs)
+
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
@@ -259,7 +294,8 @@ class _Beside:
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
         chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
-        scores, judged = router.scores(x)
+        entered = torch.from_numpy(values[self.taps[_router_of(path)].input]).to(x.device)
+        scores, judged = router.scores_of(entered)
         weights = router.weights_of(scores, judged, chosen)
         theirs = torch.from_numpy(values[routes.output]).to(x.device)
         for wrong, right in (
@@ -267,7 +303,7 @@ class _Beside:
             ((weights - theirs).abs(), weights),
         ):
             relative = float(wrong.amax() / right.abs().amax().clamp(min=1e-30))
-            self._note_router(path, relative if math.isfinite(relative) else math.inf)
+            self._note(_router_of(path), relative if math.isfinite(relative) else math.inf, None)
         return x, chosen, theirs
 
     def _after_experts(
@@ -326,9 +362,6 @@ class _Beside:
     def _note_input(self, layer: str, ours: np.ndarray, theirs: np.ndarray) -> None:
         self._note(layer, max(map(_relative, ours, theirs)), None)
 
-    def _note_router(self, path: str, relative: float) -> None:
-        self._note(f"{path.removesuffix('.experts')}.router", relative, None)
-
     def _note_output(
         self, layer: str, ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray
     ) -> None:
@@ -345,6 +378,11 @@ class _Beside:
         self.rows[layer] = LayerRow(
             layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None)
         )
+
+
+def _router_of(path: str) -> str:
+    """Return the path of the router of the experts at ``path``."""
+    return f"{path.removesuffix('.experts')}.router"
 
 
 def read_rounded(
@@ -438,7 +476,8 @@ def _experts_slack(
             continue
         mine, share = tokens[rows], shares[rows, places, None]
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
-        hidden = torch.nn.functional.silu(gated) * wide * share
+        activated = activate(gated, module.spec.activation, is_plain=False)
+        hidden = activated * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
         # ``moved`` is how much each value of ``hidden`` may differ from torch's value. Even with
         # equal inputs, sums differ if their terms are added in a different order.
@@ -448,9 +487,9 @@ def _experts_slack(
                 torch.from_numpy(apart).to(x) @ each.matrix(expert).abs()
                 for each in (module.gate, module.up)
             )
-            silu = torch.nn.functional.silu(gated).abs()
+            steepest = _STEEPEST[module.spec.activation]
             moved = moved + share.abs() * (
-                _STEEPEST_SILU * by_gate * (wide.abs() + by_up) + silu * by_up
+                steepest * by_gate * (wide.abs() + by_up) + activated.abs() * by_up
             )
         seen, low, high = (
             torch.from_numpy(calibrate.as_seen(done, down, each.cpu().numpy())).to(x)

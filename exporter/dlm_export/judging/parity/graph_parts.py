@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from dlm_export.graph import caches
 from dlm_export.graph.parts import Part
+from dlm_export.judging.sides.drafting import no_rows, session_options
 from dlm_export.memory import give_back
 from dlm_export.network.spec import NetworkSpec
-from dlm_runtime.abi import native as _native
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -26,42 +26,43 @@ Values = Mapping[str, np.ndarray]
 """Maps the names of values in a graph to arrays."""
 
 
-# Maps each element type to the numpy type that stores the elements. If numpy lacks the element
-# type, a numpy type of the same size is used.
-_BITS: dict[ir.DataType, type[np.generic]] = {
-    ir.DataType.FLOAT: np.float32,
-    ir.DataType.FLOAT16: np.uint16,
-    ir.DataType.BFLOAT16: np.uint16,
-    ir.DataType.INT8: np.int8,
-}
-
-
 def full_pass(
-    network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray
+    network: NetworkSpec,
+    cache_dtype: str,
+    ids: np.ndarray,
+    rows: np.ndarray,
+    positions: np.ndarray | None = None,
+    conditioning: np.ndarray | None = None,
 ) -> dict[str, onnxruntime.OrtValue]:
     """Return the inputs of a graph for a pass without a cache over a batch of whole canvases.
 
     ``ids`` ``[B, L]`` contains B canvases of L tokens. ``rows`` ``[B, R]`` contains, for each
-    canvas, the indices of the R rows whose logits the graph computes.
+    canvas, the indices of the R rows whose logits the graph computes. ``positions`` ``[B, L]``
+    contains the position ids, which are 0 to L - 1 by default. With self-conditioning,
+    ``conditioning`` ``[B, L, hidden]`` contains the soft embeddings. ``None`` means zeros.
     """
     from onnxruntime import OrtValue
 
     integers = {
         "input_ids": ids,
-        "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
+        "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        if positions is None
+        else positions,
         "score_rows": rows,
     }
     given = {
         name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64))
         for name, array in integers.items()
     }
+    if network.conditioning is not None:
+        if conditioning is None:
+            conditioning = np.zeros((*ids.shape, network.hidden_size), np.float32)
+        given["conditioning"] = OrtValue.ortvalue_from_numpy(np.ascontiguousarray(conditioning))
+        given["temperature"] = OrtValue.ortvalue_from_numpy(np.ones(rows.shape, np.float32))
     for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
         element, width = caches.row_of(cache_dtype, head_size)
-        nothing = np.zeros((len(ids), kv_heads, 0, width), _BITS[element])
-        for kind in ("key", "value"):
-            given[f"past_{kind}.{i}"] = OrtValue.ortvalue_from_numpy_with_onnx_type(
-                nothing, element.value
-            )
+        nothing = no_rows(element.name.lower(), (len(ids), kv_heads, 0, width))
+        given |= {f"past_key.{i}": nothing, f"past_value.{i}": nothing}
     return given
 
 
@@ -115,22 +116,11 @@ def open_graph(
     """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.enable_mem_pattern = 4, False
-    for key, value in {
-        "session.disable_prepacking": str(int(not is_packed)),
-        "session.force_spinning_stop": "1",
-        "session.qdq_matmulnbits_accuracy_level": "1",
-        "session.x64quantprecision": "1",
-        "session.disable_quant_qdq": str(int(is_simulated)),
-        **(
-            {}
-            if folder is None
-            else {"session.model_external_initializers_file_folder_path": str(folder)}
-        ),
-    }.items():
-        options.add_session_config_entry(key, value)
-    options.register_custom_ops_library(_native.library()._name)
+    options = session_options(is_simulated=is_simulated, is_packed=is_packed)
+    if folder is not None:
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(folder)
+        )
     return onnxruntime.InferenceSession(
         ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

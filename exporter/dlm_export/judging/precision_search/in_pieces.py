@@ -161,7 +161,10 @@ def masked(
 
     ``ready`` maps each format to a quantisation of all layers in this format.
     """
-    told = [json.dumps(sorted(formats.items())), *(repr(seen.canvas.tolist()) for seen in canvases)]
+    told = [json.dumps(sorted(formats.items()))]
+    for seen in canvases:
+        chosen = [each.tolist() for each in (seen.canvas, seen.positions, seen.truth)]
+        told.append(json.dumps([*chosen, seen.draft]))
     stage = f"search-{_key(remote, ready.values(), told)}"
     portable = {name: _Portable.of(done) for name, done in ready.items()}
     shared = _Assignment(remote.source, portable, dict(formats))

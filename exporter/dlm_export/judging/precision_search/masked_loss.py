@@ -23,7 +23,7 @@ class MaskedLoss:
             seen
             for number, sample in enumerate(samples)
             for seen in masked_canvases(
-                sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed
+                sample, number, reference, policy=policy, limit=limit, seed=seed
             )
         ]
         self._reference, self._samples, self._seed = reference, len(samples), seed

@@ -40,6 +40,7 @@ from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
 from dlm_export.network.spec import EMBEDDING, HEAD, NetworkSpec
+from dlm_export.network.states import features_of
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
@@ -65,19 +66,18 @@ def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
 
 
-def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
-    """Return the indices of the rows whose logits predict the masked positions of a canvas."""
-    return (
-        torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift
-    ).clamp(min=0)
+def predicting_rows(state: State, network: NetworkSpec) -> Tensor:
+    """Return the indices of the rows whose logits predict the masked positions of a state."""
+    positions = np.flatnonzero(state.is_masked(network.mask_token_id))
+    return (torch.from_numpy(positions) - network.shift).clamp(min=0)
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
     """Convert raw logits ``[R, V]``, for R rows and V tokens, to log probabilities.
 
-    The mask token gets probability 0. The function changes ``logits`` in place.
+    The mask token, if any, gets probability 0. The function changes ``logits`` in place.
     """
-    logits[:, network.mask_token_id] = -torch.inf
+    logits[:, network.mask_token_id : network.mask_token_id + 1] = -torch.inf
     return logits.float().log_softmax(-1)
 
 
@@ -168,7 +168,8 @@ def sums(
     are stored in a file in ``folder``. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
-    carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
+    drafts = [state.draft for state in states]
+    carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder, drafts=drafts)
     shape, dtype = carried.states.shape, carried.states.dtype
     entered = room_for((len(c.layers), *shape), dtype, memory_bytes, folder)
     for i in range(len(c.layers)):
@@ -176,7 +177,7 @@ def sums(
         carried.through(i, layered.block(i))
         on_done()
     gradients = room_for((2 * DRAWS, *shape), dtype, memory_bytes, folder)
-    found = _at_the_head(carried, canvases, choices, gradients, first)
+    found = _at_the_head(carried, states, choices, gradients, first)
     for i in reversed(range(len(c.layers))):
         for lost, squares in zip(
             found.lost, _through(i, carried, entered[i], gradients, choices), strict=True
@@ -225,7 +226,7 @@ def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterato
 
 def _at_the_head(
     carried: Carried,
-    canvases: Sequence[np.ndarray],
+    states: Sequence[State],
     choices: Sequence[Quantisation],
     gradients: Tensor,
     first: int,
@@ -248,14 +249,17 @@ def _at_the_head(
         pulled = torch.zeros(2 * DRAWS, *x.shape)
         for place, number in enumerate(batch.numbers):
             generator = torch.Generator().manual_seed(first + number)
-            rows = predicting_rows(canvases[number], c)
+            rows = predicting_rows(states[number], c)
             mine = features[place, rows.to(x.device)].detach()
-            expected = log_probs(head(mine), c)
+            logits = head(mine)
+            expected = log_probs(logits.clone(), c)
             at_frontier = is_frontier(expected)
             for part, chosen in zip(_PARTS, (at_frontier, ~at_frontier), strict=True):
                 draws = directions(expected[chosen].exp(), DRAWS, generator)
+                scored = logits[chosen]
                 for gradient, direction in zip(pulled[part], draws, strict=True):
-                    gradient[place].index_add_(0, rows[chosen], head.pull(direction))
+                    back = head.pull(direction, scored)
+                    gradient[place].index_add_(0, rows[chosen], back)
             for losses, heads in zip(lost, quantised, strict=True):
                 for module in heads.values():
                     kl = divergence(expected, log_probs(module(mine.cpu()), c))
@@ -298,7 +302,7 @@ def _through(
     squares = [{path: torch.zeros(len(gradients)) for path in mine} for mine in quantised]
     for batch in carried.batches:
         x = entered[batch.rows].view(*batch.ids.shape, -1).to(layered.device).requires_grad_()
-        out, _ = block(x, *layered.beside(i, batch.ids))
+        out, _ = block(x, *layered.beside(i, batch))
         with torch.no_grad():
             errors = [
                 {path: _changed(module, *seen[path]).flatten(1) for path, module in mine.items()}
@@ -393,8 +397,8 @@ class Sweep:
     @torch.no_grad()
     def _log_probs(self, state: State) -> Tensor:
         c = self.denoiser.network
-        features, _ = self.denoiser.hidden(*calibrate.batch(state))
-        return log_probs(self.denoiser.project(features[0, predicting_rows(state.canvas, c)]), c)
+        features = features_of(self.denoiser, state.canvas, predicting_rows(state, c), state.draft)
+        return log_probs(self.denoiser.project(features), c)
 
     def loss(self, done: Quantisation, layers: Sequence[str]) -> tuple[float, float]:
         """Return ``(kl, frontier_kl)`` in nats per position if ``layers`` are quantised."""

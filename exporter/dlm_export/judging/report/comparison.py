@@ -64,7 +64,8 @@ class Entry:
     def as_dict(self) -> dict[str, Any]:
         """Return the bundle's table row as plain Python objects."""
         j = self.judgement
-        task = j["free_running"]["task"] if j else None
+        free, frontier = (j["free_running"], j["frontier"]) if j else (None, None)
+        task = free["task"] if free else None
         return {
             "bundle": str(self.folder),
             "precision": self.precision,
@@ -74,9 +75,9 @@ class Entry:
             "ce_increase": j["overall"]["ce_increase"] if j else None,
             "ce_increase_interval": j["overall"]["ce_increase_interval"] if j else None,
             "top1": j["overall"]["top1"] if j else None,
-            "flip_rate": j["frontier"]["flip_rate"] if j else None,
-            "nfe_ratio": j["free_running"]["nfe_ratio"] if j else None,
-            "nfe_ratio_interval": j["free_running"]["nfe_ratio_interval"] if j else None,
+            "flip_rate": frontier["flip_rate"] if frontier else None,
+            "nfe_ratio": free["nfe_ratio"] if free else None,
+            "nfe_ratio_interval": free["nfe_ratio_interval"] if free else None,
             "task": task["candidate"] if task else None,
             "task_difference_interval": task["difference_interval"] if task else None,
         }

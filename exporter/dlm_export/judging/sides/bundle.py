@@ -6,11 +6,14 @@ an activation would depend on all these canvases.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_export.judging.sides.drafting import DraftPasses
+from dlm_export.judging.sides.side import DraftPass
 from dlm_export.machine import this_machine
 from dlm_export.network.turns import (
     Canvas,
@@ -52,9 +55,21 @@ class BundlePredictor:
         self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
         self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+    def logits(
+        self,
+        canvas: np.ndarray,
+        rows: np.ndarray | None = None,
+        draft: DraftPass | None = None,
+    ) -> np.ndarray:
         """See ``Predictor``."""
+        if draft is not None:
+            assert rows is not None
+            return self._draft_passes.logits(canvas, rows, draft)
         return self.bundle.logits(canvas.tolist(), None if rows is None else rows.tolist())
+
+    @functools.cached_property
+    def _draft_passes(self) -> DraftPasses:
+        return DraftPasses(self.bundle)
 
     def generate(
         self, tokens: Sequence[int], max_new_tokens: int, policy: Policy

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_calibration.states import Draft
 from dlm_export import families
-from dlm_export.judging.sides.side import View, rows_of
+from dlm_export.judging.sides.side import DraftPass, View, rows_of
 from dlm_export.network import proposers
-from dlm_export.network.layered import Carried, Layered
+from dlm_export.network.layered import Carried, Layered, soft_embeddings
 from dlm_export.network.turns import Turn, Walk
 from dlm_export.network.walks import Walked
 from dlm_export.sources import Source
@@ -49,7 +51,7 @@ class SweptPredictor:
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
         self._memory_bytes, self._folder, self._cache_dtype = memory_bytes, folder, cache_dtype
         self._project = layered.head()
-        self._features: dict[tuple[bytes, bytes], Tensor] = {}
+        self._features: dict[ViewKey, Tensor] = {}
         self._walked: list[list[Tensor]] = []
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
@@ -60,16 +62,17 @@ class SweptPredictor:
             for number, step in enumerate(steps)
             if step.span.is_whole(len(step.canvas))
         }
-        wanted = {
-            view_key(canvas, rows): (canvas, rows)
-            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
-        }
+        wanted = {}
+        for canvas, positions, draft in views:
+            rows = rows_of(positions, self.shift)
+            wanted[view_key(canvas, rows, draft)] = View(canvas, rows, draft)
         alone = {key: view for key, view in wanted.items() if key not in whole}
         carried = Carried(
             self.layered,
-            [canvas for canvas, _ in alone.values()],
+            [view.canvas for view in alone.values()],
             memory_bytes=self._memory_bytes,
             folder=self._folder,
+            drafts=self._drafts(list(alone.values())),
         )
         walked = Walked(self.layered, walks, self._cache_dtype)
         for i in range(len(self.layered.network.layers)):
@@ -78,13 +81,36 @@ class SweptPredictor:
             walked.through(i, block)
             del block  # free the memory before the next block is read
         self._walked = walked.features()
-        found = carried.features([rows for _, rows in alone.values()])
+        found = carried.features([view.positions for view in alone.values()])
         self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
         self._features |= dict(zip(alone, found, strict=True))
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _drafts(self, views: Sequence[View]) -> list[Draft | None]:
+        """Return the second draft pass of each view that has a ``draft``.
+
+        The function makes the first draft passes, whose predictions the second passes read.
+        """
+        found: list[Draft | None] = [None] * len(views)
+        first = [(number, view.draft) for number, view in enumerate(views) if view.draft]
+        if not first:
+            return found
+        read = soft_embeddings(
+            self.layered,
+            [views[number].canvas for number, _ in first],
+            [Draft(draft.start) for _, draft in first],
+            [draft.temperature for _, draft in first],
+            memory_bytes=self._memory_bytes,
+            folder=self._folder,
+        )
+        for (number, draft), soft in zip(first, read, strict=True):
+            found[number] = Draft(draft.start, soft)
+        return found
+
+    def logits(
+        self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
+    ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
-        return self._logits(self._features[view_key(canvas, rows)])
+        return self._logits(self._features[view_key(canvas, rows, draft)])
 
     def walked(self, walk: int, step: int) -> np.ndarray:
         """Implements ``Seer.walked``."""
@@ -109,6 +135,10 @@ def shown_source(
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
-def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
+ViewKey: TypeAlias = tuple[bytes, bytes, DraftPass | None]
+
+
+def view_key(canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None) -> ViewKey:
     """Return a dictionary key for a canvas and the rows that are computed on this canvas."""
-    return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()
+    ids, chosen = (np.asarray(each, np.int64).tobytes() for each in (canvas, rows))
+    return ids, chosen, draft

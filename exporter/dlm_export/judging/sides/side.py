@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,8 +19,27 @@ class JudgeError(DlmError):
     exit_code = ExitCode.WRONG_INPUT
 
 
-View: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""A canvas of L token IDs ``[L]``, and the P positions ``[P]`` to predict on this canvas."""
+class DraftPass(NamedTuple):
+    """The second of two draft passes over the positions of a canvas from ``start`` on.
+
+    The second pass reads the denoiser's own predictions of the first pass (self-conditioning), whose
+    logits are divided by ``temperature``.
+    """
+
+    start: int
+    temperature: float
+
+
+class View(NamedTuple):
+    """A canvas of L token IDs ``[L]``, and the P positions ``[P]`` to predict on this canvas.
+
+    For a denoiser without a mask token, ``draft`` is the pass that predicts. All positions to
+    predict are in its block.
+    """
+
+    canvas: np.ndarray
+    positions: np.ndarray
+    draft: DraftPass | None = None
 
 
 class Side(Protocol):
@@ -39,11 +58,16 @@ class Side(Protocol):
 class Scorer(Side, Protocol):
     """A denoiser that predicts tokens on a given canvas."""
 
-    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def logits(
+        self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
+    ) -> np.ndarray:
         """Make one full pass over a canvas of L token IDs, and return the raw logits of ``rows``.
 
         The result is fp32 ``[R, V]``, for R rows and a vocabulary of V tokens. Row ``i`` predicts
         position ``i + shift``. The canvas is not changed.
+
+        With ``draft``, the denoiser makes a causal pass over the positions before its start, and
+        two draft passes over the others. The second draft pass returns the logits.
         """
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
@@ -109,23 +133,43 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 def check_judged(network: NetworkSpec) -> None:
     """Raise JudgeError if the accuracy of a network cannot be measured.
 
-    Accuracy is measured with passes over whole canvases. Networks with draft passes cannot predict
-    masked tokens in such passes.
+    Accuracy is measured with passes over whole canvases. Networks with draft passes and a mask token
+    cannot predict masked tokens in such passes.
     """
-    if network.draft_block is not None:
+    if not can_judge(network):
         raise JudgeError(
             f"{network.architecture} has draft passes, and such networks cannot be judged or get effort levels yet: compare "
             "the texts of the preset autoregressive instead"
         )
 
 
-def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def can_judge(network: NetworkSpec) -> bool:
+    """Return True if the accuracy of a network can be measured."""
+    return network.draft_block is None or not network.has_mask_token
+
+
+def check_tuned(network: NetworkSpec) -> None:
+    """Raise JudgeError if effort levels cannot be fitted to a network."""
+    check_judged(network)
+    if not network.has_mask_token:
+        raise JudgeError(
+            f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: "
+            "change steps_per_block or entropy_bound instead"
+        )
+
+
+def finite_logits(
+    predictor: Scorer, canvas: np.ndarray, positions: np.ndarray, draft: DraftPass | None = None
+) -> np.ndarray:
     """Return the logits that predict P ``positions``, fp32 ``[P, V]``.
 
     The logit of the mask token is -inf. Raises JudgeError if the logit of any other token is NaN or
     infinite.
     """
-    return finite(predictor, predictor.logits(canvas, rows_of(positions, predictor.shift)))
+    rows = rows_of(positions, predictor.shift)
+    if draft is None:
+        return finite(predictor, predictor.logits(canvas, rows))
+    return finite(predictor, predictor.logits(canvas, rows, draft))
 
 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
@@ -139,17 +183,18 @@ def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
 
 
 def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
-    """Copy logits ``[P, V]``, and set the logit of the mask token to -inf.
+    """Copy logits ``[P, V]``, and set the logit of the mask token, if any, to -inf.
 
     Raises JudgeError if the logit of any other token is NaN or infinite.
     """
     logits = np.array(found, np.float32)
-    logits[:, predictor.mask_token_id] = 0
+    of_mask = slice(predictor.mask_token_id, predictor.mask_token_id + 1)
+    logits[:, of_mask] = 0
     bad = int((~np.isfinite(logits)).any(-1).sum())
     if bad:
         raise JudgeError(
             f"{predictor.name}: NaN or infinite logits at {bad} of {len(logits)} masked positions of a canvas. "
             "Its number format cannot hold this denoiser's activations."
         )
-    logits[:, predictor.mask_token_id] = -np.inf
+    logits[:, of_mask] = -np.inf
     return logits

@@ -6,13 +6,17 @@ This module is separate from the module ``bundle``, because ``bundle`` must work
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from dlm_calibration.states import Draft
+from dlm_export.judging.sides.side import DraftPass
 from dlm_export.network import proposers
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.states import features_of
 from dlm_export.network.turns import Canvas, Turn, reserve_end, start_canvas
 from dlm_runtime import Policy
 
@@ -29,11 +33,19 @@ class TorchPredictor:
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
 
     @torch.no_grad()
-    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+    def logits(
+        self,
+        canvas: np.ndarray,
+        rows: np.ndarray | None = None,
+        draft: DraftPass | None = None,
+    ) -> np.ndarray:
         """Implements ``Scorer.logits``.
 
         As in a graph, the head computes only the logits of ``rows``.
         """
+        if draft is not None:
+            assert rows is not None
+            return self._drafted(canvas, torch.from_numpy(np.asarray(rows, np.int64)), draft)
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))
             .unsqueeze(0)
@@ -45,6 +57,22 @@ class TorchPredictor:
         if rows is not None:
             features = features[torch.from_numpy(np.asarray(rows, np.int64)).to(ids.device)]
         out: np.ndarray = self.denoiser.project(features).float().cpu().numpy()
+        return out
+
+    def _drafted(self, canvas: np.ndarray, rows: torch.Tensor, draft: DraftPass) -> np.ndarray:
+        """Return the logits of the second of two draft passes."""
+        first = Draft(draft.start)
+        block = torch.arange(draft.start, len(canvas))
+        logits = self.denoiser.project(features_of(self.denoiser, canvas, block, first))
+        temperature = torch.full((len(block),), draft.temperature, device=logits.device)
+        soft = self.denoiser.soft_embedding(logits, temperature).float().cpu().numpy()
+        again = replace(first, conditioning=soft)
+        out: np.ndarray = (
+            self.denoiser.project(features_of(self.denoiser, canvas, rows, again))
+            .float()
+            .cpu()
+            .numpy()
+        )
         return out
 
     def generate(

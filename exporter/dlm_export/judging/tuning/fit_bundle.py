@@ -13,7 +13,7 @@ from dlm_export.judging.accuracy.files import recorded
 from dlm_export.judging.report.page import REPORT_FILE, require_matplotlib, write_report
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.sides.side import check_judged
+from dlm_export.judging.sides.side import check_tuned
 from dlm_export.judging.tuning.effort_levels import Levels, fit_levels, level_units
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import replaced
@@ -51,7 +51,7 @@ def fit_bundle(
         require_matplotlib()
     with options.opening.open(folder, check_hashes=False) as bundle:
         network = network_of(manifest)
-        check_judged(network)
+        check_tuned(network)
         presets = {name: bundle.policy(name) for name in published_presets(manifest)}
         preset, policy = threshold_preset(network, presets, options.data.preset)
         data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)

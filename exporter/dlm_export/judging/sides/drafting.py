@@ -1,0 +1,135 @@
+"""Makes draft passes with a bundle's graph, for denoisers without a mask token.
+
+The passes run in ONNX Runtime on the CPU, with the kernels and settings of the native runtime. The
+native runtime has no function that returns the logits of a draft pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dlm_export.judging.sides.side import DraftPass
+from dlm_runtime import Bundle
+from dlm_runtime.abi import native as _native
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+_CACHED: dict[str, tuple[type[np.generic], int]] = {
+    "float": (np.float32, 1),
+    "float16": (np.uint16, 10),
+    "bfloat16": (np.uint16, 16),
+    "int8": (np.int8, 3),
+}
+"""Maps the type of cached rows to a numpy type of the same size, and to the type's number in ONNX."""
+
+
+class DraftPasses:
+    """A bundle's graph, which computes draft passes with self-conditioning."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        """``bundle`` must have been opened from a folder."""
+        import onnxruntime
+
+        graph = bundle.manifest["loop"]["graph"]
+        assert bundle.folder is not None
+        options = session_options(is_simulated=graph["simulated"], threads=bundle.threads)
+        self._session = onnxruntime.InferenceSession(
+            os.fspath(bundle.folder / graph["file"]), options, providers=["CPUExecutionProvider"]
+        )
+        self._longest = bundle.max_canvas_length
+        self._width = int(bundle.manifest["loop"]["conditioning_size"])
+        self._caches = [each for each in self._session.get_inputs() if each.name.startswith("past")]
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass) -> np.ndarray:
+        """Return the raw logits of ``rows`` in the draft pass, fp32 ``[R, V]``.
+
+        The draft passes compute the positions of a canvas ``[L]`` from ``draft.start`` on, after a
+        causal pass over the positions before.
+        """
+        start, temperature = draft
+        past = {
+            each.name: no_rows(
+                each.type.removeprefix("tensor(").removesuffix(")"),
+                (1, each.shape[1], 0, each.shape[3]),
+            )
+            for each in self._caches
+        }
+        if start:
+            positions = np.arange(start)
+            names = [each.name.replace("past", "present") for each in self._caches]
+            found = self._run(names, canvas[:start], positions, positions[-1:], past, temperature)
+            past = dict(zip(past, found, strict=True))
+        block, positions = canvas[start:], np.arange(start, len(canvas)) + self._longest
+        every = np.arange(len(block))
+        (first,) = self._run(["next_conditioning"], block, positions, every, past, temperature)
+        read = first.numpy()
+        (second,) = self._run(
+            ["logits"], block, positions, rows - start, past, temperature, conditioning=read
+        )
+        logits: np.ndarray = second.numpy()[0]
+        return logits
+
+    def _run(
+        self,
+        names: Sequence[str],
+        ids: np.ndarray,
+        positions: np.ndarray,
+        rows: np.ndarray,
+        past: Mapping[str, Any],
+        temperature: float,
+        conditioning: np.ndarray | None = None,
+    ) -> list[Any]:
+        """Make a pass, and return the outputs ``names`` as OrtValues."""
+        from onnxruntime import OrtValue
+
+        if conditioning is None:
+            conditioning = np.zeros((1, len(ids), self._width), np.float32)
+        arrays = {
+            "input_ids": np.asarray(ids, np.int64)[None],
+            "position_ids": np.asarray(positions, np.int64)[None],
+            "score_rows": np.asarray(rows, np.int64)[None],
+            "conditioning": conditioning,
+            "temperature": np.full((1, len(rows)), temperature, np.float32),
+        }
+        given = {name: OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        found: list[Any] = self._session.run_with_ort_values(names, {**given, **past})
+        return found
+
+
+def no_rows(element: str, shape: Sequence[int]) -> onnxruntime.OrtValue:
+    """Return a cache without rows, whose elements have the ONNX type ``element``."""
+    from onnxruntime import OrtValue
+
+    numpy_type, number = _CACHED[element]
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(np.zeros(shape, numpy_type), number)
+
+
+def session_options(
+    *, is_simulated: bool = False, is_packed: bool = True, threads: int = 0
+) -> onnxruntime.SessionOptions:
+    """Return the settings with which the native runtime opens a graph on a CPU.
+
+    ``is_simulated`` is the value of ``simulated`` in the manifest. If ``is_packed`` is true, ONNX
+    Runtime copies unquantised matrices to its own layout. If ``threads`` is 0, ONNX Runtime uses all
+    physical cores.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.enable_mem_pattern = 4, False
+    options.intra_op_num_threads = threads
+    for key, value in {
+        "session.disable_prepacking": str(int(not is_packed)),
+        "session.force_spinning_stop": "1",
+        "session.qdq_matmulnbits_accuracy_level": "1",
+        "session.x64quantprecision": "1",
+        "session.disable_quant_qdq": str(int(is_simulated)),
+    }.items():
+        options.add_session_config_entry(key, value)
+    options.register_custom_ops_library(_native.library()._name)
+    return options
