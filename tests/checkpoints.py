@@ -184,6 +184,64 @@ def nemotron_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The modules of a layer that a LoRA adapter can adapt."""
+
+
+def adapter_config(**changes: Any) -> dict[str, Any]:
+    """The adapter_config.json of a LoRA adapter, with the keys that PEFT writes."""
+    return {
+        "peft_type": "LORA",
+        "auto_mapping": None,
+        "base_model_name_or_path": "nvidia/Nemotron-Labs-Diffusion-3B",
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "modules_to_save": None,
+        "r": 4,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": ["o_proj"],
+        "task_type": None,
+        "use_dora": False,
+        "use_rslora": False,
+    } | changes
+
+
+def adapter_tensors(config: dict[str, Any], adapter: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Random tensors of an adapter, with the names that PEFT gives them."""
+    generator = torch.Generator().manual_seed(config["hidden_size"])
+    rank, found = adapter["r"], {}
+    for name, shape in nemotron_shapes(config).items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] not in adapter["target_modules"]:
+            continue
+        for kind, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
+            noise = torch.randn(size, generator=generator)
+            found[f"base_model.model.{module}.lora_{kind}.weight"] = noise * size[1] ** -0.5
+    return found
+
+
+def write_adapter(
+    checkpoint: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a LoRA adapter for draft passes into the folder of a checkpoint."""
+    folder, adapter = checkpoint / "linear_spec_lora", adapter_config(**changes)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    tensors = adapter_tensors(config, adapter) if tensors is None else tensors
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 def diffusion_gemma_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny DiffusionGemma, with the keys that transformers writes.
 

@@ -58,19 +58,21 @@ class HubServer:
         return {
             "id": REPOSITORY,
             "sha": COMMIT,
-            "siblings": [self._entry(path) for path in sorted(self.folder.iterdir())],
+            "siblings": [
+                self._entry(path) for path in sorted(self.folder.rglob("*")) if path.is_file()
+            ],
         }
 
     def _entry(self, path: Path) -> dict[str, Any]:
-        data = path.read_bytes()
+        data, name = path.read_bytes(), path.relative_to(self.folder).as_posix()
         entry: dict[str, Any] = {
-            "rfilename": path.name,
+            "rfilename": name,
             "size": len(data),
             "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
         }
         if path.suffix == ".safetensors":
-            entry["lfs"] = {"sha256": self.etag(path.name), "size": len(data), "pointerSize": 134}
-        elif path.name in self.forged:
+            entry["lfs"] = {"sha256": self.etag(name), "size": len(data), "pointerSize": 134}
+        elif name in self.forged:
             entry["blobId"] = 40 * "0"
         return entry
 

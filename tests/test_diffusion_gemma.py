@@ -20,6 +20,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.planning import roofline
 from dlm_runtime.errors import DlmError
 
 transformers = pytest.importorskip("transformers")
@@ -118,6 +119,13 @@ def test_logits_of_the_encoder_and_the_decoder_equal_those_of_transformers(
         drafted = ours.project(ours.hidden(canvas, places, past)[0])
         soft = ours.soft_embedding(drafted, torch.full(canvas.shape, 0.7))
         features, _ = ours.hidden(canvas.flip(1), places, past, conditioning=soft)
+        # The layers with a window need only the cached rows in the window.
+        near = [
+            (keys, values) if window is None else (keys[:, :, -window:], values[:, :, -window:])
+            for (keys, values), window in zip(past, ours.network.cache_windows(), strict=True)
+        ]
+        same = ours.project(ours.hidden(canvas, places, near)[0])
+    assert (same - drafted).abs().max() <= 1e-5 * (drafted.max() - drafted.min())
     for own, other in ((drafted, first), (ours.project(features), second)):
         assert (own - other).abs().max() <= 2e-4 * (other.max() - other.min())
 
@@ -132,7 +140,27 @@ def test_a_bundle_computes_the_same_as_torch(tmp_path: Path) -> None:
     assert (loop["noise"], loop["mask_token_id"], loop["conditioning_size"]) == ("uniform", 160, 64)
     shapes = [(layer["kv_heads"], layer["head_size"]) for layer in loop["graph"]["ports"]["layers"]]
     assert shapes == [(2, 16), (2, 16), (1, 32)]
-    assert "segments" in loop["graph"]["ports"]
+    assert [layer.get("window") for layer in loop["graph"]["ports"]["layers"]] == [7, 7, None]
+    assert {"segments", "window_segments"} <= loop["graph"]["ports"].keys()
+
+
+def test_layers_with_a_window_limit_the_planned_memory(tmp_path: Path) -> None:
+    network = denoiser_of(tmp_path, diffusion_gemma_config()).network
+    assert network.cache_windows() == (7, 7, None)
+    window_row, row = 2 * 2 * 2 * 16 * 4, 2 * 32 * 4
+    assert network.cache_bytes(4) == window_row + row
+    assert network.canvas_bytes(10, 4) == 10 * (window_row + row)
+    assert network.canvas_bytes(1000, 4) == (7 + 512) * window_row + 1000 * row
+    kinds = roofline.kinds_of(network, {}, 4)
+    near, far = (
+        roofline.count_work(network, kinds, 8, cached, 8, element_bytes=4) for cached in (7, 107)
+    )
+    assert near.cache_bytes == 15 * (window_row + row)
+    assert far.cache_bytes - near.cache_bytes == 100 * row
+    # The last layer has 4 query heads of 32 features. Attention computes two products.
+    assert far.macs["attention.full"] - near.macs["attention.full"] == 2 * 8 * 4 * 32 * 100
+    said = _invoke("inspect", tmp_path)
+    assert "2 of 3 layers have a window, and store at most 519 tokens" in said
 
 
 def test_a_build_for_a_gpu_is_rejected(tmp_path: Path) -> None:

@@ -628,7 +628,7 @@ def test_the_bundle_page_names_the_keys_and_ports_of_the_schema() -> None:
     )
     ports = loop["graph"]["properties"]["ports"]["properties"]
     listed = {name.removesuffix(".i") for row in _table(page, "port") for name in _quoted(row[0])}
-    held = {*ports["layers"]["items"]["properties"]} - {"kv_heads", "head_size"}
+    held = {*ports["layers"]["items"]["properties"]} - {"kv_heads", "head_size", "window"}
     assert listed == {*ports} - {"layers"} | held
 
 

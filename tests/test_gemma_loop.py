@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ from serving_process import serving
 import dlm_runtime
 from dlm_export import families
 from dlm_export.build import BuildOptions, build
+from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import gumbels, random_tokens
+from dlm_export.planning.generation import PlannedPass, list_passes
+from dlm_export.planning.plan import make_plan
+from dlm_export.planning.predict import Request, loop_for
+from dlm_export.planning.shapes import read_shape
+from dlm_export.targets import TARGETS
 from dlm_runtime import Bundle, Policy
+from dlm_runtime.errors import RequestError
 from dlm_runtime.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
@@ -245,6 +252,145 @@ def test_a_bundle_generates_the_texts_of_the_reference(spoken: Path, bundle: Bun
         ]
         for job, one in zip(jobs, [*wanted, *wanted], strict=True):
             assert job.result().tokens == one.tokens
+
+
+ALL_ROW, WINDOW_ROW = 2 * 32 * 4, 2 * 2 * 2 * 16 * 4
+"""Bytes of a token's keys and values: in the last layer, and in the two layers with a window."""
+KEPT = 7 + CANVAS
+"""The number of tokens in the window and in one block."""
+
+
+def test_a_scheduler_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window(
+    spoken: Path, bundle: Bundle
+) -> None:
+    torch_denoiser, policy = load(spoken), bundle.policy().with_fields(FIELDS)
+    ids = np.random.default_rng(2).integers(2, 3072, 200).tolist()
+    sizes = []
+    size = 2 * 256 * ALL_ROW
+    assert size < 200 * (ALL_ROW + WINDOW_ROW)  # too little to keep all tokens in all layers
+    with bundle.scheduler(max_running=1, max_tokens=16, cache_bytes=size) as scheduler:
+        for length in (24, 104, 200):
+            job = scheduler.submit(tokens=ids[:length], max_new_tokens=2 * CANVAS, **FIELDS)
+            made = job.result()
+            wanted = reference.generate(torch_denoiser, ids[:length], policy, 2 * CANVAS)
+            assert made.tokens == wanted.tokens
+            sizes.append(made.cache_bytes - (length + CANVAS) * ALL_ROW)
+    # The kept tokens may start anywhere in a page of 16 tokens.
+    assert len(set(sizes)) == 1
+    assert KEPT * WINDOW_ROW <= sizes[0] < (KEPT + 16) * WINDOW_ROW
+
+
+def test_a_session_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window(
+    tmp_path: Path,
+) -> None:
+    config = diffusion_gemma_config(max_position_embeddings=2048)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", config)
+    build(checkpoint, tmp_path / "bundle", BuildOptions(check_parity=False))
+    torch_denoiser = load(checkpoint)
+    ids = np.random.default_rng(3).integers(2, 160, 1700).tolist()
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
+        policy = bundle.policy().with_fields(FIELDS)
+        for length in (1100, 1700):
+            made = bundle.generate(tokens=ids[:length], max_new_tokens=2 * CANVAS, **FIELDS)
+            wanted = reference.generate(torch_denoiser, ids[:length], policy, 2 * CANVAS)
+            assert made.tokens == wanted.tokens
+            # A pass over 512 tokens of the prompt reads the 7 tokens before them.
+            window_bytes = made.cache_bytes - (length + CANVAS) * ALL_ROW
+            assert window_bytes == (7 + 512) * WINDOW_ROW
+            assert made.nfe == len(planned_passes(bundle, policy, length, None))
+            assert made.nfe == wanted.nfe + made.passes["prefill"] - 1
+            # The passes over the prompt do not count towards max_steps, except one.
+            steps = wanted.nfe - 1
+            cut = bundle.generate(
+                tokens=ids[:length], max_new_tokens=2 * CANVAS, max_steps=steps, **FIELDS
+            )
+            assert cut.nfe == made.nfe - 1
+        for max_tokens in (200, 600):
+            with bundle.scheduler(max_tokens=max_tokens) as scheduler:
+                job = scheduler.submit(tokens=ids, max_new_tokens=2 * CANVAS, **FIELDS)
+                assert job.result().tokens == made.tokens
+                planned = planned_passes(bundle, policy, len(ids), max_tokens)
+                assert job.result().nfe == len(planned)
+
+
+def planned_passes(
+    bundle: Bundle, policy: Policy, length: int, max_tokens: int | None
+) -> Sequence[PlannedPass]:
+    request = Request(prompt_tokens=length, new_tokens=2 * CANVAS, max_tokens=max_tokens)
+    loop = loop_for(policy, network_of(bundle.manifest), request)
+    return list_passes(length, 2 * CANVAS, 1, loop)
+
+
+@pytest.mark.parametrize(("length", "block_length"), [(3, 8), (60, 8), (200, 8), (60, 5), (60, 64)])
+def test_a_scheduler_takes_a_request_with_the_planned_memory_and_not_with_less(
+    bundle_path: Path, bundle: Bundle, length: int, block_length: int
+) -> None:
+    shape = read_shape(bundle_path, lambda path: pytest.fail("this is a bundle"))
+    changes = FIELDS | {"block_length": block_length}
+    request = Request(prompt_tokens=length, new_tokens=20, changes=changes)
+    (cache,) = make_plan([shape], [TARGETS["cpu"]], request, ["fp32"]).caches.values()
+    asked = {"tokens": [5] * length, "max_new_tokens": 20, **changes}
+    wanted = bundle.generate(**asked)
+    size = cache.bytes_by_type["fp32"]
+    for prefix_cache_bytes in (0, None):
+        asks = {} if prefix_cache_bytes is None else {"prefix_cache_bytes": prefix_cache_bytes}
+        with bundle.scheduler(max_running=1, cache_bytes=size, **asks) as scheduler:
+            assert scheduler.submit(**asked).result().tokens == wanted.tokens
+        with (
+            bundle.scheduler(max_running=1, cache_bytes=size - 1, **asks) as scheduler,
+            pytest.raises(RequestError, match="cache_bytes"),
+        ):
+            scheduler.submit(**asked)
+        # This is enough for all tokens of the longest canvas in all layers.
+        most = 256 * (ALL_ROW + WINDOW_ROW)
+        with bundle.scheduler(max_running=1, cache_bytes=most, **asks) as scheduler:
+            assert scheduler.submit(**asked).result().tokens == wanted.tokens
+
+
+def test_a_bundle_that_does_not_say_which_layers_have_a_window(
+    spoken: Path, bundle_path: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    """Older bundles of DiffusionGemma have the same number of cached rows in all layers."""
+    shutil.copytree(bundle_path, tmp_path / "old")
+    manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    ports = manifest["loop"]["graph"]["ports"]
+    for layer in ports["layers"]:
+        layer.pop("window", None)
+    for port in ("segments", "window_segments"):
+        ports.pop(port)
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(manifest))
+    ids = np.random.default_rng(5).integers(2, 3072, 40).tolist()
+    asked = {"tokens": ids, "max_new_tokens": 4 * CANVAS, **FIELDS}
+    with dlm_runtime.open(tmp_path / "old", threads=1) as opened:
+        assert opened.generate(**asked).tokens == bundle.generate(**asked).tokens
+
+
+def test_prompts_are_reused_with_a_window(
+    bundle_path: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    """From a prompt cache, and from earlier requests. A prompt may be only a part of the stored one."""
+    ids = np.random.default_rng(4).integers(2, 3072, 100).tolist()
+    lengths = (100, 83, 64, 40)
+    alone = [
+        bundle.generate(tokens=ids[:length], max_new_tokens=CANVAS, **FIELDS) for length in lengths
+    ]
+    assert bundle.save_prompt_cache(tmp_path / "prompt.cache", tokens=ids) == 96
+    files = [tmp_path / "prompt.cache"]
+    with dlm_runtime.open(bundle_path, threads=1, prompt_caches=files) as opened:
+        made = [
+            opened.generate(tokens=ids[:length], max_new_tokens=CANVAS, **FIELDS)
+            for length in lengths
+        ]
+    assert [each.tokens for each in made] == [each.tokens for each in alone]
+    assert [each.cached_tokens for each in made] == [96, 80, 64, 32]
+    with bundle.scheduler(max_running=1, max_tokens=16) as scheduler:
+        jobs = [
+            scheduler.submit(tokens=ids[:length], max_new_tokens=CANVAS, **FIELDS)
+            for length in lengths
+        ]
+        made = [job.result() for job in jobs]
+    assert [each.tokens for each in made] == [each.tokens for each in alone]
+    assert [each.cached_tokens for each in made] == [0, 80, 64, 32]
 
 
 def test_commands_run_the_preset(bundle_path: Path) -> None:

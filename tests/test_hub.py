@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import llada_config, write_checkpoint
+from checkpoints import llada_config, nemotron_config, write_adapter, write_checkpoint
 from hub_server import COMMIT, REPOSITORY, HubServer
 
 from dlm_export.bundle.folder import sha256
@@ -94,6 +94,25 @@ def test_headers_are_read_without_the_weights(
         for each in (told, same):
             del each["checkpoint"], each["revision"]
         assert told == same
+
+
+def test_an_adapter_is_fetched_and_other_folders_are_not(tmp_path: Path) -> None:
+    config = nemotron_config()
+    folder = write_checkpoint(tmp_path / "repository", config)
+    write_adapter(folder, config)
+    shutil.copytree(folder / "linear_spec_lora", folder / "other_lora")
+    with HubServer(folder) as server:
+        done = run(server, tmp_path, "inspect", NAME, "--json")
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        local = json.loads(run(server, tmp_path, "inspect", str(folder), "--json").stdout)
+        assert told["network"] == local["network"]
+        assert told["stored_bytes"] == local["stored_bytes"]
+        assert told["network"]["layers"][0]["draft_updates"][0]["rank"] == 4
+        assert set(server.sent) & {"other_lora/adapter_model.safetensors"} == set()
+        weights = folder / "linear_spec_lora" / "adapter_model.safetensors"
+        header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+        assert server.sent["linear_spec_lora/adapter_model.safetensors"] == header
 
 
 def test_a_build_fetches_data_only_and_records_where_it_came_from(

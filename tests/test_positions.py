@@ -105,7 +105,7 @@ def test_a_scaling_is_valid_in_a_manifest(rope: str, tmp_path: Path) -> None:
     rule = layer["properties"]["attention"]["properties"]["rope"]
     check = validator().evolve(schema=rule)
     check.validate(json.loads(json.dumps(described)))
-    assert not check.is_valid(described | {"scaling": described["scaling"] | {"factor": 0.5}})
+    assert not check.is_valid(described | {"scaling": described["scaling"] | {"factor": 0}})
     assert not check.is_valid(described | {"scaling": described["scaling"] | {"other": 1}})
 
 
@@ -134,7 +134,7 @@ scalings = st.one_of(
     st.builds(
         dict.__or__,
         st.fixed_dictionaries(
-            {"rope_type": st.just("yarn"), "factor": factors},
+            {"rope_type": st.just("yarn"), "factor": st.floats(0.05, 64)},
             optional=lengths
             | {
                 "beta_fast": st.floats(1, 64),
@@ -291,7 +291,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_type": "yarn"},
         "factor in rope_scaling is missing, and a guess would change",
     ),
-    "a factor below 1": (YARN | {"factor": 0.5}, "factor must be between 1 and 1e"),
+    "a factor below 1": (
+        {"rope_type": "linear", "factor": 0.5},
+        "factor must be between 1 and 1e",
+    ),
+    "a factor of nothing": (
+        YARN | {"factor": 0},
+        "factor in rope_scaling must be a positive number",
+    ),
     "an original length that is not an integer": (
         YARN | {"original_max_position_embeddings": 16.0},
         "original_max_position_embeddings must be an integer in 1..16777216, found 16.0",

@@ -128,7 +128,8 @@ def open_parameters(path: Path, network: NetworkSpec, config_sha256: str | None)
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
     """Open ``path`` as the source that ``bundle`` was built from.
 
-    The bundle's ``manifest`` determines the mask token, the canvas length and the block length.
+    The bundle's ``manifest`` determines the mask token, the canvas length, the block length, and
+    whether the source's adapter is left out.
     Raises BundleError or CheckpointError. If ``path`` contains a different denoiser,
     CheckpointError says what differs.
     """
@@ -139,6 +140,7 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
             built.mask_token_id if built.has_mask_token else None,
             built.max_canvas_length,
             built.layers[0].attention.block_length,
+            no_adapter=not built.has_draft_updates,
         )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)
@@ -279,7 +281,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         )
     if replace(overrides, json_layout=None, call_format=None) != Overrides():
         raise CheckpointError(
-            f"{path}: a bundle's mask token, canvas and blocks cannot be changed; start from the checkpoint"
+            f"{path}: a bundle's mask token, canvas, blocks and adapter cannot be changed; start from the checkpoint"
         )
     network = network_of(manifest)
     files = text_files(manifest, path)

@@ -295,6 +295,25 @@ def _preset(field: str, value: Any) -> Change:
 
 
 PORTS = ("loop", "graph", "ports")
+
+
+def windows(first: int, second: int | None, *ports: tuple[str, Any]) -> Change:
+    """Make a denoiser with draft passes and windows in its two layers, and set some of its ports."""
+    steps = [
+        put("loop", "visible_block", 1),
+        put("loop", "draft_block", 8),
+        put(*PORTS, "layers", 0, "window", first),
+        *([] if second is None else [put(*PORTS, "layers", 1, "window", second)]),
+        *(put(*PORTS, *port) for port in ports),
+    ]
+
+    def change(bundle: Path) -> None:
+        for step in steps:
+            step(bundle)
+
+    return change
+
+
 LOOP: list[Case] = [
     Case("nothing", text(lambda _: ""), "expected a value, found the end of the text"),
     Case("cut off", text(lambda found: found[: len(found) // 2]), "line "),
@@ -400,6 +419,21 @@ LOOP: list[Case] = [
         put("loop", "draft_block", 8),
         "loop.draft_block: needs visible_block 1 and shift 0",
     ),
+    Case(
+        "updates for draft passes without draft passes",
+        put("loop", "draft_updates", True),
+        "loop.draft_updates: needs draft_block",
+    ),
+    Case(
+        "no updates for draft passes",
+        put("loop", "draft_updates", False),
+        "loop.draft_updates: must be true if it is there",
+    ),
+    Case(
+        "a number of updates for draft passes",
+        put("loop", "draft_updates", 1),
+        "loop.draft_updates: expected true or false",
+    ),
     Case("unknown noise", put("loop", "noise", "pink"), 'loop.noise: "pink" is not known'),
     Case(
         "random tokens beside a mask token",
@@ -415,6 +449,44 @@ LOOP: list[Case] = [
         "a port for self-conditioning that is missing",
         put("loop", "graph", "ports", "conditioning", "conditioning"),
         "loop.graph.ports.conditioning: needs conditioning_size above 0",
+    ),
+    Case(
+        "a window without draft passes",
+        put(*PORTS, "layers", 0, "window", 8),
+        "layers[0].window: needs draft_block",
+    ),
+    *(
+        Case(
+            f"a window of {window!r}",
+            put(*PORTS, "layers", 0, "window", window),
+            "layers[0].window: expected an integer",
+        )
+        for window in (0, -1, (1 << 24) + 1, "8")
+    ),
+    Case(
+        "two different windows",
+        windows(8, 9),
+        "layers[1].window: differs from the window of an earlier layer, 8",
+    ),
+    Case(
+        "a window in each layer",
+        windows(8, 8),
+        "loop.graph.ports.layers: at least one layer must have no window",
+    ),
+    Case(
+        "a window without segments for its layer",
+        windows(8, None, ("segments", "segments")),
+        "loop.graph.ports: a graph with segments and a layer with a window needs window_segments",
+    ),
+    Case(
+        "window_segments without segments",
+        windows(8, None, ("segments", GONE), ("window_segments", "window_segments")),
+        "loop.graph.ports.window_segments: needs segments and a layer with a window",
+    ),
+    Case(
+        "segments of layers that do not exist",
+        put(*PORTS, "window_segments", "window_segments"),
+        "loop.graph.ports.window_segments: needs segments and a layer with a window",
     ),
     Case(
         "a block of nothing",

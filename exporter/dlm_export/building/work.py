@@ -22,6 +22,7 @@ from typing import Any
 from dlm_export.building.memory import activation_bytes
 from dlm_export.building.request import Job
 from dlm_export.bundle.folder import sha256
+from dlm_export.checkpoints.adapters import ADAPTER_FILES
 from dlm_export.distributed.ray_workers import connected
 from dlm_export.distributed.record import Record
 from dlm_export.distributed.workers import Shared
@@ -135,12 +136,12 @@ def _key(job: Job) -> dict[str, Any]:
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
     files = sorted(
         file
-        for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data")
+        for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data", *ADAPTER_FILES)
         for file in source.path.glob(pattern)
     )
     return {
         "producer": metadata.version("dlm-export"),
-        "checkpoint": {file.name: sha256(file) for file in files},
+        "checkpoint": {file.relative_to(source.path).as_posix(): sha256(file) for file in files},
         "data": sha256(data) if data.is_file() else None,
         "calibration": calibration | {"preset": job.preset},
         "network": _digest(source.network.as_dict()),

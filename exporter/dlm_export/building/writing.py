@@ -27,6 +27,7 @@ from dlm_export.graph import (
     quantise,
     tables,
     trace,
+    updates,
     widen,
     write,
 )
@@ -109,6 +110,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         taps, stacks = find_taps(traced), {}
         if request.on_gpu:
             stacks = experts.spread(traced.model, source.network)
+            updates.select_rows(traced.model)
             taps |= find_taps(traced)  # add the inputs and outputs of stacked experts
         device = traced.clone() if request.on_gpu else None
         advance()

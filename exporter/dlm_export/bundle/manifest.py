@@ -88,6 +88,7 @@ def make_manifest(
             **{name: described.pop(name) for name in LOOP_FIELDS},
             **({} if network.visible_block is None else {"visible_block": network.visible_block}),
             **({} if network.draft_block is None else {"draft_block": network.draft_block}),
+            **({"draft_updates": True} if network.has_draft_updates else {}),
             **({} if network.noise == "absorbing" else {"noise": network.noise}),
             **({} if network.conditioning is None else {"conditioning_size": network.hidden_size}),
             "graph": graph,

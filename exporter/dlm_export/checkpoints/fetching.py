@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_export.bundle.folder import sha256
+from dlm_export.checkpoints.adapters import ADAPTER_FILES
 from dlm_export.checkpoints.hub import Hub, HubName, Located
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -41,7 +42,10 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files that this module downloads. It never downloads any other file."""
+"""Names of the files in the top folder that this module downloads.
+
+It also downloads the files of ``ADAPTER_FILES``, and no others.
+"""
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0
@@ -84,6 +88,7 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
         with tempfile.TemporaryDirectory(prefix="dlm-export-") as made:
             folder = Path(made)
             for file in wanted:
+                (folder / file.rfilename).parent.mkdir(exist_ok=True)
                 if fnmatch.fnmatch(file.rfilename, WEIGHTS):
                     _fetch_header(name, info.sha, file, folder / file.rfilename)
                 else:
@@ -104,10 +109,13 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
     found = [
         file
         for file in listed
-        if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
-        and "/" not in file.rfilename
+        if file.rfilename in ADAPTER_FILES
+        or (
+            any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
+            and "/" not in file.rfilename
+        )
     ]
-    names = {file.rfilename for file in found}
+    names = {file.rfilename for file in found}.difference(ADAPTER_FILES)
     for pattern in ("config.json", WEIGHTS):
         if not fnmatch.filter(names, pattern):
             raise HubError(f"{name}: the repository has no {pattern}", is_input=True)

@@ -222,7 +222,7 @@ class Config:
         if value is not None and not any(
             type(value) is type(choice) and value == choice for choice in allowed
         ):
-            choices = ", ".join(json.dumps(choice) for choice in allowed)
+            choices = ", ".join(json.dumps(choice) for choice in allowed) or "null"
             raise CheckpointError(
                 f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}"
             )
@@ -431,6 +431,7 @@ class Checkpoint:
             WEIGHT_DTYPES if self.quantisation is None else WEIGHT_DTYPES | QUANTISED_DTYPES
         )
         self.tensors: dict[str, TensorInfo] = {}
+        self._included: set[Path] = set()  # the files of ``include``
         index = self._index()
         for file in self._files(index):
             self._read_header(file)
@@ -525,12 +526,21 @@ class Checkpoint:
                 )
         return [self.path / name for name in names]
 
-    def _read_header(self, path: Path) -> None:
+    def include(self, path: Path, prefix: str) -> None:
+        """Add the tensors of another file to ``tensors``, with ``prefix`` before their names.
+
+        If the tensors are already there, the method does nothing. Raises CheckpointError.
+        """
+        if path not in self._included:
+            self._read_header(path, prefix)
+            self._included.add(path)
+
+    def _read_header(self, path: Path, prefix: str = "") -> None:
         try:
             with safe_open(path, "np"):  # checks the whole header: sizes, gaps, overlaps
                 header, first = _header(path)
-            for name, entry in header.items():
-                dtype = entry["dtype"]
+            for inner, entry in header.items():
+                name, dtype = f"{prefix}{inner}", entry["dtype"]
                 if name.endswith(POSITION_IDS):
                     continue
                 if name in self.tensors:

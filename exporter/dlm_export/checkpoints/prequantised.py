@@ -25,7 +25,14 @@ import ml_dtypes
 import numpy as np
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
-from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
+from dlm_export.checkpoints.adapters import DRAFT_ADAPTER
+from dlm_export.checkpoints.folder import (
+    WEIGHT_DTYPES,
+    Checkpoint,
+    CheckpointError,
+    PreQuantised,
+    weight_format,
+)
 from dlm_runtime.precision import NUMBER_FORMATS
 
 if TYPE_CHECKING:
@@ -109,7 +116,14 @@ def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
     info = checkpoint.tensors.get(tensor)
     if checkpoint.quantisation is None or (info is not None and info.dtype in WEIGHT_DTYPES):
         return None
-    return checkpoint.quantisation.algorithm_of(tensor.removesuffix(".weight"))
+    return _algorithm(checkpoint.quantisation, tensor)
+
+
+def _algorithm(said: PreQuantised, tensor: str) -> str | None:
+    """Return the algorithm that hf_quant_config.json names for a matrix. Adapters have none."""
+    if tensor.startswith(f"{DRAFT_ADAPTER}/"):
+        return None
+    return said.algorithm_of(tensor.removesuffix(".weight"))
 
 
 def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
@@ -121,7 +135,7 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
         if said is not None
         and tensor in checkpoint.tensors
         and checkpoint.tensors[tensor].dtype in WEIGHT_DTYPES
-        and said.algorithm_of(tensor.removesuffix(".weight")) is not None
+        and _algorithm(said, tensor) is not None
     ]
 
 

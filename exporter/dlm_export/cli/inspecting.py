@@ -139,11 +139,25 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
         rows,
     )
     print_caches("Keys and values", cache_bytes_by_type(network))
+    if (words := _window_words(network)) is not None:
+        click.echo(words)
     if (block := network.visible_block) is not None and block > 1:
         click.echo(
             f"Only finished blocks are kept: (ceil(T / {block}) - 1) * {block} of T tokens on the "
             f"canvas, at most {_kept(network):,}"
         )
+
+
+def _window_words(c: NetworkSpec) -> str | None:
+    """Say which layers keep only some of the keys and values of a long canvas."""
+    if c.cache_window is None:
+        return None
+    windowed = sum(window is not None for window in c.cache_windows())
+    further = format_bytes(c.cache_bytes_of(1, 0, 4))
+    return (
+        f"{windowed} of {len(c.layers)} layers have a window, and store at most {c.window_tokens:,} tokens of a "
+        f"canvas: {c.cache_window:,} in the window, and those of one pass. In fp32, each further token takes {further}"
+    )
 
 
 def _kept(c: NetworkSpec) -> int:
@@ -169,7 +183,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
     return {
         "weights_bytes": weights_bytes(c, kinds, element_bytes, table_bytes),
         "cache_bytes_per_token": per_token,
-        "cache_bytes": per_token * _kept(c),
+        "cache_bytes": c.canvas_bytes(_kept(c), element_bytes),
     }
 
 
@@ -269,6 +283,8 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     ):
         click.echo(one_line(line))
     click.echo(_embedding_words(manifest))
+    if (words := _window_words(network_of(manifest))) is not None:
+        click.echo(words)
     print_network(network_of(manifest))
     print_table(
         "Files",

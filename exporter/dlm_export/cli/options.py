@@ -170,6 +170,7 @@ SOURCE_OPTIONS = (
         "Tokens per attention block, if the checkpoint has none.",
         most=1 << 20,
     ),
+    flag("--no-adapter", help="Leave out the checkpoint's adapter for draft passes.", default=None),
 )
 TEXT_OPTIONS = (
     choice(

@@ -140,7 +140,9 @@ def _plan(
 
     if source is None or (source / "manifest.json").is_file():
         refuse(
-            values, ("mask_token_id", "max_canvas_length", "attention_block"), "is for checkpoints"
+            values,
+            ("mask_token_id", "max_canvas_length", "attention_block", "no_adapter"),
+            "is for checkpoints",
         )
     targets = find_targets(values["targets"])
     request = Request(

@@ -216,7 +216,7 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)
         held = max(weights, 4 * (network.parameter_count() - table) + stored)
-    cache = network.max_canvas_length * network.cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])
+    cache = network.canvas_bytes(network.max_canvas_length, *CACHE_ROWS[graph["cache_dtype"]])
     passes = 2 * found.passes  # ``estimate`` assumes fp16, but a CPU computes in fp32
     return Estimate(held, cache, passes, held + cache + passes, 0)
 

@@ -67,18 +67,19 @@ class Origin:
     If ``is_stacked`` is false, the pieces are concatenated along their axis ``axis``. If
     ``is_stacked`` is true, each piece is one entry of a new first axis, for example one expert. If
     ``transpose`` is true, the released matrices are ``[out, in]``, and the parameter is ``[in,
-    out]``. Several parameters may use the same tensor. For example, a fused matrix contains the
-    rows of several parameters.
+    out]``. The parameter is multiplied by ``scale``. Several parameters may use the same tensor.
+    For example, a fused matrix contains the rows of several parameters.
     """
 
     pieces: tuple[Piece, ...]
     transpose: bool = False
     is_stacked: bool = False
+    scale: float = 1.0
 
     @staticmethod
-    def of(tensor: str, transpose: bool = False) -> Origin:
+    def of(tensor: str, transpose: bool = False, scale: float = 1.0) -> Origin:
         """Create an ``Origin`` for a parameter that consists of one whole tensor."""
-        return Origin((Piece(tensor),), transpose)
+        return Origin((Piece(tensor),), transpose, scale=scale)
 
     @property
     def whole(self) -> str | None:
@@ -112,6 +113,8 @@ class Overrides:
     attention_block: int | None = None
     json_layout: str | None = None
     call_format: str | None = None
+    no_adapter: bool | None = None
+    """True to leave out the checkpoint's adapter for draft passes."""
 
 
 @dataclass(frozen=True)

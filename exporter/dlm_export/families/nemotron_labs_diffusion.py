@@ -3,15 +3,18 @@
 The layers are the same as those of Ministral 3 in transformers: the layers of Llama, with YaRN and
 with queries that are scaled on long canvases. In a draft pass, the tokens of a block attend to each
 other. In all other passes, attention is causal. Each row of logits of a draft pass predicts the
-token at its own position. Each row of a causal pass predicts the token at the next position.
+token at its own position. Each row of a causal pass predicts the token at the next position. The
+releases contain a LoRA adapter for the draft passes of self-speculation.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from dlm_export.checkpoints.adapters import DRAFT_ADAPTER
 from dlm_export.checkpoints.folder import Checkpoint
-from dlm_export.families.base import Family, Overrides
+from dlm_export.families.base import Family, Origin, Overrides
+from dlm_export.families.draft_updates import origins_with_updates, with_updates
 from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
@@ -31,7 +34,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     for key in OF_TRAINING:
         config.get(key)
     config.get("attn_implementation")  # chooses between equivalent attention kernels
-    return trunk_network(
+    network = trunk_network(
         checkpoint,
         overrides,
         "nemotron-labs-diffusion",
@@ -40,6 +43,14 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         block_length=block_length(checkpoint, "block_size", overrides),
         has_drafts=True,
     )
+    if overrides.no_adapter:
+        return network
+    return with_updates(network, LAYOUT, checkpoint, DRAFT_ADAPTER)
+
+
+def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+    """Return the tensors of each parameter, and of the adapter. Raises CheckpointError."""
+    return origins_with_updates(network, LAYOUT, checkpoint, DRAFT_ADAPTER)
 
 
 LAYOUT = replace(
@@ -56,5 +67,5 @@ FAMILY = Family(
     "Nemotron-Labs-Diffusion 3B, 8B and 14B",
     "self-speculation",
     read_network,
-    LAYOUT.origins,
+    origins,
 )

@@ -12,6 +12,7 @@ import numpy as np
 
 from dlm_calibration.formats import FP16, FP32, NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
+from dlm_export.checkpoints.adapters import CONFIG_FILE, DRAFT_ADAPTER, WITHOUT, read_adapter
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected
 from dlm_export.families.base import Origin
@@ -46,7 +47,7 @@ class Tensors:
         error names all of these tensors.
         """
         self.checkpoint, self.left_out = checkpoint, left_out
-        self.shapes = network.parameters()
+        self.shapes, self.has_drafts = network.parameters(), network.draft_block is not None
         self.origins = dict(origins)
         assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
         self.quantised: dict[str, str] = {}
@@ -68,7 +69,7 @@ class Tensors:
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
-        if parameter in self.quantised:
+        if parameter in self.quantised or self.origins[parameter].scale != 1:
             return FP32
         types = {
             self.checkpoint.tensors[piece.tensor].dtype for piece in self.origins[parameter].pieces
@@ -159,7 +160,9 @@ class Tensors:
             if names
         ]
         if problems:
-            raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}")
+            of_adapter = any(f"{DRAFT_ADAPTER}/" in problem for problem in problems)
+            hint = f". {WITHOUT}" if of_adapter else ""
+            raise CheckpointError(f"{self.checkpoint.path}: {'; '.join(problems)}{hint}")
         self._note(cache)
 
     def _undivided(self) -> list[str]:
@@ -181,10 +184,19 @@ class Tensors:
             self.notes.append(
                 f"{len(unused)} tensors are left out, because the denoiser does not need them: {_some(unused)}"
             )
-        for config in sorted(self.checkpoint.path.glob("*/adapter_config.json")):
-            self.notes.append(
-                f"the adapter {config.parent.name} is not applied, because adapters are not supported"
-            )
+        for config in sorted(self.checkpoint.path.glob(f"*/{CONFIG_FILE}")):
+            folder = config.parent.name
+            adapter = None
+            if any(name.startswith(f"{folder}/") for name in used):
+                adapter = read_adapter(self.checkpoint, folder)
+            if adapter is not None:
+                self.notes.append(adapter.describe())
+            elif folder == DRAFT_ADAPTER and self.has_drafts:
+                self.notes.append(f"the adapter {folder} is left out")
+            else:
+                self.notes.append(
+                    f"the adapter {folder} is not applied, because this family does not support it"
+                )
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
             self.notes.append(

@@ -69,13 +69,17 @@ class Weights(Tensors):
             if self.origins[parameter].is_stacked
             else self._tensor(parameter)[at]
         )
+        scale = self.origins[parameter].scale
         # Use the file's bits directly, without converting them to fp32 and back.
-        if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:
+        if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16 and scale == 1:
             bits = _bits(tensor)
             if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
                 self._refuse(parameter, dtype)
             return bits.view(BFLOAT16)
         array = _as_fp32(tensor)
+        if scale != 1:
+            with np.errstate(over="ignore"):  # the next check rejects infinity
+                array = array * np.float32(scale)
         largest = max(array.max(initial=0.0), -array.min(initial=0.0))
         if not largest <= _largest(dtype):
             self._refuse(parameter, dtype)
@@ -83,7 +87,8 @@ class Weights(Tensors):
 
     def view(self, parameter: str) -> torch.Tensor | None:
         """See ``Parameters.view``. Raises CheckpointError if an element is NaN or infinite."""
-        if self.origins[parameter].whole is None or parameter in self.quantised:
+        origin = self.origins[parameter]
+        if origin.whole is None or origin.scale != 1 or parameter in self.quantised:
             return None
         tensor = self._tensor(parameter)
         if parameter not in self._viewed:
@@ -95,7 +100,7 @@ class Weights(Tensors):
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
         """Raise a CheckpointError that describes the elements that ``dtype`` cannot represent."""
-        pieces = self.origins[parameter].pieces
+        pieces, scale = self.origins[parameter].pieces, self.origins[parameter].scale
         for piece in pieces:
             bad = int((~self._piece(piece).isfinite()).sum())
             if bad:
@@ -103,7 +108,7 @@ class Weights(Tensors):
                 raise CheckpointError(
                     f"{file}: {piece.tensor} contains {bad} NaN or infinite weights"
                 )
-        largest = max(float(self._piece(piece).abs().max()) for piece in pieces)
+        largest = scale * max(float(self._piece(piece).abs().max()) for piece in pieces)
         raise CheckpointError(
             f"{pieces[0].tensor}: weights up to {largest:.3g} do not fit {dtype} "
             f"(largest {_largest(dtype):.3g}). Use --precision fp32."

@@ -19,7 +19,8 @@ The table lists the inputs and outputs of a graph. A pass computes ``B`` canvase
 the inputs of the pass are ``T`` new tokens and the keys and values of ``S`` cached tokens. The pass
 computes logits for ``R`` of the ``T`` tokens (the scored rows), and returns the ``K`` most likely
 tokens of each scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``. ``V`` is the vocabulary
-size.
+size. A layer with a window (``NetworkSpec.cache_windows``) reads only the last ``W`` of the cached
+tokens, in the order of their positions.
 
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            token ids, and their positions in the canvas
@@ -28,6 +29,7 @@ size.
                                                                    already. In INT8, a row has D codes and 2 scale bytes
 ``segments``                           int64 ``[N, 4]``            requests in one sequence (see ``functions``).
                                                                    Optional; only if all attention is fused
+``window_segments``                    int64 ``[N, 4]``            like ``segments``, for layers with a window
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   the most likely tokens, in order; never the mask token
 ``entropy``                            fp32 ``[B, R]``             sum of p ln p, with p = 0 for the mask token
 ``logits``                             fp32 ``[B, R, V]``          raw logits, including the mask token's
@@ -53,8 +55,9 @@ LAYER_KEY = "dlm_export.layer"
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
 # File name of the graph for GPUs, which uses the data file of the CPU graph.
 DEVICE_FILE = "device.onnx"
-# Name of the graph input that lets a pass compute several requests in one sequence.
-SEGMENTS = "segments"
+# Name of the graph input that lets a pass compute several requests in one sequence, and of the
+# same input for layers with a window.
+SEGMENTS, WINDOW_SEGMENTS = "segments", "window_segments"
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes per element of parameters, activations and cache, for each precision without
 quantisation.

@@ -115,8 +115,7 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         # In a draft pass, measure the distances of all queries from the first position of the pass.
         is_draft = op("GreaterOrEqual", positions, longest)
         first = op("Where", is_draft, op("Gather", rows, own.begin, axis=1), rows)
-        size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        keys_at = op("Concat", op("Expand", own.places(body), size), rows, axis=1)
+        keys_at = op("Concat", own.places(body, rows), rows, axis=1)
         before = op("Sub", op("Unsqueeze", first, ints(1, 3)), op("Unsqueeze", keys_at, ints(1, 2)))
         window = body.attribute("window", ir.AttributeType.INT)
         seen = op("And", seen, op("LessOrEqual", before, window))
@@ -172,27 +171,35 @@ class _Own:
     row: ir.Value
     is_in_segment: ir.Value
 
-    def places(self, body: Body) -> ir.Value:
-        """Return the position of each cached row, ``[S]``.
+    def places(self, body: Body, positions: ir.Value) -> ir.Value:
+        """Return the position of each cached row, ``[B, S]``.
 
-        The cached rows of a request belong to the first positions of the request, in order. The
-        segments of a request are consecutive.
+        ``positions`` ``[B, T]`` are the positions of the tokens. The cached rows of a request belong
+        to the last positions before its first token, in order. The segments of a request are
+        consecutive.
         """
-        op, fp32 = body.op, ir.DataType.FLOAT
+        op, ints, fp32 = body.op, body.ints, ir.DataType.FLOAT
         number = op(
             "Range",
             body.constant(np.int64(0)),
             op("Squeeze", body.size(self.first, 0)),
             body.constant(np.int64(1)),
         )
-        is_later = op("Greater", op("Unsqueeze", number, body.ints(1)), number)
-        is_own = op("And", is_later, op("Equal", self.first, op("Transpose", self.first)))
-        # For each segment, count the rows in earlier segments of the same request. Shape [N, 1].
-        sums = op("MatMul", body.cast(is_own, fp32), body.cast(self.count, fp32))
-        earlier = body.cast(sums, ir.DataType.INT64)
-        places = op("Add", op("Sub", self.row, self.start), earlier)
+        is_later = op("Greater", op("Unsqueeze", number, ints(1)), number)
+        is_own = op("Equal", self.first, op("Transpose", self.first))
+
+        def count_in(segments: ir.Value) -> ir.Value:
+            """Count the rows in the segments that ``[N, N]`` selects for each segment: ``[N, 1]``."""
+            sums = op("MatMul", body.cast(segments, fp32), body.cast(self.count, fp32))
+            return body.cast(sums, ir.DataType.INT64)
+
+        # The position of each row minus the position of the request's first token. Shape [N, S].
+        earlier, all_rows = count_in(op("And", is_later, is_own)), count_in(is_own)
+        distances = op("Sub", op("Add", op("Sub", self.row, self.start), earlier), all_rows)
+        begin = op("Gather", positions, op("Squeeze", self.first, ints(1)), axis=1)
+        places = op("Add", op("Unsqueeze", begin, ints(2)), distances)
         of_segments = op("Where", self.is_in_segment, places, body.constant(np.int64(0)))
-        return op("ReduceMax", of_segments, body.ints(0), keepdims=0)
+        return op("ReduceMax", of_segments, ints(1), keepdims=0)
 
 
 def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> _Own:

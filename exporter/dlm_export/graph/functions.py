@@ -46,6 +46,8 @@ as the definition.
 ``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
+``DraftUpdate``             ``(x [B, T, K], y [B, T, N], is_updated [B, T, 1], a [K, rank], b [rank, N]) -> y``. Adds
+                            ``x @ a @ b`` to the rows for which ``is_updated`` is true
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
 ``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``. Does not quantise x
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
@@ -118,6 +120,8 @@ LINEAR = ("Int8Linear", "Int4Linear")
 
 Calls with the same input can be merged into one call.
 """
+DRAFT_UPDATE = "DraftUpdate"
+"""Name of the function for low-rank updates that only draft passes use."""
 KERNELS = (
     *(
         f"{stored}{name}"
@@ -384,6 +388,20 @@ def _add_norm() -> ir.Function:
     return body.function(outputs, {"epsilon": ir.AttributeType.FLOAT})
 
 
+def _draft_update() -> ir.Function:
+    """Define the function that adds a low-rank update to some rows.
+
+    The function multiplies only these rows, so a pass without such rows does no products.
+    """
+    body = Body(DRAFT_UPDATE, "x y is_updated a b")
+    op, ints = body.op, body.ints
+    x, y, is_updated, a, b = body.inputs
+    rows = op("Transpose", op("NonZero", op("Squeeze", is_updated, ints(2))), perm=[1, 0])
+    product = op("MatMul", op("MatMul", op("GatherND", x, rows), a), b)
+    updated = op("Add", op("GatherND", y, rows), product)
+    return body.function({"result": op("ScatterND", y, rows, updated)})
+
+
 def _candidates() -> ir.Function:
     """Define the function that computes the two best tokens, their probabilities, and the entropy.
 
@@ -474,6 +492,7 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
         for dtype, codes in CACHES.items()
     },
     "AddNorm": _add_norm,
+    DRAFT_UPDATE: _draft_update,
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
+from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, caches, functions
 from dlm_export.graph.attention import ATTENTION, BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
@@ -167,9 +167,13 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    """Return True if more than one node uses a value. Residual sums (Add) are not counted."""
+    """Return True if more than one node uses a value.
+
+    Residual sums (Add) and low-rank updates are not counted.
+    """
     users = () if value is None else value.uses()
-    return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
+    not_counted = ("Add", functions.DRAFT_UPDATE)
+    return len({id(node) for node, _ in users if node.op_type not in not_counted}) > 1
 
 
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:
@@ -243,7 +247,9 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         own_scale = {"scale": scale or size**-0.5}
     elif scale:
         raise _Unlike(f"Attention with scale = {scale:g}")
-    given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
+    has_window = traced.network.cache_window is not None and "window" in seen
+    segments = _segments(traced.model, WINDOW_SEGMENTS if has_window else SEGMENTS)
+    given = [past_key, past_value, positions, cos, sin, segments]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
     name = kind + (NORMED if norms else "")
     if f"{name}CachedAttention" not in ATTENTION:
@@ -301,17 +307,17 @@ def _no_rotation(traced: Graph) -> _Rotation:
     return _Rotation((cos, sin, positions), 2)
 
 
-def _segments(model: ir.Model) -> ir.Value:
-    """Return the graph's input ``segments``. If the graph does not contain this input, add it.
+def _segments(model: ir.Model, name: str) -> ir.Value:
+    """Return the graph's input ``name``, which contains segments. Add it if the graph lacks it.
 
     The input is optional, and describes requests that share one sequence. The default value is an
     array without rows.
     """
-    if SEGMENTS not in model.graph.initializers:
-        value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
-        value.shape = ir.Shape(["N", 4])
+    if name not in model.graph.initializers:
+        value = constant(model.graph, name, np.zeros((0, 4), np.int64))
+        value.shape = ir.Shape([f"{name}_count", 4])
         model.graph.inputs.append(value)
-    return model.graph.initializers[SEGMENTS]
+    return model.graph.initializers[name]
 
 
 def _hiding(starts: _Pattern) -> _Pattern:
@@ -330,8 +336,9 @@ _BLOCKS = _hiding(("Sub", "positions", ("Mod", "positions", "length")))
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
 _DRAFTS = _hiding(("Where", ("Less", "positions", "length"), "positions", "longest"))
 _IS_DRAFT = ("GreaterOrEqual", "positions", "length")
-_KEYS = ("Unsqueeze", ("Concat", ("Expand", "range", "rows"), "places"), 1)
-_FIRST = ("Where", _IS_DRAFT, ("ReduceMin", "places", 1), "places")
+_BEGIN = ("ReduceMin", "places", 1)
+_KEYS = ("Unsqueeze", ("Concat", ("Add", ("Sub", _BEGIN, "count"), "range"), "places"), 1)
+_FIRST = ("Where", _IS_DRAFT, _BEGIN, "places")
 _LAST = ("Where", _IS_DRAFT, ("Cast", "length"), "places")
 _DRAFT_WINDOW = (
     "Unsqueeze",

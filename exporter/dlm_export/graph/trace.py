@@ -31,9 +31,11 @@ from dlm_export.graph import (
     PLAIN_OPSET,
     SEGMENTS,
     TOP_K,
+    WINDOW_SEGMENTS,
     definitions,
     functions,
     repeat,
+    updates,
 )
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.routed import GELU, MIXTURE, MIXTURES
@@ -178,10 +180,16 @@ def describe(
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
-        {"kv_heads": kv_heads, "head_size": head_size, **{kind: f"{kind}.{i}" for kind in kinds}}
-        for i, (kv_heads, head_size) in enumerate(network.cache_shapes())
+        {"kv_heads": kv_heads, "head_size": head_size}
+        | ({} if window is None else {"window": window})
+        | {kind: f"{kind}.{i}" for kind in kinds}
+        for i, ((kv_heads, head_size), window) in enumerate(
+            zip(network.cache_shapes(), network.cache_windows(), strict=True)
+        )
     ]
     own = [*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else [])]
+    if has_segments and network.cache_window is not None:
+        own.append(WINDOW_SEGMENTS)
     if network.conditioning is not None:
         own += [*_CONDITIONING_INPUTS, *_CONDITIONING_OUTPUTS]
     return {
@@ -216,11 +224,16 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     for part in module.modules():
         if isinstance(part, Router):
             part.float()
-    B, T, S, R = 2, 7, 5, 3
+    B, T, S, R, W = 2, 7, 5, 3, 4
     with torch.device("meta"):
         ids = torch.zeros(B, T, dtype=torch.int64)
         rows = torch.zeros(B, R, dtype=torch.int64)
-        shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
+        shapes = [
+            (B, kv_heads, S if window is None else W, head_size)
+            for (kv_heads, head_size), window in zip(
+                c.cache_shapes(), c.cache_windows(), strict=True
+            )
+        ]
         past = [
             (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes
         ]
@@ -253,7 +266,10 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
                 [(cached, cached)] * len(past),
                 *[rows_and_tokens] * len(more),
             ),
-            custom_translation_table={torch.ops.dlm_export.experts.default: _experts},
+            custom_translation_table={
+                torch.ops.dlm_export.experts.default: _experts,
+                torch.ops.dlm_export.draft_update.default: _draft_update,
+            },
             optimize=False,
             verbose=False,
         )
@@ -271,8 +287,10 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         # Remove the parameter's tensor, which has no values. ``write`` supplies the values later.
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
+    if is_plain:
+        updates.select_rows(model)
     for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
-        assert name in MIXTURES, name
+        assert name in (*MIXTURES, functions.DRAFT_UPDATE), name
         functions.declare(model, name)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
@@ -284,16 +302,28 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any], activation: str) -> Any:
     """Translate the operator of ``network.experts`` to one node of the graph."""
     name = MIXTURE if activation == "silu" else f"{GELU}{MIXTURE}"
-    real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
-    kinds |= dict.fromkeys(STACKS, "T")
+    return _operator(name, kinds | dict.fromkeys(STACKS, "T"))(x, chosen, weights, *stacks)
+
+
+def _draft_update(x: Any, y: Any, is_updated: Any, a: Any, b: Any) -> Any:
+    """Translate the operator of ``network.linear`` to one node of the graph."""
+    kinds = {"x": "T", "y": "T", "is_updated": "tensor(bool)", "a": "T", "b": "T"}
+    return _operator(functions.DRAFT_UPDATE, kinds)(x, y, is_updated, a, b)
+
+
+def _operator(name: str, kinds: dict[str, str]) -> onnxscript.values.Op:
+    """Return an operator of the domain ``dlm_export``.
+
+    ``kinds`` maps the name of each input to its type. The type ``T`` is that of the activations.
+    """
+    real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
-    outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
+    outputs = [onnx.defs.OpSchema.FormalParameter("result", "T")]
     schema = onnx.defs.OpSchema(
-        name, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
+        *(name, DOMAIN, 1), inputs=inputs, outputs=outputs, type_constraints=[real]
     )
-    operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
-    return operator(x, chosen, weights, *stacks)
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), name, schema)
 
 
 def _name_layers(model: ir.Model) -> None:
@@ -372,7 +402,10 @@ def _simplify_reshapes(model: ir.Model) -> None:
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Give the dynamic axes the names B, T, S and R. torch uses different names in each input."""
+    """Give the dynamic axes the names B, T, S, W and R.
+
+    torch uses different names in each input.
+    """
     for node in model.graph:
         for value in node.outputs:
             value.shape = None
@@ -388,8 +421,10 @@ def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
         "temperature": ["B", "R"],
         "next_conditioning": ["B", "R", c.hidden_size],
     }
-    for prefix, rows in (("past", "S"), ("present", "T")):
-        for name, (kv_heads, head_size) in _cache_ports(c, prefix).items():
-            shapes[name] = ["B", kv_heads, rows, head_size]
+    for name, (kv_heads, head_size) in _cache_ports(c, "past").items():
+        window = c.cache_windows()[int(name.rpartition(".")[2])]
+        shapes[name] = ["B", kv_heads, "S" if window is None else "W", head_size]
+    for name, (kv_heads, head_size) in _cache_ports(c, "present").items():
+        shapes[name] = ["B", kv_heads, "T", head_size]
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.shape = ir.Shape(shapes[str(value.name)])

@@ -12,7 +12,7 @@ Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,13 +22,22 @@ from torch import Tensor, nn
 
 from dlm_export.network.caches import read_back
 from dlm_export.network.experts import Experts
-from dlm_export.network.linear import MLP, Linear, TiedHead, activate, product
+from dlm_export.network.linear import (
+    MLP,
+    Linear,
+    TiedHead,
+    activate,
+    product,
+    updated,
+    updates_of,
+)
 from dlm_export.network.norms import RMSNorm, make_norm, unit_norm
 from dlm_export.network.scaling import QueryScale, RotaryTable
 from dlm_export.network.spec import (
     ACTIVATIONS,
     AttentionSpec,
     LayerSpec,
+    LowRankSpec,
     MlpSpec,
     NetworkSpec,
     rotary_table,
@@ -42,6 +51,7 @@ class Turn(NamedTuple):
     The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables. If
     ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by ``query_scale``. If the
     network has draft passes, ``is_draft`` ``[B, T, 1]`` says which tokens belong to a draft pass.
+    If the network has low-rank updates, ``is_updated`` ``[B, T, 1]`` says which tokens use them.
     """
 
     cos: Tensor
@@ -49,6 +59,7 @@ class Turn(NamedTuple):
     position_ids: Tensor
     query_scale: Tensor | None = None
     is_draft: Tensor | None = None
+    is_updated: Tensor | None = None
 
 
 Past = tuple[Tensor, Tensor]
@@ -85,9 +96,10 @@ def check_built(network: NetworkSpec) -> None:
             raise UnbuiltNetworkError(
                 f"{network.architecture}: layer {i} has activation {layer.mlp.activation}, which this version does not support"
             )
-        if layer.has_scalar and layer.attention.rope is None:
+        if (layer.has_scalar or layer.draft_updates) and layer.attention.rope is None:
+            part = "a scalar" if layer.has_scalar else "low-rank updates"
             raise UnbuiltNetworkError(
-                f"{network.architecture}: layer {i} has a scalar and no rotary positions, which this version does not support"
+                f"{network.architecture}: layer {i} has {part} and no rotary positions, which this version does not support"
             )
     if network.noise not in ("absorbing", "uniform"):
         raise UnbuiltNetworkError(
@@ -141,19 +153,22 @@ def hiding(
     The mask is ``[B, 1, T, S + T]`` of type ``dtype``. Its value is 0 for visible keys, and the
     lowest finite number for hidden keys. Without a window, all ``cached`` (S) keys are visible. A
     network with full attention in a window has no cached keys. If a network has draft passes and a
-    window, cached key i must belong to position i. The mask does not contain minus infinity,
-    because the softmax of a tile with only minus infinity would be NaN in some kernels.
+    window, the cached keys must belong to the last S positions before the pass, in order. Positions
+    outside the window may be missing. The mask does not contain minus infinity, because the softmax
+    of a tile with only minus infinity would be NaN in some kernels.
 
-    ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
-    position ids. With visibility ``draft``, the tokens of a draft pass attend to each other.
+    ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` or ``2 * longest``
+    is added to the position ids (see ``Span.ids``). With visibility ``draft``, the tokens of a draft
+    pass attend to each other.
     """
     block_length, window = attention.visible_block, attention.window
     if window is not None and attention.draft_block is not None:
         is_draft, places = position_ids >= longest, position_ids % longest
         # In a draft pass, measure the distances of all queries from the first position of the pass.
-        first = torch.where(is_draft, places.amin(1, keepdim=True), places)
+        begin = places.amin(1, keepdim=True)
+        first = torch.where(is_draft, begin, places)
         last = torch.where(is_draft, longest, places)
-        rows = torch.arange(cached, device=places.device).expand(places.shape[0], cached)
+        rows = begin - cached + torch.arange(cached, device=places.device)
         keys = torch.cat((rows, places), 1).unsqueeze(1)
         is_far = first.unsqueeze(2) - keys > window
         is_hidden = torch.logical_or(is_far, keys > last.unsqueeze(2))
@@ -191,8 +206,10 @@ def turns_of(
     the attention of the layer does not depend on positions.
     """
     longest, known = network.max_canvas_length, network.rotary_tables()
-    is_draft = None
+    is_draft = is_updated = None
     if network.draft_block is not None:
+        if network.has_draft_updates:
+            is_updated = (ids >= 2 * longest).unsqueeze(-1)
         if any(layer.has_scalar for layer in network.layers):
             is_draft = (ids >= longest).unsqueeze(-1)
         ids = ids % longest
@@ -215,6 +232,7 @@ def turns_of(
                 ids,
                 None if scale is None else scales.get(scale),
                 is_draft,
+                is_updated,
             )
         )
     return found
@@ -224,7 +242,12 @@ class Attention(nn.Module):
     """Grouped-query attention to cached and new keys."""
 
     def __init__(
-        self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        norm_eps: float,
+        is_plain: bool,
+        updates: Sequence[LowRankSpec] = (),
     ) -> None:
         super().__init__()
         a = self.spec = spec
@@ -237,6 +260,8 @@ class Attention(nn.Module):
         self.out = Linear(a.heads * a.head_size, hidden_size, bias=a.out_bias)
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
+        layers = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        self.draft_updates = updates_of(updates, layers)
 
     def forward(
         self,
@@ -254,15 +279,16 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         a = self.spec
-        q = self.q(x)
+        updates, is_updated = self.draft_updates, None if turn is None else turn.is_updated
+        q = updated(x, "q", self.q, updates, is_updated)
         if turn is not None and turn.query_scale is not None:
             q = q * turn.query_scale.to(q.dtype)  # scaling and rotation commute
         if self.is_plain:  # add an axis for the queries that share a key
             q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
         else:
             q = self.q_norm(q.view(B, T, a.heads, a.head_size)).transpose(1, 2)
-        k = self.k(x)
-        v = k if self.v is None else self.v(x)
+        k = updated(x, "k", self.k, updates, is_updated)
+        v = k if self.v is None else updated(x, "v", self.v, updates, is_updated)
         if a.value_norm:
             by_head = v.view(B, T, a.kv_heads, a.head_size)
             v = unit_norm(by_head, self.norm_eps).reshape(B, T, a.kv_heads * a.head_size)
@@ -281,7 +307,8 @@ class Attention(nn.Module):
             y = torch.cat(parts, 1)
         else:
             y = self._attend(q, k, v, hidden, past)
-        return self.out(y.reshape(B, T, a.heads * a.head_size)), new
+        y = y.reshape(B, T, a.heads * a.head_size)
+        return updated(y, "out", self.out, updates, is_updated), new
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
@@ -315,15 +342,17 @@ class Block(nn.Module):
             return make_norm(spec.norm_kind, hidden_size, spec.norm_eps, is_plain)
 
         self.attention_norm = norm("attention_norm")
-        self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain)
+        updates = spec.draft_updates
+        self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain, updates)
         self.attention_out_norm = norm("attention_out_norm")
         self.attention_sum_norm = norm("attention_sum_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (
-            MLP(spec.mlp, hidden_size, is_plain)
+            MLP(spec.mlp, hidden_size, is_plain, updates)
             if isinstance(spec.mlp, MlpSpec)
             else Experts(spec.mlp, hidden_size, spec.norm_eps, is_plain)
         )
+        self.has_updates = bool(updates) and isinstance(spec.mlp, MlpSpec)
         self.mlp_out_norm = norm("mlp_out_norm")
         self.mlp_sum_norm = norm("mlp_sum_norm")
         self.scalars = spec.scalars
@@ -340,7 +369,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Past]:
         y, present = self.attention(self.attention_norm(x), turn, hidden, past, cache_dtype)
         x = self.attention_sum_norm(x + self.attention_out_norm(y))
-        y = self.mlp_sum_norm(x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
+        y = self.mlp_norm(x)
+        y = self.mlp(y, turn.is_updated) if turn is not None and self.has_updates else self.mlp(y)
+        y = self.mlp_sum_norm(x + self.mlp_out_norm(y))
         if not self.scalars:
             return y, present
         scalar: Tensor = self.get_parameter("scalar")
@@ -519,21 +550,22 @@ class Denoiser(nn.Module):
         """Return the features after the final norm, and the new keys and values of each layer.
 
         Features are ``[B, T, hidden]``, and keys and values are ``[B, Hkv, T, D]``. ``past``
-        contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are already
-        rotated by their positions. Cached positions may be in any order if every query attends to
-        all cached positions (see ``hiding``). ``Attention.forward`` explains ``cache_dtype``, and
-        ``Embedding.complete`` explains ``conditioning``.
+        contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. S may be smaller in
+        layers with a window. The keys are already rotated by their positions. Cached positions may
+        be in any order if every query attends to all cached positions (see ``hiding``).
+        ``Attention.forward`` explains ``cache_dtype``, and ``Embedding.complete`` explains
+        ``conditioning``.
         """
         x = self.embed(input_ids, position_ids, conditioning)
         position_ids = move_masks(self.network, input_ids, position_ids)
         turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
-        cached = 0 if past is None else past[0][0].shape[2]
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
-        rules = {rule_of(layer.attention): layer.attention for layer in self.network.layers}
-        hidden = {
-            rule: hiding(attention, position_ids, cached, dtype, self.network.max_canvas_length)
-            for rule, attention in rules.items()
-        }
+        hidden: dict[Hashable, Tensor | None] = {}
+        for i, layer in enumerate(self.network.layers):
+            rule, longest = rule_of(layer.attention), self.network.max_canvas_length
+            if rule not in hidden:
+                cached = 0 if past is None else past[i][0].shape[2]
+                hidden[rule] = hiding(layer.attention, position_ids, cached, dtype, longest)
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             x, present = block(

@@ -237,6 +237,25 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class LowRankSpec:
+    """A low-rank update of a matrix: a LoRA (arXiv:2106.09685).
+
+    ``role`` is the role of the matrix in the layer: ``q``, ``k``, ``v``, ``out``, ``gate``, ``up``
+    or ``down``. With the update, the weight ``[inputs, outputs]`` of the matrix is ``weight + a @
+    b``. The shape of ``a`` is ``[inputs, rank]``, and the shape of ``b`` is ``[rank, outputs]``. The
+    scale of a LoRA is part of ``b``.
+    """
+
+    role: str
+    rank: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the rank is out of range."""
+        if self.rank < 1:
+            raise ValueError(f"an update has rank {self.rank}; the rank must be at least 1")
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One transformer layer.
 
@@ -244,6 +263,10 @@ class LayerSpec:
     of these norms. If ``has_scalar`` is true, the output of the layer is multiplied by a learned
     number. A layer with visibility ``draft`` has one number for draft passes, and one for all other
     passes.
+
+    ``draft_updates`` are the low-rank updates of the layer's matrices. Only a draft pass whose
+    tokens a causal pass then verifies uses them. In all other passes, the matrices have their own
+    weights.
     """
 
     attention: AttentionSpec
@@ -252,6 +275,22 @@ class LayerSpec:
     norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
     norm_kind: str = "rms"
     has_scalar: bool = False
+    draft_updates: tuple[LowRankSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if fields contradict each other."""
+        roles = [update.role for update in self.draft_updates]
+        if not roles:
+            return
+        if self.attention.visibility != "draft":
+            raise ValueError("updates for draft passes need visibility draft")
+        known = {"q", "k", "out"} | ({"v"} if self.attention.has_values else set())
+        if isinstance(self.mlp, MlpSpec):
+            known |= {"up", "down"} | ({"gate"} if self.mlp.is_gated else set())
+        if len(set(roles)) < len(roles) or not known.issuperset(roles):
+            raise ValueError(
+                f"updates for draft passes of {', '.join(roles)}; the layer has {', '.join(sorted(known))}"
+            )
 
     @property
     def scalars(self) -> tuple[str, ...]:
@@ -274,6 +313,8 @@ def layer_from(values: Mapping[str, Any]) -> LayerSpec:
         tuple(values["norms"]),
         values.get("norm_kind", "rms"),  # bundles of earlier versions have RMSNorms only
         values.get("has_scalar", False),  # bundles of earlier versions have no such numbers
+        # bundles of earlier versions do not have this field
+        tuple(LowRankSpec(**update) for update in values.get("draft_updates", ())),
     )
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_export.network.spec import MlpSpec
+from dlm_export.network.spec import LowRankSpec, MlpSpec
+
+torch.library.define(
+    "dlm_export::draft_update",
+    "(Tensor x, Tensor y, Tensor is_updated, Tensor a, Tensor b) -> Tensor",
+)
 
 WIDENED = 1 << 22
 """Number of weight elements that are converted to fp32 at a time."""
@@ -60,6 +66,58 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+@torch.library.register_fake("dlm_export::draft_update")  # type: ignore[untyped-decorator]
+def _shape_of_update(x: Tensor, y: Tensor, is_updated: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return an empty tensor with the shape of the output of ``LowRank``.
+
+    torch.export needs this shape, because ``LowRank`` becomes a single graph node.
+    """
+    return torch.empty_like(y)
+
+
+class LowRank(nn.Module):
+    """Adds ``x @ a @ b`` to the output of a linear layer, for some tokens only."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(inputs, rank))
+        self.b = nn.Parameter(torch.empty(rank, outputs))
+
+    def forward(self, x: Tensor, y: Tensor, is_updated: Tensor) -> Tensor:
+        """Update ``y`` ``[B, T, outputs]``, the output of the layer for ``x`` ``[B, T, inputs]``.
+
+        ``is_updated`` ``[B, T, 1]`` says which tokens are updated. The rows of all other tokens are
+        not changed.
+        """
+        if torch.compiler.is_exporting():
+            node: Tensor = torch.ops.dlm_export.draft_update(x, y, is_updated, self.a, self.b)
+            return node
+        return torch.where(is_updated, y + product(product(x, self.a), self.b), y)
+
+
+def updates_of(specs: Sequence[LowRankSpec], layers: Mapping[str, Linear | None]) -> nn.ModuleDict:
+    """Make the updates of those of the ``layers`` that ``specs`` name. The keys are roles."""
+    made = nn.ModuleDict()
+    for spec in specs:
+        layer = layers.get(spec.role)
+        if layer is not None:
+            inputs, outputs = layer.weight.shape
+            made[spec.role] = LowRank(inputs, outputs, spec.rank)
+    return made
+
+
+def updated(
+    x: Tensor, role: str, layer: Linear, updates: nn.ModuleDict, is_updated: Tensor | None
+) -> Tensor:
+    """Compute a linear layer with its low-rank update, if ``updates`` contains one for ``role``."""
+    y: Tensor = layer(x)
+    if role not in updates:
+        return y
+    assert is_updated is not None
+    y = updates[role](x, y, is_updated)
+    return y
+
+
 class TiedHead(nn.Module):
     """Multiplies by the transposed embedding table, which the caller passes in."""
 
@@ -93,17 +151,30 @@ def activate(x: Tensor, activation: str, is_plain: bool) -> Tensor:
 class MLP(nn.Module):
     """Computes ``down(activation(gate x) * up x)``, or ``down(activation(up x))`` without a gate."""
 
-    def __init__(self, spec: MlpSpec, hidden_size: int, is_plain: bool = False) -> None:
+    def __init__(
+        self,
+        spec: MlpSpec,
+        hidden_size: int,
+        is_plain: bool = False,
+        updates: Sequence[LowRankSpec] = (),
+    ) -> None:
         super().__init__()
         self.activation, self.is_plain = spec.activation, is_plain
         self.gate = Linear(hidden_size, spec.size, spec.bias) if spec.is_gated else None
         self.up = Linear(hidden_size, spec.size, spec.bias)
         self.down = Linear(spec.size, hidden_size, spec.bias)
+        layers = {"gate": self.gate, "up": self.up, "down": self.down}
+        self.draft_updates = updates_of(updates, layers)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_updated: Tensor | None = None) -> Tensor:
+        """``updated`` explains ``is_updated``, which only an MLP with low-rank updates needs."""
+        updates = self.draft_updates
         if self.gate is None:
-            features = activate(self.up(x), self.activation, self.is_plain)
+            up = updated(x, "up", self.up, updates, is_updated)
+            features = activate(up, self.activation, self.is_plain)
         else:
-            features = activate(self.gate(x), self.activation, self.is_plain) * self.up(x)
-        y: Tensor = self.down(features)
-        return y
+            # The graph's kernels expect the gate first.
+            gate = updated(x, "gate", self.gate, updates, is_updated)
+            up = updated(x, "up", self.up, updates, is_updated)
+            features = activate(gate, self.activation, self.is_plain) * up
+        return updated(features, "down", self.down, updates, is_updated)

@@ -188,8 +188,7 @@ def _make_passes(
     step: Sequence[_Course],
 ) -> None:
     """Run the next pass of every request, and commit tokens."""
-    longest = layered.network.max_canvas_length
-    spans = [course.span.ids(longest) for course in step if course.span is not None]
+    spans = [course.span.ids(layered.network) for course in step if course.span is not None]
     ids = [
         torch.from_numpy(c.run.tokens[c.span.first : c.span.last])
         for c in step

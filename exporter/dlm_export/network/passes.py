@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.policy import Policy
 
 FULL_CACHES = ("prefix", "dual")
@@ -56,21 +57,25 @@ class Span:
       rows.
 
     If ``is_draft`` is true, the pass is a draft pass, in which all rows attend to each other. Only
-    networks with a ``draft_block`` have draft passes. Their other passes are causal.
+    networks with a ``draft_block`` have draft passes. Their other passes are causal. If
+    ``is_updated`` is true, the pass uses the network's low-rank updates for draft passes, if there
+    are any.
     """
 
     first: int
     last: int
     kept: str
     is_draft: bool = False
+    is_updated: bool = False
 
-    def ids(self, longest: int) -> tuple[int, int]:
+    def ids(self, network: NetworkSpec) -> tuple[int, int]:
         """Return the range of the pass's position ids: the first id, and the last id plus 1.
 
-        ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to
-        the position ids.
+        The length of the longest canvas is added to the position ids of a draft pass. If the pass
+        uses low-rank updates, this length is added twice.
         """
-        start = longest if self.is_draft else 0
+        is_updated = self.is_updated and network.has_draft_updates
+        start = (self.is_draft + is_updated) * network.max_canvas_length
         return start + self.first, start + self.last
 
     def is_whole(self, length: int) -> bool:

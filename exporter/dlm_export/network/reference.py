@@ -335,8 +335,7 @@ class _Passes:
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)
-        longest = self.denoiser.network.max_canvas_length
-        positions = torch.arange(*span.ids(longest), device=device)
+        positions = torch.arange(*span.ids(self.denoiser.network), device=device)
         hidden, presents = self.denoiser.hidden(
             ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype, conditioning
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,8 +24,10 @@ LOWEST, HIGHEST = 1e-6, 1e6
 class Scaling:
     """The base class of all kinds of scaling.
 
-    A frequency is divided by at most ``factor``, which is at least 1.
+    A frequency is divided by at most ``factor``, which is at least ``lowest_factor``.
     """
+
+    lowest_factor: ClassVar[float] = 1
 
     kind: str = field(init=False)
     factor: float
@@ -34,7 +36,8 @@ class Scaling:
         """Raises ValueError if a number is out of range."""
         for each in fields(self):
             if each.type == "float":
-                low, value = 1 if each.name == "factor" else LOWEST, getattr(self, each.name)
+                low = self.lowest_factor if each.name == "factor" else LOWEST
+                value = getattr(self, each.name)
                 if not low <= value <= HIGHEST:
                     raise ValueError(
                         f"{each.name} must be between {low:g} and {HIGHEST:g}, found {value:g}"
@@ -130,8 +133,11 @@ class Yarn(Scaling):
     ``original_length`` positions is not scaled. The frequency of a pair that makes at most
     ``beta_slow`` turns is divided by ``factor``. Between these pairs, the share is linear in the
     pair's index. If ``truncate`` is true, the range of indices between these pairs is extended to
-    whole numbers. Cosines and sines are multiplied by ``attention_factor``.
+    whole numbers. Cosines and sines are multiplied by ``attention_factor``. As in transformers,
+    ``factor`` may be below 1. It then raises frequencies.
     """
+
+    lowest_factor: ClassVar[float] = LOWEST
 
     kind: str = field(default="yarn", init=False)
     original_length: int

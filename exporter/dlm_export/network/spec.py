@@ -33,6 +33,7 @@ from dlm_export.network.layer_spec import (
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
+    LowRankSpec,
     MlpSpec,
     Rope,
     RouterSpec,
@@ -56,6 +57,7 @@ __all__ = [
     "SCORES",
     "STACKS",
     "TRANSFORM",
+    "UPDATES",
     "VISIBILITIES",
     "AttentionSpec",
     "ConditioningSpec",
@@ -65,6 +67,7 @@ __all__ = [
     "HeadSpec",
     "LayerSpec",
     "LinearSpec",
+    "LowRankSpec",
     "MlpSpec",
     "NetworkSpec",
     "Rope",
@@ -76,6 +79,10 @@ __all__ = [
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
 """Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
 bytes of the scale of a row. A row is the key or value of one position in one head.
+"""
+PASS_TOKENS = 512
+"""The largest number of tokens in a pass that stores a prompt, if a network has ``cache_windows``.
+runtime/native/src/decode/plan.h contains the same number.
 """
 BRANCH_NORMS = ("shared_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
 """Norms of a mixture of experts with ``branch_norms``: before and after the shared MLP, and before
@@ -91,6 +98,10 @@ TRANSFORM = "transform"
 """Module path and role of the matrix before the head, for networks that have such a matrix."""
 HEAD = "head"
 """Module path and role of the matrix that maps features to logits."""
+UPDATES = "draft_updates"
+"""Part of the module paths of low-rank updates, between the path of the attention or the MLP and the
+role of the matrix.
+"""
 EMBEDDING = "embed.weight"
 """Name of the embedding table ``[V, hidden]``. A tied head uses this table too."""
 
@@ -313,6 +324,9 @@ class NetworkSpec:
                 shapes[linear.weight] = linear.shape
                 if linear.role in biased or (linear.role == "router" and has_router_bias(layer)):
                     shapes[f"{linear.path}.bias"] = (linear.outputs,)
+            for path, (linear, update) in self._draft_updates_of(i, layer).items():
+                shapes[f"{path}.a"] = (linear.inputs, update.rank)
+                shapes[f"{path}.b"] = (update.rank, linear.outputs)
             if attention.qk_norm:
                 shapes |= {
                     f"{block}attention.{name}.weight": (attention.head_size,)
@@ -488,6 +502,35 @@ class NetworkSpec:
             ),
         ]
 
+    @property
+    def has_draft_updates(self) -> bool:
+        """True if any layer has low-rank updates for draft passes."""
+        return any(layer.draft_updates for layer in self.layers)
+
+    def draft_updates(self) -> dict[str, tuple[LinearSpec, LowRankSpec]]:
+        """Map the module path of each low-rank update to the updated matrix and the update.
+
+        The parameters of the update are the path plus ``.a``, and the path plus ``.b``.
+        """
+        return {
+            path: found
+            for i, layer in enumerate(self.layers)
+            for path, found in self._draft_updates_of(i, layer).items()
+        }
+
+    def _draft_updates_of(
+        self, i: int, layer: LayerSpec
+    ) -> dict[str, tuple[LinearSpec, LowRankSpec]]:
+        if not layer.draft_updates:
+            return {}
+        by_role = {linear.role: linear for linear in self._linear_layers_of(f"blocks.{i}", layer)}
+        found = {}
+        for update in layer.draft_updates:
+            linear = by_role[update.role]
+            part, _, role = linear.path.rpartition(".")
+            found[f"{part}.{UPDATES}.{role}"] = linear, update
+        return found
+
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
         """Return the gate, up and down matrices (stacks) of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
@@ -566,16 +609,72 @@ class NetworkSpec:
         """``(kv_heads, head_size)`` of the keys of each layer. The values have the same shape."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
+    def cache_windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many positions before a pass the cache keeps, or ``None`` for all.
+
+        A network with draft passes drops the keys and values that no later pass sees. All layers
+        with a window keep as many positions as the largest window. At least one layer keeps all
+        positions. Other networks drop no keys and values.
+        """
+        windows = [layer.attention.window for layer in self.layers]
+        largest = max((window for window in windows if window is not None), default=None)
+        if self.draft_block is None or None not in windows:
+            return (None,) * len(windows)
+        return tuple(None if window is None else largest for window in windows)
+
+    @property
+    def cache_window(self) -> int | None:
+        """The window of all layers that have one in ``cache_windows``, or ``None``."""
+        return next((window for window in self.cache_windows() if window is not None), None)
+
+    @property
+    def prompt_pass_tokens(self) -> int | None:
+        """The largest number of tokens in a pass that stores a prompt, or ``None`` for no limit."""
+        return None if self.cache_window is None else PASS_TOKENS
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The largest number of tokens that layers in ``cache_windows`` with a window store.
+
+        The value is ``None`` if no layer has a window. A pass adds a part of the prompt or one block
+        to the tokens in the window.
+        """
+        if self.cache_window is None:
+            return None
+        return self.cache_window + max(PASS_TOKENS, self.draft_block or 0)
+
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of one token's keys and values in all layers.
 
         ``scale_bytes`` is the size of the scale of a cached row (see ``CACHE_ROWS``). A row is the
         key or value of one head.
         """
+        return self.cache_bytes_of(1, 1, element_bytes, scale_bytes)
+
+    def cache_bytes_of(
+        self, tokens: int, window_tokens: int, element_bytes: int, scale_bytes: int = 0
+    ) -> int:
+        """Return the bytes of the keys and values of several tokens.
+
+        Layers with a window (see ``cache_windows``) store ``window_tokens`` tokens, and all other
+        layers store ``tokens`` tokens. ``cache_bytes`` explains the other arguments.
+        """
         return 2 * sum(
-            kv_heads * (head_size * element_bytes + scale_bytes)
-            for kv_heads, head_size in self.cache_shapes()
+            (tokens if window is None else window_tokens)
+            * kv_heads
+            * (head_size * element_bytes + scale_bytes)
+            for (kv_heads, head_size), window in zip(
+                self.cache_shapes(), self.cache_windows(), strict=True
+            )
         )
+
+    def canvas_bytes(self, tokens: int, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the bytes of the keys and values of a canvas with ``tokens`` cached tokens.
+
+        Layers with a window store the tokens of the window and of one pass.
+        """
+        most = tokens if self.window_tokens is None else min(tokens, self.window_tokens)
+        return self.cache_bytes_of(tokens, most, element_bytes, scale_bytes)
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
         """Return the distinct rotary tables that layers use."""
@@ -593,7 +692,7 @@ class NetworkSpec:
         """Return fields and derived values, for the manifest and for ``inspect --json``."""
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
-            "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
+            "layers": [_layer_values(layer) for layer in self.layers],
             "parameters": self.parameter_count(),
             "active_parameters": self.active_parameter_count(),
             "linear_layers": [asdict(linear) for linear in self.linear_layers()],
@@ -621,6 +720,13 @@ class NetworkSpec:
             if chosen.get(name) is not None:
                 chosen[name] = kind(**chosen[name])
         return cls(**chosen)
+
+
+def _layer_values(layer: LayerSpec) -> dict[str, Any]:
+    """Return the fields of a layer. A layer without low-rank updates has no such field."""
+    values = asdict(layer) | {"norms": list(layer.norms)}
+    updates = values.pop("draft_updates")
+    return values | ({"draft_updates": list(updates)} if updates else {})
 
 
 def _difference(name: str, mine: Any, theirs: Any) -> str | None:

@@ -210,7 +210,8 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
 
     The first pass is causal. It stores the prompt, and decides the first position. Each block then
     takes two passes over the same rows: the row before the block, and all rows of the block but the
-    last. The draft pass predicts a token for each of these positions. The causal pass stores the
+    last. The draft pass predicts a token for each of these positions. It uses the network's low-rank
+    updates for draft passes, if there are any. The causal pass stores the
     rows, and predicts the token after each row. The caller decides the positions whose predicted
     tokens equal the drafted tokens, up to and including the first position where the tokens differ.
     The next block starts after these positions.
@@ -234,7 +235,7 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
         passes, step = passes + 1, step + 1
         if end - start > 1:
             drafts = np.arange(start, end - 1)
-            drafting = replace(rows, kept="drop", is_draft=True)
+            drafting = replace(rows, kept="drop", is_draft=True, is_updated=True)
             yield Turn(start, end, step, passes, drafting, drafts, len(drafts))
             passes += 1
         drafted = np.append(tokens[start : end - 1], -1)

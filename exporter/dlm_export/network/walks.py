@@ -35,13 +35,12 @@ class Walked:
         If ``cache_dtype`` is ``None``, the cache is not rounded.
         """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
-        longest = layered.network.max_canvas_length
         self._ids = [
             [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
         ]
         self._states = [
             [
-                layered.embed(ids, torch.arange(*s.span.ids(longest))).cpu()
+                layered.embed(ids, torch.arange(*s.span.ids(layered.network))).cpu()
                 for s, ids in zip(walk, of_walk, strict=True)
             ]
             for walk, of_walk in zip(walks, self._ids, strict=True)
@@ -62,7 +61,7 @@ class Walked:
                 for (walk, _), step in zip(batch, steps, strict=True)
             ]
             ids = [self._ids[walk][number] for walk, number in batch]
-            spans = [step.span.ids(self.layered.network.max_canvas_length) for step in steps]
+            spans = [step.span.ids(self.layered.network) for step in steps]
             out, (keys, values) = block(
                 x.unsqueeze(0), *self.layered.packed(i, ids, spans, past), self._cache_dtype
             )

@@ -41,6 +41,8 @@ class Loop:
     - ``reused``: number of leading tokens whose keys and values are reused from other requests.
     - ``max_tokens``: the largest number of tokens in a pass over a part of a prompt. ``None`` means
       that the prompt is computed in one pass.
+    - ``prompt_pass_tokens``: the property of the network with this name. Each of its passes is split
+      again by ``max_tokens``.
     """
 
     policy: Policy
@@ -49,6 +51,7 @@ class Loop:
     reused: int = 0
     max_tokens: int | None = None
     draft_block: int | None = None
+    prompt_pass_tokens: int | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -130,17 +133,26 @@ def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
 
     If the keys and values of all positions are reused, there is no pass.
     """
-    start, last = max(turn.span.first, loop.reused), turn.span.last
-    while loop.max_tokens is not None and loop.canvases * (last - start) > loop.max_tokens:
+    whole = turn.span.first, turn.span.last
+    for start, end in _split(whole, loop.prompt_pass_tokens, turn.start, loop):
+        if end > loop.reused:
+            yield from _split((max(start, loop.reused), end), loop.max_tokens, turn.start, loop)
+
+
+def _split(
+    part: tuple[int, int], most: int | None, block_start: int, loop: Loop
+) -> Iterator[tuple[int, int]]:
+    """Split a pass over a part of the prompt into passes of at most ``most`` tokens."""
+    start, last = part
+    while most is not None and loop.canvases * (last - start) > most:
         assert loop.visible_block is not None
-        blocks = max(1, loop.max_tokens // loop.canvases // loop.visible_block)
-        end = min(start + blocks * loop.visible_block, turn.start)
+        blocks = max(1, most // loop.canvases // loop.visible_block)
+        end = min(start + blocks * loop.visible_block, block_start)
         if end <= start or end >= last:  # one pass computes a whole block
             break
         yield start, end
         start = end
-    if start < last:
-        yield start, last
+    yield start, last
 
 
 def _cached(turn: Turn, start: int, length: int, loop: Loop) -> int:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, page_tokens, whole_pages
+from dlm_export.graph import CACHE_DTYPES
+from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.generation import Loop, check_policy, list_passes
 from dlm_export.planning.growth import Growth, growth_of
@@ -172,7 +174,13 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
     network = shape.network
-    loop = Loop(policy, network.visible_block, network.shift, draft_block=network.draft_block)
+    loop = Loop(
+        policy,
+        network.visible_block,
+        network.shift,
+        draft_block=network.draft_block,
+        prompt_pass_tokens=network.prompt_pass_tokens,
+    )
     passes = Counter(
         each.size for each in list_passes(asked.prompt_tokens, asked.new_tokens, per_pass, loop)
     )
@@ -360,7 +368,21 @@ def _cache(shape: Shape, policy: Policy, request: Request) -> Cache:
     # A request with guidance has a second canvas, which starts with mask tokens instead of the
     # prompt. All requests share the keys and values of these mask tokens, too.
     tokens = loop.canvases * (request.batch * own + loop.reused)
-    per_token = cache_bytes_by_type(shape.network)
-    return Cache(
-        page, loop.reused, tokens, {name: tokens * size for name, size in per_token.items()}
-    )
+    network = shape.network
+    all_tokens = window_tokens = tokens
+    if network.cache_window is not None:
+        # In layers with a window, each canvas needs the pages of the window and of one block. A
+        # scheduler makes room for blocks of ``draft_block`` tokens first, then for the longest
+        # canvas, and then for longer blocks.
+        block_length = block_length_for(policy, network, request.new_tokens)
+        draft_block = network.draft_block or 0
+        if block_length > draft_block:
+            all_tokens = max(tokens, whole_pages(network.max_canvas_length, page))
+        kept = network.cache_window + max(block_length, draft_block)
+        most = whole_pages(kept, page) + page
+        window_tokens = loop.canvases * request.batch * min(whole_pages(request.canvas, page), most)
+    sizes = {
+        name: network.cache_bytes_of(all_tokens, window_tokens, *CACHE_ROWS[CACHE_DTYPES[name]])
+        for name in cache_bytes_by_type(network)
+    }
+    return Cache(page, loop.reused, tokens, sizes)

@@ -110,6 +110,7 @@ def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
         reused,
         request.max_tokens,
         network.draft_block,
+        network.prompt_pass_tokens,
     )
 
 

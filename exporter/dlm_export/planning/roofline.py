@@ -145,6 +145,8 @@ def kinds_of(
 ) -> tuple[MatrixKind, ...]:
     """Group a network's matrices by their cost in the formats of ``layers``.
 
+    The matrices of low-rank updates for draft passes are counted for all passes.
+
     If the head shares an unquantised embedding table, each element of the table takes
     ``table_bytes`` bytes.
     """
@@ -163,6 +165,9 @@ def kinds_of(
             layer.inputs * layer.outputs,
             size,
         ] += 1
+    for layer, update in network.draft_updates().values():
+        elements = update.rank * (layer.inputs + layer.outputs)
+        found["layers", FULL, 1, 1.0, elements, element_bytes * elements] += 1
     return tuple(MatrixKind(number, *kind) for kind, number in found.items())
 
 
@@ -192,11 +197,19 @@ def count_work(
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
     # Attention computes two products: of queries and keys, and of attention weights and values.
-    # Every token attends to all cached tokens and all tokens of the pass.
-    features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
-    macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
+    # Every token attends to all cached tokens and all tokens of the pass. A layer with a window has
+    # only the cached tokens in its window.
+    near = cached if network.cache_window is None else min(cached, network.cache_window)
+    pairs = sum(
+        layer.attention.heads
+        * layer.attention.head_size
+        * ((cached if window is None else near) + tokens)
+        for layer, window in zip(network.layers, network.cache_windows(), strict=True)
+    )
+    macs[f"attention.{FULL}"] = batch * 2 * tokens * pairs
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
-    return Work(weight_bytes, batch * (cached + tokens) * network.cache_bytes(*row), dict(macs))
+    cache_bytes = batch * network.cache_bytes_of(cached + tokens, near + tokens, *row)
+    return Work(weight_bytes, cache_bytes, dict(macs))
 
 
 def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes: int) -> int:

@@ -92,12 +92,18 @@ class Folded:
     def _readers(self) -> dict[str, list[LinearSpec]]:
         return by_site(self.network.linear_layers())
 
+    @functools.cached_property
+    def _updates(self) -> dict[str, str]:
+        """Maps the weights of matrices with low-rank updates to the module paths of the updates."""
+        updates = self.network.draft_updates()
+        return {layer.weight: path for path, (layer, _) in updates.items()}
+
     def fold(self, of: str, scales: np.ndarray) -> None:
         """Divide a layer input by ``scales``, and multiply the weights that use this input.
 
-        The product of the input and the weights stays the same. ``of`` is the site of the layers
-        with this input (see ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with
-        separate scales for each of E experts.
+        The product of the input and the weights stays the same, also with low-rank updates of the
+        weights. ``of`` is the site of the layers with this input (see ``LinearSpec``). ``scales`` is
+        ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E experts.
         """
         readers = self._readers[of]
         fold = readers[0].fold
@@ -109,13 +115,15 @@ class Folded:
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
         for name in fold.parameters:
-            self._divide(self.columns, name, shared)
+            for divided in (name, *self._update(name, "b")):
+                self.columns[divided] = self.columns.get(divided, np.float32(1)) / shared
         for reader in readers:
-            self.rows[reader.weight] = self.rows.get(reader.weight, np.float32(1)) * scales
+            for multiplied in (reader.weight, *self._update(reader.weight, "a")):
+                self.rows[multiplied] = self.rows.get(multiplied, np.float32(1)) * scales
 
-    @staticmethod
-    def _divide(into: dict[str, np.ndarray], name: str, scales: np.ndarray) -> None:
-        into[name] = into.get(name, np.float32(1)) / scales
+    def _update(self, weight: str, matrix: str) -> list[str]:
+        """Return the name of a matrix of the low-rank update of ``weight``, if there is one."""
+        return [f"{self._updates[weight]}.{matrix}"] if weight in self._updates else []
 
 
 def _transposed(matrix: Lazy) -> Lazy:

@@ -295,14 +295,14 @@ void test_callback_engine(Tally& tally) {
   const dlm::CacheShape cache{{1, 2, 4}};
   const auto engine = dlm::make_callback(note, &seen, with_cache(cache));
   const dlm_pass pass{};
-  engine->run(pass, {});
+  engine->run(pass, {}, {});
   CHECK(seen.pass == &pass);
   CHECK(engine->description() == "callback");
   seen.answer = DLM_CANCELLED;
-  CHECK_ERROR(engine->run(pass, {}), DLM_CANCELLED,
+  CHECK_ERROR(engine->run(pass, {}, {}), DLM_CANCELLED,
               "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
   seen.answer = -12;
-  CHECK_ERROR(engine->run(pass, {}), -12, "...the pass callback returned -12 (");
+  CHECK_ERROR(engine->run(pass, {}, {}), -12, "...the pass callback returned -12 (");
   CHECK_ERROR(dlm::make_callback(nullptr, nullptr, with_cache(cache)), DLM_INVALID_ARGUMENT,
               "the pass callback is NULL");
 }
@@ -466,7 +466,7 @@ void test_rows_through_random_ranges(Tally& tally) {
 template <class Make>
 std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoiser,
                                                     dlm::Engine& engine, int32_t count, Make make) {
-  dlm::LockstepPasses passes(denoiser, engine, INT64_MAX, 1);
+  dlm::LockstepPasses passes(denoiser, engine, {INT64_MAX, INT64_MAX}, 1);
   passes.set_together(static_cast<size_t>(count));
   dlm::Runner runner(denoiser, passes, {count});
   std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -621,7 +621,7 @@ void test_proposers_side_by_side(Tally& tally) {
   dlm_policy all = dlm::default_policy();
   all.commit = "threshold";
   std::map<int32_t, int32_t> told;
-  dlm::LockstepPasses passes(denoiser, *engine, INT64_MAX, 1);
+  dlm::LockstepPasses passes(denoiser, *engine, {INT64_MAX, INT64_MAX}, 1);
   passes.set_together(2);
   dlm::Runner runner(denoiser, passes, {2});
   std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -655,7 +655,7 @@ void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   class One final : public dlm::HostEngine {
    public:
     using HostEngine::HostEngine;
-    void run(const dlm_pass&, const std::vector<dlm::Segment>&) override {}
+    void run(const dlm_pass&, const std::vector<dlm::Segment>&, const dlm::WindowRows&) override {}
     std::string description() const override { return "one"; }
     int32_t max_batch() const override { return 1; }
   };

@@ -38,7 +38,7 @@
 namespace {
 
 int passed = 0, failed = 0;
-int64_t all_hits = 0;
+int64_t all_hits = 0, window_hits = 0;
 
 void note(bool holds, int line, const std::string& what) {
   ++(holds ? passed : failed);
@@ -108,14 +108,16 @@ struct Limits {
   }
 };
 
-// A scheduler with the pass maker that suits the engine.
+// A scheduler with the pass maker that suits the engine. If `window_rows` is -1, layers with a
+// window have room for as many rows as the other layers.
 class Scheduler {
  public:
   Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
-            int64_t rows, int64_t most_idle = 0)
-      : passes_(dlm::make_shared_passes(of, engine, rows, most_idle, files_)) {
+            int64_t rows, int64_t most_idle = 0, int64_t window_rows = -1) {
+    const dlm::RowCounts room{rows, window_rows < 0 ? rows : window_rows};
+    passes_ = dlm::make_shared_passes(of, engine, room, most_idle, files_);
     if (passes_ == nullptr)
-      passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, rows,
+      passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, room,
                                                       static_cast<size_t>(options.most_running));
     runner_.emplace(of, *passes_, options);
   }
@@ -232,7 +234,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
 
 // Runs the request alone, as in a session, and returns the result.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
-  dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
+  dlm::LockstepPasses passes(of, engine, {INT64_MAX, INT64_MAX}, 1);
   dlm::Runner runner(of, passes, {});
   const auto job = runner.submit(wish.make(of, engine), wish.limits.make());
   runner.run(dlm::Runner::Until::idle, [] { return true; });
@@ -241,8 +243,8 @@ std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, co
 
 // Returns true if both jobs have the same canvas, ended for the same reason, and have the same
 // statistics. Times may differ. The number of prefill passes may differ too, because a limit of the
-// scheduler may split a prefill pass.
-bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
+// scheduler may split a prefill pass. With a window, the parts of a split pass take fewer bytes.
+bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone, bool has_window = false) {
   const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
     return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
@@ -257,41 +259,8 @@ bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
          counts.store_passes == counted.store_passes &&
          counts.verify_passes == counted.verify_passes &&
          counts.verified_tokens == counted.verified_tokens &&
-         counts.cache_bytes == counted.cache_bytes;
-}
-
-const std::function<bool()> kNothing = [] { return true; };
-
-void test_random_requests(uint32_t seed, bool shares) {
-  std::mt19937 random(seed);
-  const int32_t visible_block = any_of<int32_t>(random, {0, 1, 4, 8}),
-                shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
-  const bool is_noised = visible_block == 1 && random() % 2 == 0;
-  const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
-  Summing engine(of.cache, visible_block, shares, is_noised),
-      other(of.cache, visible_block, false, is_noised);
-  const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
-  Scheduler scheduler(
-      of, engine,
-      {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)},
-      rows);
-  std::vector<Wish> wishes;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;
-  const auto submit = [&] {
-    wishes.push_back(make_wish(random, visible_block, shift, is_noised));
-    jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
-  };
-  for (int i = 0; i < 4; ++i) submit();
-  scheduler.run(true, [&] {
-    if (jobs.size() < 16 && random() % 3 == 0) submit();  // some requests join while others run
-    return true;
-  });
-  for (size_t i = 0; i < jobs.size(); ++i)
-    CHECK(jobs[i]->wait(dlm::Clock::duration{}) && same(*jobs[i], run_alone(of, other, wishes[i])));
-  const dlm_scheduler_stats stats = scheduler.told();
-  CHECK(stats.waiting == 0 && stats.running == 0 &&
-        stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
-  CHECK(stats.shares >= stats.passes && (shares || stats.shares == stats.passes));
+         (has_window ? counts.cache_bytes <= counted.cache_bytes
+                     : counts.cache_bytes == counted.cache_bytes);
 }
 
 // Returns true if both jobs decided the same tokens and ended for the same reason.
@@ -303,6 +272,57 @@ bool same_answer(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
 
 const uint64_t kRowBytes = 2 * (2 + 1) * 2 * 4;  // bytes of one token's keys and values, see
                                                  // shape()
+
+const std::function<bool()> kNothing = [] { return true; };
+
+void test_random_requests(uint32_t seed, bool shares) {
+  std::mt19937 random(seed);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 1, 4, 8}),
+                shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
+  const bool is_noised = visible_block == 1 && random() % 2 == 0;
+  const dlm::Denoiser whole = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+  // A denoiser with draft passes may have a window. Then `other` keeps the rows of all positions,
+  // and `of` keeps only those in the window.
+  const int32_t window = visible_block == 1 ? any_of<int32_t>(random, {0, 1, 3, 9, 20, 100}) : 0;
+  dlm::Denoiser of = whole;
+  of.cache = shape(window);
+  Summing engine(of.cache, visible_block, shares, is_noised, window),
+      windowed(of.cache, visible_block, false, is_noised, window),
+      other(whole.cache, visible_block, false, is_noised, window);
+  const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
+  // A canvas needs at most 96 rows. With guidance, there are two canvases.
+  const int64_t window_rows = 16 * (12 + static_cast<int64_t>(random() % 10));
+  Scheduler scheduler(
+      of, engine,
+      {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
+      0, window_rows);
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  const auto submit = [&] {
+    wishes.push_back(make_wish(random, visible_block, shift, is_noised));
+    jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
+  };
+  for (int i = 0; i < 4; ++i) submit();
+  scheduler.run(true, [&] {
+    if (jobs.size() < 16 && random() % 3 == 0) submit();  // some requests join while others run
+    return true;
+  });
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    CHECK(jobs[i]->wait(dlm::Clock::duration{}) &&
+          same(*jobs[i], run_alone(whole, other, wishes[i]), window > 0));
+    CHECK(same_answer(*jobs[i], run_alone(of, windowed, wishes[i])));
+    const dlm::RowCounts reserved = rows_of(wishes[i].make(of, engine), 16);
+    const uint64_t window_row = dlm::window_row_bytes(of.cache);
+    if (shares && window > 0)
+      CHECK(jobs[i]->result().stats->cache_bytes <=
+            static_cast<uint64_t>(reserved.all) * (kRowBytes - window_row) +
+                static_cast<uint64_t>(reserved.window) * window_row);
+  }
+  const dlm_scheduler_stats stats = scheduler.told();
+  CHECK(stats.waiting == 0 && stats.running == 0 &&
+        stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
+  CHECK(stats.shares >= stats.passes && (shares || stats.shares == stats.passes));
+}
 
 // Saves and loads a prompt cache with the whole pages of a prompt.
 void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32_t> prompt,
@@ -325,18 +345,23 @@ void test_prefixes(uint32_t seed) {
   const int32_t visible_block = any_of<int32_t>(random, {1, 4, 8, 16, 32}),
                 shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2),
                 page = dlm::page_rows(visible_block);
-  const bool is_noised = visible_block == 1;
-  const dlm::Denoiser of = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
-  Summing engine(of.cache, visible_block, true, is_noised),
-      other(of.cache, visible_block, false, is_noised);
+  const bool is_noised = visible_block == 1 && random() % 2 == 0;
+  const dlm::Denoiser whole = is_noised ? noised_denoiser() : denoiser(visible_block, shift);
+  const int32_t window =
+      visible_block == 1 ? any_of<int32_t>(random, {0, 1, 9, 16, 17, 30, 40, 100}) : 0;
+  dlm::Denoiser of = whole;
+  of.cache = shape(window);
+  Summing engine(of.cache, visible_block, true, is_noised, window),
+      other(whole.cache, visible_block, false, is_noised, window);
   const int64_t rows = page * (8 + static_cast<int64_t>(random() % 20));
-  const int64_t most_idle = any_of<int64_t>(random, {0, page, 3 * page, rows});
+  const int64_t window_rows = page * (8 + static_cast<int64_t>(random() % 20));
+  const int64_t most_idle = any_of<int64_t>(random, {0, 1, page, 3 * page, rows});
   const bool has_files = random() % 2 == 0;
-  Summing other_sharing(of.cache, visible_block, true, is_noised);
+  Summing other_sharing(of.cache, visible_block, true, is_noised, window);
   Scheduler scheduler(
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
-      most_idle);
+      most_idle, window_rows);
   // There are only a few different prompts, so that many requests start with the same tokens. Some
   // prompts continue an earlier answer.
   std::vector<std::vector<int32_t>> prompts;
@@ -354,7 +379,10 @@ void test_prefixes(uint32_t seed) {
     Wish wish = make_wish(random, visible_block, shift, is_noised);
     wish.canvas = prompt;
     wish.canvas.resize(std::min(prompt.size() + 1 + random() % 30, size_t{96}), of.mask_token_id);
-    if (rows_of(wish.make(of, engine), page) > rows) return;
+    const bool is_verified = wish.policy.commit == dlm::Commit::verify,
+               is_whole = std::count(prompt.begin(), prompt.end(), of.mask_token_id) == 0;
+    if (is_verified && (prompt.empty() || !is_whole)) return;
+    if (!rows_of(wish.make(of, engine), page).fits({rows, window_rows})) return;
     wishes.push_back(wish);
     prompts.push_back(prompt);
     jobs.push_back(scheduler.submit(wish.make(of, engine), wish.limits));
@@ -371,7 +399,7 @@ void test_prefixes(uint32_t seed) {
   });
   int64_t hits = 0, tokens = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    const auto alone = run_alone(of, other, wishes[i]);
+    const auto alone = run_alone(whole, other, wishes[i]);
     const int32_t cached = jobs[i]->result().stats->cached_tokens;
     hits += cached > 0, tokens += cached;
     CHECK(same_answer(*jobs[i], alone));
@@ -381,8 +409,10 @@ void test_prefixes(uint32_t seed) {
   CHECK(stats.prefix_hits == hits && stats.prefix_tokens == tokens);
   CHECK(most_idle > 0 || has_files || hits == 0);
   CHECK(stats.prefix_bytes <= static_cast<uint64_t>(most_idle) * kRowBytes);
-  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * kRowBytes);
-  all_hits += hits;
+  const uint64_t window_row = dlm::window_row_bytes(of.cache);
+  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * (kRowBytes - window_row) +
+                                 static_cast<uint64_t>(window_rows) * window_row);
+  (window > 0 ? window_hits : all_hits) += hits;
 }
 
 std::string message_of(const std::function<void()>& body) {
@@ -436,7 +466,136 @@ void test_damaged_prompt_caches() {
         }).find("/none/x: cannot write") != std::string::npos);
 }
 
-// A second request with the same prompt must not compute the prompt again.
+// In layers with a window, the number of rows does not grow with the length of the canvas, and the
+// scheduler needs no room for more rows.
+void test_a_window_limits_the_cache() {
+  constexpr int32_t kWindow = 9, kBlock = 8, kPage = 16;
+  const dlm::Denoiser whole = noised_denoiser();
+  dlm::Denoiser of = whole;
+  of.cache = shape(kWindow);
+  Summing engine(of.cache, 1, true, true, kWindow), other(whole.cache, 1, false, true, kWindow);
+  // The last 9 + 8 rows can lie in three pages of 16 rows.
+  const int64_t window_rows = dlm::window_rows(kLongest, kWindow + kBlock, kPage);
+  CHECK(window_rows == 3 * kPage);
+  Scheduler scheduler(of, engine, {1, 100, 16}, kLongest, kLongest, window_rows);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block", policy.remask = "noise", policy.commit = "entropy_bound";
+  policy.block_length = kBlock, policy.steps_per_block = 2, policy.stop = "none";
+  const uint64_t window_row = dlm::window_row_bytes(of.cache), row = kRowBytes - window_row;
+  std::vector<uint64_t> bytes;
+  for (const size_t given : {1, 20, 40, 60, 80}) {
+    Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, 5), {}};
+    wish.canvas.resize(given + 2 * kBlock, kVocabulary);
+    const auto job = scheduler.submit(wish.make(of, engine), {});
+    scheduler.run(true, kNothing);
+    CHECK(same_answer(*job, run_alone(whole, other, wish)));
+    // The rows of the last block are never stored.
+    bytes.push_back(job->result().stats->cache_bytes - (given + kBlock) * row);
+    CHECK(bytes.back() <= static_cast<uint64_t>(window_rows) * window_row);
+  }
+  CHECK(bytes.front() == (1 + kBlock) * window_row);
+  CHECK(scheduler.told().cache_bytes <=
+        kLongest * row + static_cast<uint64_t>(window_rows) * window_row);
+  // A block of 40 tokens needs 5 pages, because a later pass may start 40 tokens earlier.
+  policy.block_length = 40;
+  Wish wish{dlm::check_policy(policy), std::vector<int32_t>(80, kVocabulary), {}};
+  const std::string said = message_of([&] { scheduler.submit(wish.make(of, engine), {}); });
+  CHECK(said.find("in layers with a window, this request needs cache for 80 tokens, but the "
+                  "scheduler has room for 48") == 0);
+}
+
+// If a page of the layers with a window is missing, a request uses a shorter part of its prompt.
+void test_a_window_limits_reuse() {
+  constexpr int32_t kWindow = 16, kPage = 16;
+  const dlm::Denoiser whole = noised_denoiser();
+  dlm::Denoiser of = whole;
+  of.cache = shape(kWindow);
+  Summing engine(of.cache, 1, true, true, kWindow), other(whole.cache, 1, false, true, kWindow);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block", policy.remask = "noise", policy.commit = "entropy_bound";
+  policy.block_length = 8, policy.steps_per_block = 2;
+  for (const int64_t window_pages : {3, 4, 12}) {
+    Scheduler scheduler(of, engine, {1, 100, 16}, 10 * kLongest, 10 * kLongest,
+                        window_pages * kPage);
+    std::vector<int32_t> reused;
+    for (const size_t given : {80, 80, 16}) {
+      Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, 5), {}};
+      wish.canvas.resize(given + 8, kVocabulary);
+      const auto job = scheduler.submit(wish.make(of, engine), {});
+      scheduler.run(true, kNothing);
+      CHECK(same_answer(*job, run_alone(whole, other, wish)));
+      reused.push_back(job->result().stats->cached_tokens);
+    }
+    CHECK(reused[0] == 0 && reused[1] == 80);
+    CHECK(reused[2] == (window_pages == 12 ? 16 : 0));
+  }
+}
+
+// With guidance, both canvases reuse the same number of tokens. If the second canvas can reuse
+// fewer tokens, the first canvas may lack the rows for this number.
+void test_guidance_and_a_window_limit_reuse() {
+  constexpr int32_t kWindow = 16, kPage = 16;
+  const dlm::Denoiser whole = denoiser(1, 0);
+  dlm::Denoiser of = whole;
+  of.cache = shape(kWindow);
+  Summing engine(of.cache, 1, true, false, kWindow), other(whole.cache, 1, false, false, kWindow);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block", policy.block_length = 8, policy.steps_per_block = 2;
+  int32_t most = 0;
+  for (int64_t window_pages = 6; window_pages < 16; ++window_pages) {
+    Scheduler scheduler(of, engine, {1, 100, 16}, 10 * kLongest, 10 * kLongest,
+                        window_pages * kPage);
+    const auto run = [&](size_t given, int32_t token, double cfg_scale) {
+      policy.cfg_scale = cfg_scale;
+      Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, token), {}};
+      wish.canvas.resize(given + 8, kMask);
+      const auto job = scheduler.submit(wish.make(of, engine), {});
+      scheduler.run(true, kNothing);
+      CHECK(job->result().status == DLM_OK && same_answer(*job, run_alone(whole, other, wish)));
+      return job->result().stats->cached_tokens;
+    };
+    CHECK(run(80, 5, 0) == 0);
+    CHECK(run(32, 6, 0.7) == 0);
+    const int32_t reused = run(80, 5, 0.7);
+    CHECK(reused == 0 || reused == 32);
+    most = std::max(most, reused);
+  }
+  CHECK(most == 32);
+}
+
+// Requests with the same prompt join while others run, and the layers with a window keep few pages
+// of requests that have ended. A request must not lose a page that it is about to use.
+void test_a_window_with_few_idle_pages(int32_t window, int64_t most_idle) {
+  const dlm::Denoiser whole = noised_denoiser();
+  dlm::Denoiser of = whole;
+  of.cache = shape(window);
+  Summing engine(of.cache, 1, true, true, window), other(whole.cache, 1, false, true, window);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block", policy.remask = "noise", policy.commit = "entropy_bound";
+  policy.block_length = 8, policy.steps_per_block = 1, policy.stop = "none";
+  for (int32_t most_tokens = 15; most_tokens < 50; ++most_tokens) {
+    Scheduler scheduler(of, engine, {3, 100, most_tokens}, 10 * kLongest, most_idle, 10 * kLongest);
+    std::vector<Wish> wishes;
+    std::vector<std::shared_ptr<dlm::Job>> jobs;
+    const auto submit = [&](size_t given) {
+      Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, 5), {}};
+      wish.canvas.resize(given + 8, kVocabulary);
+      wishes.push_back(wish);
+      jobs.push_back(scheduler.submit(wish.make(of, engine), {}));
+    };
+    submit(48);
+    int passes = 0;
+    scheduler.run(true, [&] {
+      if (const int stored = (48 + most_tokens - 1) / most_tokens; passes++ == stored)
+        submit(88), submit(88);
+      return true;
+    });
+    for (size_t i = 0; i < jobs.size(); ++i)
+      CHECK(same_answer(*jobs[i], run_alone(whole, other, wishes[i])));
+  }
+}
+
+// The passes of a second request with the same prompt do not compute the prompt again.
 void test_a_second_request_reuses_its_prompt(int32_t shift) {
   const dlm::Denoiser of = denoiser(4, shift);
   Summing engine(shape(), 4, true);
@@ -1124,7 +1283,13 @@ int main(int argc, char** argv) {
     for (const char* const cache : {"prefix", "dual"})
       test_full_attention_reuses_prompts_if_asked(reuses, cache);
   test_damaged_prompt_caches();
-  CHECK(all_hits > 100);
+  CHECK(all_hits > 100 && window_hits > 20);
+  test_a_window_limits_the_cache();
+  test_a_window_limits_reuse();
+  test_guidance_and_a_window_limit_reuse();
+  for (const int32_t window : {1, 16, 17, 20, 33, 40})
+    for (const int64_t most_idle : {1, 16, 32, 48})
+      test_a_window_with_few_idle_pages(window, most_idle);
   for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);
   for (const int32_t shift : {0, 1}) {
     test_requests_at_once_share_their_prompt(shift);

@@ -35,15 +35,18 @@ uint64_t mix(uint64_t x) {  // the SplitMix64 generator
 }
 
 // In every head and layer, a row contains a token and its position. A prediction depends on the sum
-// of all rows that the pass sees.
+// of all rows that the pass sees. If `window` is above 0, layer 1 sees only the rows that are at
+// most `window` positions before a row, or before the first row of a draft pass. The cache of this
+// layer may then contain all rows, or only those that the pass sees.
 class Summing final : public dlm::HostEngine {
  public:
   Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments,
-          bool has_conditioning = false)
+          bool has_conditioning = false, int64_t window = 0)
       : HostEngine(std::move(cache)),
         visible_block_(visible_block),
         takes_segments_(takes_segments),
-        mask_(has_conditioning ? kVocabulary : kMask) {}
+        mask_(has_conditioning ? kVocabulary : kMask),
+        window_(window) {}
 
   bool takes_segments() const override { return takes_segments_; }
   std::string description() const override { return "made up"; }
@@ -57,18 +60,26 @@ class Summing final : public dlm::HostEngine {
   void take(std::chrono::microseconds time) { time_ = time; }
   double costliest_shared() const { return costliest_shared_; }
 
-  void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
+  void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments,
+           const dlm::WindowRows& window) override {
     if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
     if (mask_ == kVocabulary) check_tokens(pass);
     std::vector<Part> parts;
     if (segments.empty())
       for (int64_t b = 0; b < pass.batch; ++b)
-        parts.push_back({0, pass.tokens, pass.cached, {{0, pass.cached}}});
+        parts.push_back({0, pass.tokens, pass.cached, {{0, pass.cached}}, {{0, window.cached}}});
     for (const dlm::Segment& segment : segments) {
       if (parts.empty() || parts.back().first != segment.first)
-        parts.push_back({segment.first, segment.tokens, 0, {}});
+        parts.push_back({segment.first, segment.tokens, 0, {}, {}});
       parts.back().cached += segment.cached;
       parts.back().rows.push_back({segment.start, segment.cached});
+    }
+    size_t owner = 0;
+    for (const dlm::Segment& segment : segments.empty() ? segments : window.segments) {
+      while (owner < parts.size() && parts[owner].first != segment.first) ++owner;
+      if (owner == parts.size() || parts[owner].tokens != segment.tokens)
+        dlm::fail(DLM_INTERNAL, "segments of layers with a window in another order");
+      parts[owner].window_rows.push_back({segment.start, segment.cached});
     }
     most_requests_ = std::max<int64_t>(most_requests_, static_cast<int64_t>(parts.size()));
     count(pass, parts);
@@ -76,16 +87,17 @@ class Summing final : public dlm::HostEngine {
     for (size_t number = 0; number < parts.size(); ++number) {
       const int64_t b = segments.empty() ? static_cast<int64_t>(number) : 0;
       keep(pass, b, parts[number]);
-      score(pass, b, parts[number]);
+      score(pass, b, parts[number], window.cached);
     }
   }
 
  private:
-  // The tokens of one request, and the ranges of its cached rows. Each range is a pair: the index
-  // of the first row, and the number of rows.
+  // The tokens of one request, and the ranges of its cached rows. A range is a pair of a first row
+  // and a number of rows. window_rows: the ranges of the layers with a window.
+  using Ranges = std::vector<std::pair<int64_t, int64_t>>;
   struct Part {
     int64_t first, tokens, cached;
-    std::vector<std::pair<int64_t, int64_t>> rows;
+    Ranges rows, window_rows;
   };
 
   void count(const dlm_pass& pass, const std::vector<Part>& parts) {
@@ -137,24 +149,35 @@ class Summing final : public dlm::HostEngine {
         }
   }
 
-  // Returns the sum of the cached rows of one head of one layer. The sums of all heads and layers
-  // must be equal.
-  uint64_t cached_sum(const dlm_pass& pass, int64_t b, const Part& part) const {
+  bool is_near(size_t layer) const { return window_ > 0 && layer == 1; }
+
+  // Returns the sum of the cached rows of one head of one layer that the query sees. The sums of
+  // all heads and layers must be equal. If of_near is true, returns the sum for layer 1. Otherwise,
+  // returns the sum for the layers without a window.
+  uint64_t cached_sum(const dlm_pass& pass, int64_t b, const Part& part, int32_t window_cached,
+                      int64_t first_seen, bool of_near) const {
     uint64_t found = 0;
     if (part.cached == 0) return found;
+    const int64_t begin = pass.position_ids[b * pass.tokens + part.first] % kLongest;
     for (size_t layer = 0; layer < cache_.size(); ++layer)
       for (const void* const* const tensors : {pass.past_keys, pass.past_values})
-        for (int32_t head = 0; head < cache_[layer].kv_heads; ++head) {
+        for (int32_t head = 0; is_near(layer) == of_near && head < cache_[layer].kv_heads; ++head) {
           uint64_t sum = 0;
+          const bool is_kept = cache_[layer].window > 0;
+          const int64_t cached = is_kept ? window_cached : pass.cached;
+          const Ranges& ranges = is_kept ? part.window_rows : part.rows;
           const auto* const rows = static_cast<const float*>(tensors[layer]) +
-                                   (b * cache_[layer].kv_heads + head) * pass.cached * 2;
-          int64_t position = 0;
-          for (const auto& [start, count] : part.rows)
+                                   (b * cache_[layer].kv_heads + head) * cached * 2;
+          int64_t position = begin;
+          for (const auto& [start, count] : ranges) position -= is_kept ? count : 0;
+          if (is_kept && position != std::max<int64_t>(0, begin - window_))
+            dlm::fail(DLM_INTERNAL, "a layer with a window reads other rows than its window");
+          for (const auto& [start, count] : ranges)
             for (int64_t i = start; i < start + count; ++i) {
-              if (mask_ == kVocabulary && static_cast<int64_t>(rows[2 * i + 1]) != position++)
+              const auto at = static_cast<int64_t>(rows[2 * i + 1]);
+              if (is_kept && at != position++)
                 dlm::fail(DLM_INTERNAL, "cached rows that are not in order");
-              sum += value_of(static_cast<int64_t>(rows[2 * i]),
-                              static_cast<int64_t>(rows[2 * i + 1]));
+              if (at >= first_seen) sum += value_of(static_cast<int64_t>(rows[2 * i]), at);
             }
           if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
           found = sum;
@@ -162,10 +185,10 @@ class Summing final : public dlm::HostEngine {
     return found;
   }
 
-  void score(const dlm_pass& pass, int64_t b, const Part& part) const {
+  void score(const dlm_pass& pass, int64_t b, const Part& part, int32_t window_cached) const {
     const int64_t* const ids = pass.input_ids + b * pass.tokens;
     const int64_t* const positions = pass.position_ids + b * pass.tokens;
-    const uint64_t cached = cached_sum(pass, b, part);
+    const uint64_t cached = cached_sum(pass, b, part, window_cached, 0, false);
     for (int64_t r = 0; r < pass.rows; ++r) {
       const int64_t row = b * pass.rows + r, query = pass.score_rows[row];
       if (query < part.first || query >= part.first + part.tokens) continue;
@@ -173,6 +196,14 @@ class Summing final : public dlm::HostEngine {
       for (int64_t t = part.first; t < part.first + part.tokens; ++t)
         if (visible_block_ == 0 || block_of(positions[t]) <= block_of(positions[query]))
           sum += value_of(ids[t], positions[t]) + conditioning_sum(pass, b * pass.tokens + t);
+      if (window_ > 0) {
+        const bool is_draft = positions[query] >= kLongest;
+        const int64_t first_seen = positions[is_draft ? part.first : query] % kLongest - window_;
+        sum = mix(sum) + cached_sum(pass, b, part, window_cached, first_seen, true);
+        for (int64_t t = part.first; t < part.first + part.tokens; ++t)
+          if (positions[t] % kLongest >= first_seen && (is_draft || t <= query))
+            sum += value_of(ids[t], positions[t]);
+      }
       const bool is_marked =
           visible_block_ == 0 && positions[part.first] == 0 && ids[part.first] == kMarked;
       predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])), is_marked);
@@ -218,6 +249,7 @@ class Summing final : public dlm::HostEngine {
   const int64_t visible_block_;
   const bool takes_segments_;
   const int32_t mask_;  // kVocabulary if the denoiser has no mask token
+  const int64_t window_;
   int fails_after_ = -1;
   int64_t most_requests_ = 0;
   dlm::PassCost cost_{};
@@ -225,7 +257,8 @@ class Summing final : public dlm::HostEngine {
   std::chrono::microseconds time_{0};
 };
 
-dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
+// If `window` is above 0, layer 1 keeps only the rows in its window.
+dlm::CacheShape shape(int32_t window = 0) { return {{2, 2, 4}, {1, 2, 4, 0, window}}; }
 
 dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
   return {kVocabulary,
@@ -238,7 +271,8 @@ dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
           {kEnd},
           visible_block,
           128,
-          visible_block == 1 ? 8 : 0};
+          visible_block == 1 ? 8 : 0,
+          visible_block == 1};
 }
 
 // Returns a denoiser that has self-conditioning, and starts from random tokens.

@@ -51,10 +51,14 @@ constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
                                          int threads, const dlm::ProviderChoice& provider) {
   if (manifest.engine == "none") return dlm::make_none(manifest.denoiser.cache);
-  if (manifest.graph.conditioning_size > 0 &&
-      (manifest.engine != "onnxruntime" || provider.is_gpu()))
+  const bool is_for_cpu = manifest.engine == "onnxruntime" && !provider.is_gpu();
+  if (manifest.graph.conditioning_size > 0 && !is_for_cpu)
     dlm::fail(DLM_UNSUPPORTED,
               "GPUs do not support self-conditioning yet: open this bundle with engine "
+              "\"onnxruntime\" and provider \"cpu\"");
+  if (dlm::window_of(manifest.denoiser.cache) > 0 && !is_for_cpu)
+    dlm::fail(DLM_UNSUPPORTED,
+              "GPUs do not support layers with a window yet: open this bundle with engine "
               "\"onnxruntime\" and provider \"cpu\"");
   if (manifest.engine == "onnxruntime")
     return dlm::open_onnxruntime(manifest.graph, library, threads, provider);

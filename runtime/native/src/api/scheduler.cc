@@ -74,19 +74,54 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   return {};
 }
 
-// Returns the number of cache rows to allocate for all running requests together. The number is a
-// multiple of the page size.
-int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
-  const uint64_t row = dlm::row_bytes(denoiser.cache);
-  const int32_t page = dlm::page_rows(denoiser.visible_block);
+// Returns the number of cache rows to allocate for all running requests together. Both numbers are
+// multiples of the page size.
+dlm::RowCounts rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
+  const int32_t page = dlm::page_rows(denoiser.visible_block),
+                window = dlm::window_of(denoiser.cache);
+  const uint64_t window_row = dlm::window_row_bytes(denoiser.cache),
+                 row = dlm::row_bytes(denoiser.cache) - window_row;
   const auto longest = static_cast<uint64_t>(dlm::in_pages(denoiser.max_canvas_length, page));
-  // The largest number of cache rows that max_running requests can use. The factor 2 is necessary
-  // because a request with guidance has two canvases.
-  const uint64_t most =
-      std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
-  const uint64_t wanted =
-      options.cache_bytes > 0 ? options.cache_bytes / row : std::max(kCacheBytes / row, longest);
-  return static_cast<int64_t>(std::min(wanted, most)) / page * page;
+  // The number of rows that a canvas needs in layers with a window, if the request has the
+  // denoiser's block length.
+  const auto window_canvas = static_cast<uint64_t>(dlm::window_rows(
+      denoiser.max_canvas_length, window > 0 ? window + denoiser.draft_block : 0, page));
+  // The number of canvases of a request. With guidance, a request has two canvases.
+  const uint64_t canvases = denoiser.has_mask_token() ? 2 : 1;
+  const uint64_t requests = static_cast<uint64_t>(options.max_running);
+  // The largest number of cache rows that max_running requests can use.
+  const uint64_t most = std::min<uint64_t>(2 * requests * longest, INT32_MAX);
+  uint64_t bytes =
+      options.cache_bytes > 0
+          ? options.cache_bytes
+          : std::max(kCacheBytes, longest * row + canvases * window_canvas * window_row);
+  uint64_t rows = 0, window_rows = 0;
+  // Raises `count` to at most `wanted` rows of `size` bytes, and to at most `part` of the bytes.
+  const auto raise = [&](uint64_t& count, uint64_t wanted, uint64_t size, uint64_t part) {
+    wanted = std::min(wanted, most);
+    if (wanted <= count) return;
+    const uint64_t more = std::min(wanted - count, part / size) / page * page;
+    count += more;
+    bytes -= more * size;
+  };
+  if (window > 0) {
+    // If all layers had as many rows, each would have `equal` rows. Layers with a window never get
+    // more.
+    const uint64_t equal = bytes / (row + window_row);
+    const auto raise_window = [&](uint64_t wanted, uint64_t part) {
+      raise(window_rows, std::min(wanted, equal), window_row, part);
+    };
+    // One request with the denoiser's block length must fit first, and then one request with any
+    // block length. The rest is for more requests. If requests reuse nothing, the layers with a
+    // window need no rows of requests that have ended.
+    raise_window(canvases * window_canvas, bytes);
+    raise(rows, canvases * longest, row, bytes);
+    raise_window(canvases * longest, bytes);
+    raise_window(options.prefix_cache_bytes > 0 ? most : canvases * requests * window_canvas,
+                 bytes / 2);
+  }
+  raise(rows, most, row, bytes);
+  return {static_cast<int64_t>(rows), static_cast<int64_t>(window_rows)};
 }
 
 }  // namespace
@@ -108,9 +143,10 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
     dlm::Engine& engine = *bundle->engine;
     const dlm::PassCost cost = check_cost(chosen, engine);
-    const int64_t rows = rows_for(chosen, denoiser);
-    const uint64_t most_idle = std::min<uint64_t>(
-        chosen.prefix_cache_bytes / dlm::row_bytes(denoiser.cache), static_cast<uint64_t>(rows));
+    const dlm::RowCounts rows = rows_for(chosen, denoiser);
+    const uint64_t most_idle =
+        std::min<uint64_t>(chosen.prefix_cache_bytes / dlm::row_bytes(denoiser.cache),
+                           static_cast<uint64_t>(rows.all));
     std::unique_ptr<dlm::PassMaker> passes = dlm::make_shared_passes(
         denoiser, engine, rows, static_cast<int64_t>(most_idle), bundle->prompt_caches);
     if (passes == nullptr)

@@ -32,7 +32,7 @@ struct SharedRunner {
 struct dlm_session {
   explicit dlm_session(dlm_bundle& opened)
       : bundle(opened),
-        passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
+        passes(opened.manifest.denoiser, *opened.engine, {INT64_MAX, INT64_MAX}, 1),
         runner(opened.manifest.denoiser, passes, {}) {
     // Open the engine's context now. Otherwise, only the first request would report that the device
     // has too little memory.
@@ -117,8 +117,8 @@ void run(dlm_session& session, Runner::Until until) {
 
 // Prepares session.shared for requests that need `rows` cache rows together. Does nothing if the
 // engine cannot share passes.
-void share_passes(dlm_session& session, int64_t rows) {
-  if (session.shared != nullptr && session.shared->passes->rows() >= rows) return;
+void share_passes(dlm_session& session, const dlm::RowCounts& rows) {
+  if (session.shared != nullptr && rows.fits(session.shared->passes->rows())) return;
   session.shared.reset();
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
   const int32_t page = dlm::page_rows(denoiser.visible_block);
@@ -126,9 +126,11 @@ void share_passes(dlm_session& session, int64_t rows) {
   const int64_t kept = std::min<uint64_t>(most, INT32_MAX) / page * page;
   // Even without a prefix cache, requests that run at the same time can share pages of their
   // prompts.
-  const int64_t all = std::max(rows, kept);
-  if (auto passes = dlm::make_shared_passes(denoiser, *session.bundle.engine, all,
-                                            kept > 0 ? kept : all, session.bundle.prompt_caches))
+  const int64_t window_kept = dlm::window_of(denoiser.cache) > 0 ? kept : 0;
+  const dlm::RowCounts all{std::max(rows.all, kept), std::max(rows.window, window_kept)};
+  if (auto passes =
+          dlm::make_shared_passes(denoiser, *session.bundle.engine, all, kept > 0 ? kept : all.all,
+                                  session.bundle.prompt_caches))
     session.shared = std::make_unique<SharedRunner>(denoiser, std::move(passes));
 }
 
@@ -176,13 +178,18 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
 
 // Returns the largest number of cache rows that any `most` of the requests need together. Each
 // canvas reserves a multiple of `page_rows` rows.
-int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t page_rows) {
-  std::vector<int64_t> rows;
-  for (const dlm::Wanted& wanted : requests)
-    rows.push_back(dlm::rows_of(wanted.request, page_rows));
-  std::sort(rows.rbegin(), rows.rend());
-  rows.resize(std::min(rows.size(), most));
-  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+dlm::RowCounts most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t page_rows) {
+  std::vector<int64_t> all, window;
+  for (const dlm::Wanted& wanted : requests) {
+    const dlm::RowCounts rows = dlm::rows_of(wanted.request, page_rows);
+    all.push_back(rows.all), window.push_back(rows.window);
+  }
+  const auto largest = [most](std::vector<int64_t>& rows) {
+    std::sort(rows.rbegin(), rows.rend());
+    rows.resize(std::min(rows.size(), most));
+    return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  };
+  return {largest(all), largest(window)};
 }
 
 // Runs the requests in shared passes or in lockstep. At most max_batch requests run at the same

@@ -172,7 +172,7 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
 
 // Reads the cache sizes of all layers that have keys and values, in the order of the layers in a
 // pass.
-CacheShape read_cache(const json::Value& graph) {
+CacheShape read_cache(const json::Value& graph, bool has_drafts) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
     graph.at("cache_dtype")
@@ -183,15 +183,25 @@ CacheShape read_cache(const json::Value& graph) {
   if (layers.elements().empty() || layers.elements().size() > 1024)
     layers.refuse("expected 1 to 1024 layers");
   CacheShape cache;
-  for (const json::Value& layer : layers.elements())
+  for (const json::Value& layer : layers.elements()) {
+    const json::Value* const window = layer.find("window");
+    const int32_t known = window_of(cache);
     cache.push_back({read_size(layer, "kv_heads", 1, 4096), read_size(layer, "head_size", 1, 4096),
-                     element, scale});
+                     element, scale,
+                     window == nullptr ? 0 : read_size(layer, "window", 1, 1 << 24)});
+    if (window == nullptr) continue;
+    if (!has_drafts) window->refuse("needs draft_block");
+    if (known != 0 && cache.back().window != known)
+      window->refuse("differs from the window of an earlier layer, " + std::to_string(known));
+  }
+  if (std::all_of(cache.begin(), cache.end(), [](const auto& layer) { return layer.window > 0; }))
+    layers.refuse("at least one layer must have no window");
   return cache;
 }
 
 // Reads the names of the graph's inputs and outputs. The names must be short, printable and unique,
 // because they are passed to ONNX Runtime and shown in messages.
-PortNames read_ports(const json::Value& graph, bool has_conditioning) {
+PortNames read_ports(const json::Value& graph, bool has_conditioning, bool has_window) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
     const std::string& text = object.string(key);
@@ -204,13 +214,19 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning) {
     return text;
   };
   const json::Value& ports = graph.object("ports");
-  ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "top_token",
-                        "top_prob", "entropy", "logits", "conditioning", "temperature",
+  ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "window_segments",
+                        "top_token", "top_prob", "entropy", "logits", "conditioning", "temperature",
                         "next_conditioning", "layers"});
   PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"),
                   name(ports, "top_token"), name(ports, "top_prob"),     name(ports, "entropy"),
                   name(ports, "logits")};
   if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
+  const json::Value* const window_segments = ports.find("window_segments");
+  if (window_segments != nullptr) names.window_segments = name(ports, "window_segments");
+  if (window_segments != nullptr && (!has_window || names.segments.empty()))
+    window_segments->refuse("needs segments and a layer with a window");
+  if (has_window && !names.segments.empty() && window_segments == nullptr)
+    ports.refuse("a graph with segments and a layer with a window needs window_segments");
   for (const auto& [key, port] : {std::pair{"conditioning", &names.conditioning},
                                   std::pair{"temperature", &names.temperature},
                                   std::pair{"next_conditioning", &names.next_conditioning}}) {
@@ -220,8 +236,8 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning) {
       found->refuse("needs conditioning_size above 0");
   }
   for (const json::Value& layer : ports.array("layers")) {
-    layer.refuse_unknown(
-        {"kv_heads", "head_size", "past_key", "past_value", "present_key", "present_value"});
+    layer.refuse_unknown({"kv_heads", "head_size", "window", "past_key", "past_value",
+                          "present_key", "present_value"});
     names.layers.push_back({name(layer, "past_key"), name(layer, "past_value"),
                             name(layer, "present_key"), name(layer, "present_value")});
   }
@@ -256,6 +272,11 @@ Denoiser read_denoiser(const json::Value& loop) {
     if (out.visible_block != 1 || out.shift != 0)
       draft->refuse("needs visible_block 1 and shift 0");
   }
+  if (const json::Value* const updates = loop.find("draft_updates"); updates != nullptr) {
+    out.has_draft_updates = updates->boolean();
+    if (!out.has_draft_updates) updates->refuse("must be true if it is there");
+    if (out.draft_block == 0) updates->refuse("needs draft_block");
+  }
   read_noise(loop, out);
   for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
@@ -263,7 +284,7 @@ Denoiser read_denoiser(const json::Value& loop) {
   }
   const json::Value& graph = loop.object("graph");
   out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
-  out.cache = read_cache(graph);
+  out.cache = read_cache(graph, out.draft_block > 0);
   out.has_cache = true;
   return out;
 }
@@ -272,6 +293,9 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
                      const Denoiser& denoiser) {
   graph.refuse_unknown({"file", "device_file", "simulated", "top_k", "cache_dtype", "ports"});
   const bool has_device = graph.find("device_file") != nullptr;
+  // Older bundles of denoisers without a mask token do not say which layers have a window. Their
+  // graphs expect the cached row of position i in row i.
+  const bool is_in_order = !denoiser.has_mask_token() && window_of(denoiser.cache) == 0;
   return {folder + "/" + listed(files, graph.at("file")),
           has_device ? folder + "/" + listed(files, graph.at("device_file")) : "",
           denoiser.vocab_size,
@@ -279,8 +303,9 @@ GraphSpec read_graph(const json::Value& graph, const json::Value& files, const s
           denoiser.cache,
           read_cache_type(graph),
           graph.boolean("simulated"),
-          read_ports(graph, denoiser.conditioning_size > 0),
-          denoiser.conditioning_size};
+          read_ports(graph, denoiser.conditioning_size > 0, window_of(denoiser.cache) > 0),
+          denoiser.conditioning_size,
+          is_in_order};
 }
 
 Profile read_profile(const json::Value& profile) {
@@ -452,8 +477,9 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",
-                       "visible_block", "draft_block", "noise", "conditioning_size", "graph",
-                       "presets", "default_preset", "max_new_tokens", "effort", "engines"});
+                       "visible_block", "draft_block", "draft_updates", "noise",
+                       "conditioning_size", "graph", "presets", "default_preset", "max_new_tokens",
+                       "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);

@@ -102,6 +102,7 @@ int32_t Pages::share(int32_t page, int32_t before, const int32_t* tokens, size_t
     return other;
   }
   pages_[page].before = before;
+  pages_[page].serial = ++serials_;
   pages_[page].tokens.assign(tokens, tokens + rows);
   by_tokens_.emplace(hash_of(before, tokens, rows), page);
   return page;
@@ -118,6 +119,7 @@ void Pages::free_oldest() noexcept {
       std::find_if(first, last, [&](const auto& one) { return one.second == number; }));
   remove_idle(number);
   page.before = -1;
+  page.serial = 0;
   page.tokens.clear();
   add_free(number);
 }

@@ -29,6 +29,9 @@ class Pages {
     std::vector<int32_t> pages;
     int32_t idle = 0;  // number of pages in `pages` that no request uses
   };
+  // Returns the shared page with these tokens after the shared page `before`, or -1. If `before` is
+  // -1, the page has no preceding page.
+  int32_t find_one(int32_t before, const int32_t* tokens, size_t rows) const;
   // Finds the longest sequence of shared pages that contain the first tokens of a request. Compares
   // at most `count` pages of `rows` tokens each.
   Found find(const int32_t* tokens, size_t rows, size_t count) const;
@@ -50,6 +53,10 @@ class Pages {
   // different page if there is already a shared page with the same tokens.
   int32_t share(int32_t page, int32_t before, const int32_t* tokens, size_t rows);
 
+  // Returns a number that identifies the content of a shared page. No other content ever gets the
+  // same number.
+  int64_t serial(int32_t page) const { return pages_[page].serial; }
+
   // Returns the number of shared pages, including idle pages.
   int32_t shared() const { return static_cast<int32_t>(by_tokens_.size()); }
   int32_t idle() const { return idle_count_; }
@@ -62,11 +69,11 @@ class Pages {
     std::vector<int32_t> tokens;  // empty if the page is not shared
     // The next older and the next newer idle page, or -1.
     int32_t older = -1, newer = -1;
+    int64_t serial = 0;
   };
   using ByTokens = std::unordered_multimap<uint64_t, int32_t>;
 
   static uint64_t hash_of(int32_t before, const int32_t* tokens, size_t rows);
-  int32_t find_one(int32_t before, const int32_t* tokens, size_t rows) const;
   void add_free(int32_t page) noexcept;
   void add_idle(int32_t page) noexcept;
   void remove_idle(int32_t page) noexcept;
@@ -82,7 +89,7 @@ class Pages {
   int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;
   // Shared pages by hash_of their preceding page and their tokens.
   ByTokens by_tokens_;
-  int64_t saved_ = 0;
+  int64_t saved_ = 0, serials_ = 0;
 };
 
 }  // namespace dlm

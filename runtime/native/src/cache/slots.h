@@ -46,7 +46,6 @@ class Slots {
   }
 
   int32_t kept() const { return static_cast<int32_t>(kept_); }
-  int32_t length() const { return static_cast<int32_t>(length_); }
 
   // Records that a pass has read `cached` rows per head, and has written the rows of `tokens`
   // positions from `first` on.
@@ -58,15 +57,6 @@ class Slots {
     size_t slot = heads_ * kept_;
     for (size_t head = 0; head < heads_; ++head)
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
-  }
-
-  // Records that the cached rows of each head are now those of the positions 0 to `rows` - 1, in
-  // this order.
-  void note_in_order(int32_t rows) {
-    kept_ = length_ = rows;
-    hole_ = {length_, length_};
-    for (size_t head = 0, slot = 0; head < heads_; ++head)
-      for (size_t i = 0; i < length_; ++i) put(head * stride_ + i, slot++);
   }
 
   // Selects the cached rows for the next passes: the rows of all positions except `first` to `last`

@@ -50,7 +50,8 @@ struct LockstepPasses::Lane {
   }
 };
 
-LockstepPasses::LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes)
+LockstepPasses::LockstepPasses(const Denoiser& denoiser, Engine& engine, RowCounts rows,
+                               size_t lanes)
     : PassMaker(rows, 1), denoiser_(denoiser), engine_(engine), most_lanes_(lanes) {}
 
 LockstepPasses::~LockstepPasses() = default;
@@ -69,7 +70,7 @@ auto LockstepPasses::find_lane(const Request& request) const -> std::list<Lane>:
 }
 
 bool LockstepPasses::has_room(const Request& request) const {
-  if (rows_taken_ + rows_of(request, page_rows()) > rows()) return false;
+  if (!(rows_taken_ + rows_of(request, page_rows())).fits(rows())) return false;
   return lanes_.size() < most_lanes_ || find_lane(request) != lanes_.end();
 }
 
@@ -93,13 +94,14 @@ std::unique_ptr<Member> LockstepPasses::start(Request& request, const PassLimits
     lanes_.splice(lanes_.end(), made);
   }
   lane->members.push_back(member.get());
-  rows_taken_ += rows_of(request, page_rows());
+  rows_taken_ = rows_taken_ + rows_of(request, page_rows());
   return member;
 }
 
 void LockstepPasses::leave(LaneMember& member) noexcept {
   Lane& lane = *member.lane;
-  rows_taken_ -= rows_of(member.request, page_rows());
+  const RowCounts taken = rows_of(member.request, page_rows());
+  rows_taken_ = {rows_taken_.all - taken.all, rows_taken_.window - taken.window};
   lane.members.erase(std::find(lane.members.begin(), lane.members.end(), &member));
   for (Lane::Row& row : lane.rows)
     if (row.member == &member) row.member = nullptr;
@@ -131,7 +133,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   for (const Lane::Row& row : lane.rows) {
     const Request& request = row.member == nullptr ? members.front()->request : row.member->request;
     const size_t canvas = row.member == nullptr ? 0 : row.canvas;
-    pieces.push_back({&request.canvas(canvas), rows, stage.is_draft, &request.conditioning()});
+    pieces.push_back(
+        {&request.canvas(canvas), rows, stage.is_draft, stage.is_updated, &request.conditioning()});
   }
   dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;

@@ -34,7 +34,7 @@ class LockstepPasses final : public PassMaker {
  public:
   // `rows` is the largest number of cache rows that all requests may use together. `lanes` is the
   // largest number of lanes. `denoiser` and `engine` must outlive this object.
-  LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
+  LockstepPasses(const Denoiser& denoiser, Engine& engine, RowCounts rows, size_t lanes);
   ~LockstepPasses() override;
 
   // Sets the largest number of requests of one shape that may share a lane (default 1). Requests
@@ -63,7 +63,7 @@ class LockstepPasses final : public PassMaker {
   Engine& engine_;
   const size_t most_lanes_;
   size_t together_ = 1;
-  int64_t rows_taken_ = 0;
+  RowCounts rows_taken_;
   std::list<Lane> lanes_;
   std::vector<std::unique_ptr<Context>> spare_;  // contexts of the engine that no lane uses
 };

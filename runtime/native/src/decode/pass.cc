@@ -38,7 +38,8 @@ dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces
   buffers.input_ids.clear(), buffers.position_ids.clear();
   for (const Piece& piece : pieces) {
     const auto [first, last] = piece.rows;
-    const int64_t start = piece.is_draft ? denoiser.max_canvas_length : 0;
+    const int64_t start =
+        int64_t{denoiser.max_canvas_length} * (int{piece.is_draft} + int{piece.is_updated});
     buffers.input_ids.insert(buffers.input_ids.end(), piece.canvas->begin() + first,
                              piece.canvas->begin() + last);
     for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(start + i);

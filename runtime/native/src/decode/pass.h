@@ -60,11 +60,12 @@ class Stopwatch {
 };
 
 // Positions of one canvas that a pass computes. In a draft pass, all these positions attend to each
-// other.
+// other. If is_updated is true, a draft pass uses the low-rank updates of the denoiser.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
   bool is_draft = false;
+  bool is_updated = false;
   // The self-conditioning of the rows, [rows, C]. If it is NULL or empty, all numbers are 0.
   const std::vector<float>* conditioning = nullptr;
 };

@@ -64,12 +64,12 @@ class PassMaker {
  public:
   // Each canvas reserves a multiple of `page_rows` cache rows. All requests together may reserve
   // `rows` cache rows.
-  PassMaker(int64_t rows, int32_t page_rows) : rows_(rows), page_rows_(page_rows) {}
+  PassMaker(RowCounts rows, int32_t page_rows) : rows_(rows), page_rows_(page_rows) {}
   virtual ~PassMaker() = default;
 
   // The largest number of cache rows that all running requests may use together. A cache row is the
   // keys and values of one position.
-  int64_t rows() const { return rows_; }
+  RowCounts rows() const { return rows_; }
   int32_t page_rows() const { return page_rows_; }
 
   virtual bool has_room(const Request& request) const = 0;
@@ -97,16 +97,18 @@ class PassMaker {
   virtual uint64_t prefix_bytes() const { return 0; }
 
  private:
-  const int64_t rows_;
+  const RowCounts rows_;
   const int32_t page_rows_;
 };
 
 // Returns the number of cache rows that all canvases of a request need. Each canvas reserves a
 // multiple of `page_rows` rows.
-inline int64_t rows_of(const Request& request, int32_t page_rows) {
-  if (!request.has_cache()) return 0;
-  const auto length = static_cast<int64_t>(request.canvas().size());
-  return static_cast<int64_t>(request.canvases()) * in_pages(length, page_rows);
+inline RowCounts rows_of(const Request& request, int32_t page_rows) {
+  if (!request.has_cache()) return {};
+  const auto canvases = static_cast<int64_t>(request.canvases()),
+             length = static_cast<int64_t>(request.canvas().size());
+  return {canvases * in_pages(length, page_rows),
+          canvases * window_rows(length, request.kept_in_window(), page_rows)};
 }
 
 // Returns the outputs that at least one of the members needs. The candidates are not included,
@@ -131,13 +133,13 @@ inline void set_temperatures(const std::vector<Member*>& members, Buffers& buffe
 }
 
 // Makes a PassMaker for an engine that accepts segments. Returns NULL if the engine does not accept
-// segments. `rows` limits the number of cache rows of all requests together. `rows` is a multiple
-// of page_rows(denoiser.visible_block). After the last request that uses a cache row has ended, the
-// row can stay stored for new requests. At most `most_idle` rows stay stored in this way. The cache
-// rows of a prompt can also come from one of the prompt caches in `files`. `denoiser`, `engine` and
-// `files` must outlive the returned object.
+// segments. `rows` limits the number of cache rows of all requests together. Both numbers are
+// multiples of page_rows(denoiser.visible_block). After the last request that uses a cache row has
+// ended, the row can stay stored for new requests. At most `most_idle` rows stay stored in this
+// way. The cache rows of a prompt can also come from one of the prompt caches in `files`.
+// `denoiser`, `engine` and `files` must outlive the returned object.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows, int64_t most_idle,
+                                              RowCounts rows, int64_t most_idle,
                                               const PromptCaches& files);
 
 }  // namespace dlm

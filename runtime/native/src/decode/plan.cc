@@ -304,7 +304,8 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
              : plan_block_causal(blocks, undecided, policy, denoiser, engine);
 }
 
-void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start, int32_t length) {
+void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoiser& denoiser,
+                   int32_t start, int32_t length) {
   const auto end =
       static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
   // The draft pass does not predict the last position of the block. The last row of the causal pass
@@ -321,7 +322,8 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start
                     block,
                     false,
                     true,
-                    0});
+                    0,
+                    denoiser.has_draft_updates});
   plan.push_back({rows, rows.first, CacheUse::append, PassKind::verify, block, once, 1, block, true,
                   false, 1});
 }

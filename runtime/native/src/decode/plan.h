@@ -49,6 +49,11 @@
 
 namespace dlm {
 
+// The largest number of tokens in a pass that stores a part of a prompt, if the prompt is saved in
+// a file or the denoiser has layers with a window. exporter/dlm_export/network/spec.py contains the
+// same number.
+constexpr int32_t kPassTokens = 512;
+
 struct Range {
   int32_t first, last;
   int32_t tokens() const { return last - first; }
@@ -76,6 +81,9 @@ struct Stage {
   bool is_last;   // true for the last stage of the block
   bool is_draft;  // true for draft passes, in which all rows attend to each other
   int32_t shift;  // the row that predicts a position is `shift` positions earlier
+  // The passes use the low-rank updates of the denoiser, because a later pass verifies their
+  // tokens.
+  bool is_updated = false;
 
   bool is_repeated() const { return awaited.tokens() > 0; }
 };
@@ -104,6 +112,7 @@ std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Poli
 
 // Appends the stages of the next block to a plan of the commit rule `verify`. The block starts at
 // `start`, which is above 0. `length` is the length of the canvas.
-void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start, int32_t length);
+void plan_verified(std::vector<Stage>& plan, const Policy& policy, const Denoiser& denoiser,
+                   int32_t start, int32_t length);
 
 }  // namespace dlm

@@ -65,6 +65,8 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
   }
   plan_ = plan_passes(undecided_, policy_, denoiser_, steps, engine);
+  // So layers with a window never have more new rows, however long the prompt is.
+  if (window_of(denoiser_.cache) > 0) split_prefill(kPassTokens, 0, {});
   check_limits(engine);
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
@@ -100,8 +102,8 @@ void Request::check_limits(const Engine& engine) const {
   // verify() plans the later blocks, so the plan does not contain them yet. The largest passes are
   // those of a whole block at the end of the canvas, so this code checks only such a block.
   if (verifies() && !plan.empty() && plan.back().block.last < length)
-    plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
-                  length);
+    plan_verified(plan, policy_, denoiser_,
+                  std::max(plan.back().block.last, length - policy_.block_length), length);
   for (const Stage& stage : plan) {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
@@ -199,7 +201,7 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
     plan.push_back(stage);
   }
   plan_ = std::move(plan);
-  masked_ = count_undecided(stage().decided);
+  if (!plan_.empty()) masked_ = count_undecided(stage().decided);
 }
 
 int32_t Request::exact_after(int32_t exact) const {
@@ -238,7 +240,7 @@ PassLoad Request::usual_load(const PassCost& cost) const {
     // most, so this code adds them.
     const auto length = static_cast<int32_t>(canvas_.size());
     std::vector<Stage> last;
-    plan_verified(last, policy_, std::max(1, length - policy_.block_length), length);
+    plan_verified(last, policy_, denoiser_, std::max(1, length - policy_.block_length), length);
     for (const Stage& stage : last) add(stage);
   }
   return most;
@@ -378,7 +380,7 @@ void Request::verify(const Predictions& predictions, const Proposals& proposals)
   take(predictions, proposals, order_);
   const int32_t next = positions_[order_.size() - 1] + 1;
   const auto length = static_cast<int32_t>(canvas_.size());
-  if (next < length) plan_verified(plan_, policy_, next, length);
+  if (next < length) plan_verified(plan_, policy_, denoiser_, next, length);
 }
 
 void Request::write_noise(int32_t step) {

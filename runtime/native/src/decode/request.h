@@ -45,6 +45,14 @@ class Request {
     return guidance() > 0 ? 2 : 1;
   }  // returns the number of canvases that this request needs in a pass
 
+  // Returns how many positions at the end of the stored positions later passes may read in layers
+  // with a window, or 0 if no layer has a window. A later pass starts at most one block before the
+  // last stored position.
+  int32_t kept_in_window() const {
+    const int32_t window = window_of(denoiser_.cache);
+    return window > 0 ? window + policy_.block_length : 0;
+  }
+
   // Returns the number of leading positions whose cached rows (keys and values) may come from
   // another request with the same tokens. With full attention, this number is 0 unless the policy
   // allows approximate rows.

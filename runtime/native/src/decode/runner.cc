@@ -77,12 +77,17 @@ void Runner::drop_all() noexcept {
 }
 
 std::shared_ptr<Job> Runner::submit(Request request, JobOptions options) {
-  const int64_t rows = rows_of(request, pass_maker_.page_rows());
-  if (rows > pass_maker_.rows())
+  const RowCounts rows = rows_of(request, pass_maker_.page_rows()), room = pass_maker_.rows();
+  if (rows.all > room.all)
     fail(DLM_INVALID_ARGUMENT,
          "this request needs cache for %lld tokens, but the scheduler has room for "
          "%lld: give it more cache_bytes, or choose a shorter canvas or cache = \"none\"",
-         static_cast<long long>(rows), static_cast<long long>(pass_maker_.rows()));
+         static_cast<long long>(rows.all), static_cast<long long>(room.all));
+  if (rows.window > room.window)
+    fail(DLM_INVALID_ARGUMENT,
+         "in layers with a window, this request needs cache for %lld tokens, but the scheduler has "
+         "room for %lld: give it more cache_bytes, or choose a shorter canvas or block_length",
+         static_cast<long long>(rows.window), static_cast<long long>(room.window));
   const auto job = std::make_shared<Job>(board_, std::move(request), std::move(options));
   job->usual_ms_ = options_.cost.share(job->request().usual_load(options_.cost));
   const std::lock_guard<std::mutex> lock(board_->mutex);

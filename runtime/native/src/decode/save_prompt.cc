@@ -5,22 +5,18 @@
 
 #include "cache/arena.h"
 #include "decode/pass.h"
+#include "decode/plan.h"
 
 namespace dlm {
-namespace {
-
-// A prompt is computed in passes of about this number of tokens, so that the arrays of a pass stay
-// small.
-constexpr int32_t kPassTokens = 512;
-
-}  // namespace
 
 void save_prompt(const Denoiser& denoiser, Engine& engine, const PromptCacheFormat& format,
                  const std::vector<int32_t>& canvas, const std::string& path,
                  const std::function<void()>& before_pass) {
   const auto length = static_cast<int32_t>(canvas.size());
-  const std::unique_ptr<Arena> arena = engine.open_arena(format.page_rows, length, 0);
-  const Arena::Handle place = arena->take({{canvas, length, 0}}).front();
+  const std::unique_ptr<Arena> arena = engine.open_arena(format.page_rows, {length, length}, 0);
+  // The file contains the rows of all positions, so layers with a window keep them too.
+  const Arena::Handle place = arena->take({{canvas, length, 0, length}}).front();
+  // Several passes keep the arrays of a pass small.
   const int32_t most = std::max(kPassTokens / format.page_rows, 1) * format.page_rows;
   Buffers buffers;
   for (int32_t first = 0; first < length; first += most) {

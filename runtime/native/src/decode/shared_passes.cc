@@ -39,7 +39,7 @@ class SharingMember final : public Member {
 
 class SharedPasses final : public PassMaker {
  public:
-  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows,
+  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, RowCounts rows,
                const PromptCaches& files)
       : PassMaker(rows, dlm::page_rows(denoiser.visible_block)),
         denoiser_(denoiser),
@@ -106,8 +106,8 @@ class SharedPasses final : public PassMaker {
       member.first_row = buffers.score_rows.size();
       member.apart = request.positions().size();
       for (size_t number = 0; number < request.canvases(); ++number) {
-        pieces.push_back(
-            {&request.canvas(number), stage.rows, stage.is_draft, &request.conditioning()});
+        pieces.push_back({&request.canvas(number), stage.rows, stage.is_draft, stage.is_updated,
+                          &request.conditioning()});
         for (const int32_t position : request.positions())
           buffers.score_rows.push_back(first + request.row_of(position));
         parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,
@@ -173,14 +173,20 @@ class SharedPasses final : public PassMaker {
   std::vector<Arena::Wanted> wanted_by(const Request& request) const {
     const size_t rows = request.has_cache() ? request.canvas().size() : 0;
     int32_t stored = request.reusable();
-    for (size_t number = 0; number < request.canvases(); ++number) {
-      const std::vector<int32_t>& tokens = request.canvas(number);
-      stored =
-          std::max(arena_->stored(tokens, stored), files_.find(tokens, stored, page_rows()).rows);
+    // In layers with a window, a shorter part of a prompt may lack rows that a longer part does not
+    // need. So if a canvas lowers `stored`, ask the other canvases again.
+    for (int32_t before = -1; before != stored;) {
+      before = stored;
+      for (size_t number = 0; number < request.canvases(); ++number) {
+        const std::vector<int32_t>& tokens = request.canvas(number);
+        stored =
+            std::max(arena_->stored(tokens, stored), files_.find(tokens, stored, page_rows()).rows);
+      }
     }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)
-      wanted.push_back({request.canvas(number), static_cast<int32_t>(rows), stored});
+      wanted.push_back(
+          {request.canvas(number), static_cast<int32_t>(rows), stored, request.kept_in_window()});
     return wanted;
   }
 
@@ -192,7 +198,7 @@ class SharedPasses final : public PassMaker {
 }  // namespace
 
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows, int64_t most_idle,
+                                              RowCounts rows, int64_t most_idle,
                                               const PromptCaches& files) {
   std::unique_ptr<Arena> arena =
       engine.open_arena(page_rows(denoiser.visible_block), rows, most_idle);

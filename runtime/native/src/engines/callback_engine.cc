@@ -11,14 +11,15 @@ namespace {
 class Callback final : public HostEngine {
  public:
   Callback(dlm_pass_fn function, void* user, const Denoiser& denoiser)
-      : HostEngine(denoiser.cache),
+      // The library does not know which layers of a denoiser with draft passes have a window.
+      : HostEngine(denoiser.cache, denoiser.draft_block > 0),
         function_(function),
         user_(user),
         vocab_size_(denoiser.vocab_size),
         mask_token_id_(denoiser.mask_token_id),
         top_k_(denoiser.top_k) {}
 
-  void run(const dlm_pass& pass, const std::vector<Segment>&) override {
+  void run(const dlm_pass& pass, const std::vector<Segment>&, const WindowRows&) override {
     const dlm_status status = function_(user_, &pass);
     if (status != DLM_OK)
       fail(status, "the pass callback returned %d (%s)", static_cast<int>(status),

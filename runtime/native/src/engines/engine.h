@@ -21,9 +21,10 @@ namespace dlm {
 
 // The shape and element type of one layer's cache. The keys have the shape [B, kv_heads, rows,
 // head_size] for B requests, and so do the values. If the element type is int8, each row ends with
-// its scale.
+// its scale. If `window` is not 0, a pass over positions from p on reads only the cached rows of
+// the positions from p - window on. All layers with a window have the same window.
 struct CacheLayer {
-  int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
+  int32_t kv_heads, head_size, element_bytes, scale_bytes = 0, window = 0;
 
   size_t row_bytes() const { return static_cast<size_t>(head_size) * element_bytes + scale_bytes; }
   size_t tensor_bytes(int32_t batch, int32_t rows) const {
@@ -41,6 +42,39 @@ inline uint64_t row_bytes(const CacheShape& cache) {
   return row;
 }
 
+// Returns the number of bytes of one cache row in the layers with a window.
+inline uint64_t window_row_bytes(const CacheShape& cache) {
+  uint64_t row = 0;
+  for (const CacheLayer& layer : cache) row += layer.window > 0 ? 2 * layer.tensor_bytes(1, 1) : 0;
+  return row;
+}
+
+// Returns the window of the layers that have a window, or 0 if no layer has a window.
+inline int32_t window_of(const CacheShape& cache) {
+  int32_t window = 0;
+  for (const CacheLayer& layer : cache) window = std::max(window, layer.window);
+  return window;
+}
+
+// Two numbers of cache rows: in the layers without a window, and in the layers with a window. A
+// layer with a window needs fewer rows for a long canvas.
+struct RowCounts {
+  int64_t all = 0, window = 0;
+
+  bool fits(const RowCounts& room) const { return all <= room.all && window <= room.window; }
+  RowCounts operator+(const RowCounts& other) const {
+    return {all + other.all, window + other.window};
+  }
+};
+
+// The cached rows that the layers with a window read in a pass. `cached` is S for these layers, and
+// `segments` are their segments. They have the same order and the same tokens as the segments of
+// the other layers. A request has the rows of the last positions before the pass, in order.
+struct WindowRows {
+  int32_t cached = 0;
+  std::vector<Segment> segments{};
+};
+
 // The properties of the denoiser that the decoding loop needs. All of them have been checked.
 struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
@@ -52,6 +86,8 @@ struct Denoiser {
   // The number of tokens of a draft pass; 0: the denoiser has no draft passes. In a draft pass,
   // each row sees all rows of the pass. All other passes of such a denoiser are causal.
   int32_t draft_block = 0;
+  // True if the denoiser has low-rank updates for draft passes whose tokens are verified.
+  bool has_draft_updates = false;
   // The width of the self-conditioning that a draft pass returns for the next draft pass over the
   // same block; 0: the denoiser has no self-conditioning.
   int32_t conditioning_size = 0;
@@ -129,7 +165,8 @@ class Context {
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
   // computed by the last pass. The context may store the rows in any order, because keys contain
-  // the position encoding. After `append`, it stores them in the order of their positions.
+  // the position encoding. In layers with a window, the context stores rows in the order of their
+  // positions, and may drop the rows that no pass from `first` on reads.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
   // Returns the number of bytes of the keys and values of all requests in the batch, for all
@@ -156,7 +193,7 @@ class Engine {
   // Allocates cache rows for passes that several requests share. The arguments are those of Arena's
   // constructor. Returns NULL if the engine does not support these passes. The engine must outlive
   // the arena.
-  virtual std::unique_ptr<Arena> open_arena(int32_t page_rows, int64_t rows, int64_t most_idle);
+  virtual std::unique_ptr<Arena> open_arena(int32_t page_rows, RowCounts rows, int64_t most_idle);
 
   // Returns one line of text with the engine's name, version and provider.
   virtual std::string description() const = 0;
@@ -177,19 +214,27 @@ class Engine {
 // memory, unless a derived class opens another type of context.
 class HostEngine : public Engine {
  public:
-  explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
+  // If `is_in_order` is true, contexts store the rows of all layers in the order of their
+  // positions.
+  explicit HostEngine(CacheShape cache, bool is_in_order = false)
+      : cache_(std::move(cache)), is_in_order_(is_in_order) {}
 
   std::unique_ptr<Context> open_context(int32_t longest) override;
-  std::unique_ptr<Arena> open_arena(int32_t page_rows, int64_t rows, int64_t most_idle) override;
+  std::unique_ptr<Arena> open_arena(int32_t page_rows, RowCounts rows, int64_t most_idle) override;
 
   // Runs a pass. The caller has set all fields of dlm_pass. Several contexts may call this function
   // at the same time. If `segments` is empty, the pass runs B requests of the same shape. Otherwise
   // B is 1, and the segments say which tokens and cached rows belong to which request. Then S is
-  // the number of cached rows that the segments can refer to.
-  virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
+  // the number of cached rows that the segments can refer to. For layers with a window, `window`
+  // takes the place of S and of the segments.
+  virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments,
+                   const WindowRows& window) = 0;
 
  protected:
   const CacheShape cache_;
+
+ private:
+  const bool is_in_order_;
 };
 
 // The names of a graph's inputs and outputs.
@@ -199,6 +244,8 @@ struct PortNames {
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
   std::string segments{};  // "" if the graph does not have this input
+  // The segments of layers with a window. "" if the graph does not have this input.
+  std::string window_segments{};
   // "" if the denoiser has no self-conditioning
   std::string conditioning{}, temperature{}, next_conditioning{};
   std::vector<Layer> layers{};
@@ -214,6 +261,7 @@ struct GraphSpec {
   bool simulated;                 // true: the graph computes on quantised numbers in floating point
   PortNames ports;                // has one entry for each layer of `cache`
   int32_t conditioning_size = 0;  // see Denoiser
+  bool is_in_order = false;       // true: cached rows must be in the order of their positions
 };
 
 // The smallest and the largest size that a profile of an engine accepts, and the size for which

@@ -28,11 +28,11 @@ size_t element_bytes(int32_t type) {
   return type == kInt64 ? 8 : type == kInt8 ? 1 : type == kFloat16 || type == kBFloat16 ? 2 : 4;
 }
 
-std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached,
-                                   int32_t rows) const {
-  // `sizes` is in the order of enum Extent, whose values are -1 to -4. So if dims[i] is below 0,
+std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
+                                   int32_t window_cached) const {
+  // `sizes` is in the order of enum Extent, whose values are -1 to -5. So if dims[i] is below 0,
   // sizes[-1 - dims[i]] is the size of dimension i.
-  const int64_t sizes[] = {tokens, cached, rows, batch};
+  const int64_t sizes[] = {tokens, cached, rows, batch, window_cached};
   std::array<int64_t, 4> out{};
   for (size_t i = 0; i < dims.size(); ++i) out[i] = dims[i] < 0 ? sizes[-1 - dims[i]] : dims[i];
   return out;
@@ -61,7 +61,8 @@ Ports list_ports(const GraphSpec& graph, int64_t batch) {
     const CacheLayer& cache = graph.cache[i];
     const auto width = static_cast<int64_t>(cache.row_bytes()) / cache.element_bytes;
     for (const std::string* const name : {&layer.past_key, &layer.past_value})
-      ports.inputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kS, width}});
+      ports.inputs.push_back(
+          {*name, graph.cache_type, {batch, cache.kv_heads, cache.window > 0 ? kW : kS, width}});
     for (const std::string* const name : {&layer.present_key, &layer.present_value})
       ports.outputs.push_back({*name, graph.cache_type, {batch, cache.kv_heads, kT, width}});
   }

@@ -19,9 +19,9 @@ constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, 
 size_t element_bytes(int32_t type);
 
 // Negative numbers in Port::dims stand for sizes that change from pass to pass: T new tokens, S
-// cached tokens, R rows for which the pass predicts tokens, and B requests. All other numbers in
-// Port::dims are fixed sizes.
-enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4 };
+// cached tokens, R rows for which the pass predicts tokens, B requests, and W cached tokens in
+// layers with a window. All other numbers in Port::dims are fixed sizes.
+enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4, kW = -5 };
 
 using Dims = std::vector<int64_t>;
 
@@ -32,8 +32,9 @@ struct Port {
   bool is_there = false;
 
   // Returns the port's shape in a pass of B requests, T tokens, S cached tokens and R scored rows.
-  // A port has at most 4 dimensions.
-  std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
+  // `window_cached` is W. A port has at most 4 dimensions.
+  std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows,
+                               int32_t window_cached) const;
   // Returns the number of bytes of a tensor with this shape. Throws an Error with status
   // DLM_OUT_OF_MEMORY if the number overflows size_t.
   size_t bytes(const std::array<int64_t, 4>& shape) const;

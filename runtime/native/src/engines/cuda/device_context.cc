@@ -36,7 +36,7 @@ class DeviceContext final : public Context {
     if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);
     pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));
     cache_.begin(pass, use);
-    engine_.run(pass, {});
+    engine_.run(pass, {}, {});
     cache_.end(pass, use);
   }
 

@@ -75,7 +75,7 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads,
                 D = pass.head_size;
   const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
-  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX / 2 ||
+  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX / 3 ||
       pass.rotary_size < 2 || pass.rotary_size > D || D > kLargestHeadSize ||
       !q.is({B, T, H * D}) || !k.is({B, T, G * D}) || !v.is({B, T, G * D}) ||
       !past_keys.is({B, G, S, width}) || !past_values.is({B, G, S, width}) ||

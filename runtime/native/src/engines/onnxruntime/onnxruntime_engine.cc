@@ -131,7 +131,7 @@ class OnnxRuntime final : public HostEngine {
  public:
   OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads,
               const ProviderChoice& provider)
-      : HostEngine(graph.cache),
+      : HostEngine(graph.cache, graph.is_in_order),
         graph_(graph),
         path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
         provider_(find_provider(provider.name)),
@@ -151,8 +151,9 @@ class OnnxRuntime final : public HostEngine {
                  ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
     has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
-    // "segments" is the last input, so that a pass can omit it.
+    // The segments are the last inputs, so that a pass can omit them.
     input_names_.push_back(graph_.ports.segments.c_str());
+    input_names_.push_back(graph_.ports.window_segments.c_str());
   }
 
   std::string description() const override {
@@ -172,7 +173,8 @@ class OnnxRuntime final : public HostEngine {
   // would see the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
-  void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
+  void run(const dlm_pass& pass, const std::vector<Segment>& segments,
+           const WindowRows& window) override {
     check_pass(pass);
     Values values;
     // Keys and values are in the memory of the context. All other arrays are in host memory, and
@@ -182,7 +184,8 @@ class OnnxRuntime final : public HostEngine {
     // The C API has no function that makes a read-only tensor from the caller's memory. This cast
     // removes const, which is safe because ONNX Runtime only reads inputs.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
-      values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
+      values.inputs.push_back(
+          tensor(values, pass, window.cached, port, const_cast<void*>(data), where));
     };
     const size_t layers = graph_.cache.size(), conditioning = kFirstPast + 2 * layers,
                  next_conditioning = kFirstPresent + 2 * layers;
@@ -195,7 +198,8 @@ class OnnxRuntime final : public HostEngine {
       const Port& port = ports_.outputs[number];
       const bool is_cache = number >= kFirstPresent && number < next_conditioning;
       values.output_names.push_back(port.name.c_str());
-      values.outputs.push_back(tensor(values, pass, port, data, is_cache ? cache : host));
+      values.outputs.push_back(
+          tensor(values, pass, window.cached, port, data, is_cache ? cache : host));
     };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
@@ -211,11 +215,13 @@ class OnnxRuntime final : public HostEngine {
       read(conditioning, pass.conditioning), read(conditioning + 1, pass.temperature);
       write(next_conditioning, pass.next_conditioning);
     }
-    if (!segments.empty()) {
+    const auto add_segments = [&](const std::vector<Segment>& given) {
       Port port = segments_port();
-      port.dims[0] = static_cast<int64_t>(segments.size());
-      add_input(port, segments.data(), host);
-    }
+      port.dims[0] = static_cast<int64_t>(given.size());
+      add_input(port, given.data(), host);
+    };
+    if (!segments.empty()) add_segments(segments);
+    if (!segments.empty() && has_window_) add_segments(window.segments);
     OrtStatus* const reported = api().call<ort::Run>(
         session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(),
         values.inputs.data(), values.inputs.size(), values.output_names.data(),
@@ -399,11 +405,12 @@ class OnnxRuntime final : public HostEngine {
 
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
-  // Returns true if the graph has the optional input "segments". Throws the same errors as
-  // verify_ports.
+  // Returns true if the graph has the optional input "segments". If the graph has layers with a
+  // window, it must also have the input "window_segments". Throws the same errors as verify_ports.
   bool find_segments() {
     if (graph_.ports.segments.empty() || device_) return false;
     std::vector<Port> ports = {segments_port(graph_.ports.segments)};
+    if (has_window_) ports.push_back(segments_port(graph_.ports.window_segments));
     ports_of<ort::SessionGetOptionalInputCount, ort::SessionGetOptionalInputName,
              ort::SessionGetOptionalInputTypeInfo>(
         [&](const std::string& name, const OrtTypeInfo* info) {
@@ -428,9 +435,9 @@ class OnnxRuntime final : public HostEngine {
 
   // Makes a tensor that uses the memory at `data`. The tensor has the shape of the port in this
   // pass.
-  OrtValue* tensor(Values& values, const dlm_pass& pass, const Port& port, void* data,
-                   const OrtMemoryInfo* where) const {
-    const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
+  OrtValue* tensor(Values& values, const dlm_pass& pass, int32_t window_cached, const Port& port,
+                   void* data, const OrtMemoryInfo* where) const {
+    const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows, window_cached);
     const size_t bytes = port.bytes(shape);
     if (data == nullptr && bytes > 0)
       fail(DLM_INTERNAL, "a pass without \"%s\"", port.name.c_str());
@@ -456,6 +463,7 @@ class OnnxRuntime final : public HostEngine {
   std::string kernels_;  // name of the kernel set; empty if our kernels are not used
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
+  const bool has_window_ = window_of(cache_) > 0;
   bool has_segments_ = false;
   std::vector<const char*> input_names_;
 };

@@ -47,7 +47,7 @@ Dims listed(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(
 }  // namespace
 
 nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows) {
-  const auto shape = port.shape(1, tokens, cached, rows);
+  const auto shape = port.shape(1, tokens, cached, rows, cached);
   nvinfer1::Dims out{};
   out.nbDims = static_cast<int32_t>(port.dims.size());
   std::copy_n(shape.begin(), port.dims.size(), out.d);

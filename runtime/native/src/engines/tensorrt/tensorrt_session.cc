@@ -122,7 +122,7 @@ class Session final : public Context {
   static constexpr size_t kLogits = 3;
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
-    return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows));
+    return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows, sizes.cached));
   }
 
   // Lays out the device memory: the inputs, the outputs and the working memory.
