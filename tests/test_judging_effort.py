@@ -38,7 +38,7 @@ from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within
 from dlm_export.judging.accuracy.rounds import Effort, judge_in_rounds
 from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.sides.layerwise import SweptPredictor
-from dlm_export.judging.sides.side import Seer
+from dlm_export.judging.sides.side import Seer, View
 from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.sources import open_source
 from dlm_runtime import Policy
@@ -158,10 +158,10 @@ def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> No
     """
     rng = np.random.default_rng(1)
     canvases = [rng.integers(0, sides.free.vocab_size, length) for length in (9, 14, 9, 20)]
-    views = [(canvas, np.array([0, 3, len(canvas) - 1])) for canvas in canvases]
+    views = [View(canvas, np.array([0, 3, len(canvas) - 1])) for canvas in canvases]
     assert isinstance(sides.seer, Seer)
     sides.seer.see([*views, views[0]])
-    for canvas, positions in views:
+    for canvas, positions, _ in views:
         rows = np.maximum(positions - sides.seer.shift, 0)
         ours, theirs = sides.seer.logits(canvas, rows), sides.free.logits(canvas, rows)
         assert np.abs(ours - theirs).max() <= 2e-5 * np.ptp(theirs)

@@ -75,7 +75,7 @@ class Entry:
             "ce_increase": j["overall"]["ce_increase"] if j else None,
             "ce_increase_interval": j["overall"]["ce_increase_interval"] if j else None,
             "top1": j["overall"]["top1"] if j else None,
-            "flip_rate": frontier["flip_rate"] if frontier else None,
+            "flip_rate": frontier["flip_rate"] if frontier is not None else None,
             "nfe_ratio": free["nfe_ratio"] if free else None,
             "nfe_ratio_interval": free["nfe_ratio_interval"] if free else None,
             "task": task["candidate"] if task else None,

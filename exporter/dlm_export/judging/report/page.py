@@ -177,7 +177,9 @@ def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flip_rates(judgement: Mapping[str, Any] | None) -> list[float]:
-    rows = judgement["frontier"]["buckets"] if judgement and judgement["frontier"] else []
+    rows = (
+        judgement["frontier"]["buckets"] if judgement and judgement["frontier"] is not None else []
+    )
     return [row["flips"] / row["committed"] for row in rows if row["committed"]]
 
 
