@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import read_tensors
+from slow_cases import slow_except
 from test_llada_moe import rewritten
 
 from dlm_calibration.recipes import RECIPES, Recipe
@@ -428,7 +429,7 @@ QUICK = ("llada2", "nvfp4")
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in MATRIX if each != QUICK)],
+    slow_except([QUICK], MATRIX),
 )
 def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, precision: str) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")

@@ -352,7 +352,6 @@ class Block(nn.Module):
             if isinstance(spec.mlp, MlpSpec)
             else Experts(spec.mlp, hidden_size, spec.norm_eps, is_plain)
         )
-        self.has_updates = bool(updates) and isinstance(spec.mlp, MlpSpec)
         self.mlp_out_norm = norm("mlp_out_norm")
         self.mlp_sum_norm = norm("mlp_sum_norm")
         self.scalars = spec.scalars
@@ -370,7 +369,8 @@ class Block(nn.Module):
         y, present = self.attention(self.attention_norm(x), turn, hidden, past, cache_dtype)
         x = self.attention_sum_norm(x + self.attention_out_norm(y))
         y = self.mlp_norm(x)
-        y = self.mlp(y, turn.is_updated) if turn is not None and self.has_updates else self.mlp(y)
+        is_updated = None if turn is None else turn.is_updated
+        y = self.mlp(y, is_updated) if isinstance(self.mlp, MLP) else self.mlp(y)
         y = self.mlp_sum_norm(x + self.mlp_out_norm(y))
         if not self.scalars:
             return y, present

@@ -315,7 +315,7 @@ void test_random_requests(uint32_t seed, bool shares) {
     const uint64_t window_row = dlm::window_row_bytes(of.cache);
     if (shares && window > 0)
       CHECK(jobs[i]->result().stats->cache_bytes <=
-            static_cast<uint64_t>(reserved.all) * (kRowBytes - window_row) +
+            static_cast<uint64_t>(reserved.full) * (kRowBytes - window_row) +
                 static_cast<uint64_t>(reserved.window) * window_row);
   }
   const dlm_scheduler_stats stats = scheduler.told();

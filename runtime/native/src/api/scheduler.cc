@@ -146,7 +146,7 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     const dlm::RowCounts rows = rows_for(chosen, denoiser);
     const uint64_t most_idle =
         std::min<uint64_t>(chosen.prefix_cache_bytes / dlm::row_bytes(denoiser.cache),
-                           static_cast<uint64_t>(rows.all));
+                           static_cast<uint64_t>(rows.full));
     std::unique_ptr<dlm::PassMaker> passes = dlm::make_shared_passes(
         denoiser, engine, rows, static_cast<int64_t>(most_idle), bundle->prompt_caches);
     if (passes == nullptr)

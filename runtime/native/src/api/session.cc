@@ -127,10 +127,10 @@ void share_passes(dlm_session& session, const dlm::RowCounts& rows) {
   // Even without a prefix cache, requests that run at the same time can share pages of their
   // prompts.
   const int64_t window_kept = dlm::window_of(denoiser.cache) > 0 ? kept : 0;
-  const dlm::RowCounts all{std::max(rows.all, kept), std::max(rows.window, window_kept)};
+  const dlm::RowCounts room{std::max(rows.full, kept), std::max(rows.window, window_kept)};
   if (auto passes =
-          dlm::make_shared_passes(denoiser, *session.bundle.engine, all, kept > 0 ? kept : all.all,
-                                  session.bundle.prompt_caches))
+          dlm::make_shared_passes(denoiser, *session.bundle.engine, room,
+                                  kept > 0 ? kept : room.full, session.bundle.prompt_caches))
     session.shared = std::make_unique<SharedRunner>(denoiser, std::move(passes));
 }
 
@@ -179,17 +179,17 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
 // Returns the largest number of cache rows that any `most` of the requests need together. Each
 // canvas reserves a multiple of `page_rows` rows.
 dlm::RowCounts most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t page_rows) {
-  std::vector<int64_t> all, window;
+  std::vector<int64_t> full, window;
   for (const dlm::Wanted& wanted : requests) {
     const dlm::RowCounts rows = dlm::rows_of(wanted.request, page_rows);
-    all.push_back(rows.all), window.push_back(rows.window);
+    full.push_back(rows.full), window.push_back(rows.window);
   }
   const auto largest = [most](std::vector<int64_t>& rows) {
     std::sort(rows.rbegin(), rows.rend());
     rows.resize(std::min(rows.size(), most));
     return std::accumulate(rows.begin(), rows.end(), int64_t{0});
   };
-  return {largest(all), largest(window)};
+  return {largest(full), largest(window)};
 }
 
 // Runs the requests in shared passes or in lockstep. At most max_batch requests run at the same

@@ -27,7 +27,7 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, Row
       rows_(rows),
       window_(window_of(shape)),
       shares_(most_idle > 0),
-      pages_(static_cast<int32_t>(rows.all / page_rows),
+      pages_(static_cast<int32_t>(rows.full / page_rows),
              static_cast<int32_t>(most_idle / page_rows)),
       windows_(static_cast<int32_t>(rows.window / page_rows),
                static_cast<int32_t>(std::min(most_idle, rows.window) / page_rows)),
@@ -249,7 +249,7 @@ void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
     add_segments(part, first);
     first += part.tokens;
   }
-  pass.cached = has_past ? static_cast<int32_t>(rows_.all) : 0;
+  pass.cached = has_past ? static_cast<int32_t>(rows_.full) : 0;
   window_rows_.cached = has_past && window_ > 0 ? static_cast<int32_t>(rows_.window) : 0;
   if (keeps) {
     const size_t tokens = pass.tokens;

@@ -52,7 +52,7 @@ class Arena {
 
   // The arena allocates its memory when it reserves rows for the first request with a cache. Both
   // numbers of `rows` must be multiples of page_rows(). `most_idle` is the largest number of rows
-  // that stay stored after their requests have ended, and is at most `rows.all`. If `most_idle` is
+  // that stay stored after their requests have ended, and is at most `rows.full`. If `most_idle` is
   // 0, requests never share pages. Throws std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, RowCounts rows,
         int64_t most_idle);
@@ -114,10 +114,10 @@ class Arena {
   size_t heads(size_t tensor) const { return static_cast<size_t>(shape_[tensor / 2].kv_heads); }
   bool has_window(size_t tensor) const { return shape_[tensor / 2].window > 0; }
   size_t rows_of(size_t tensor) const {
-    return static_cast<size_t>(has_window(tensor) ? rows_.window : rows_.all);
+    return static_cast<size_t>(has_window(tensor) ? rows_.window : rows_.full);
   }
   uint64_t bytes_of(const RowCounts& rows) const {
-    return static_cast<uint64_t>(rows.all) * row_sum_ +
+    return static_cast<uint64_t>(rows.full) * row_sum_ +
            static_cast<uint64_t>(rows.window) * window_row_sum_;
   }
   int64_t window_rows_of(const Place& place) const {

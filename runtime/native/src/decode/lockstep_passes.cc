@@ -100,8 +100,7 @@ std::unique_ptr<Member> LockstepPasses::start(Request& request, const PassLimits
 
 void LockstepPasses::leave(LaneMember& member) noexcept {
   Lane& lane = *member.lane;
-  const RowCounts taken = rows_of(member.request, page_rows());
-  rows_taken_ = {rows_taken_.all - taken.all, rows_taken_.window - taken.window};
+  rows_taken_ = rows_taken_ - rows_of(member.request, page_rows());
   lane.members.erase(std::find(lane.members.begin(), lane.members.end(), &member));
   for (Lane::Row& row : lane.rows)
     if (row.member == &member) row.member = nullptr;

@@ -78,11 +78,11 @@ void Runner::drop_all() noexcept {
 
 std::shared_ptr<Job> Runner::submit(Request request, JobOptions options) {
   const RowCounts rows = rows_of(request, pass_maker_.page_rows()), room = pass_maker_.rows();
-  if (rows.all > room.all)
+  if (rows.full > room.full)
     fail(DLM_INVALID_ARGUMENT,
          "this request needs cache for %lld tokens, but the scheduler has room for "
          "%lld: give it more cache_bytes, or choose a shorter canvas or cache = \"none\"",
-         static_cast<long long>(rows.all), static_cast<long long>(room.all));
+         static_cast<long long>(rows.full), static_cast<long long>(room.full));
   if (rows.window > room.window)
     fail(DLM_INVALID_ARGUMENT,
          "in layers with a window, this request needs cache for %lld tokens, but the scheduler has "

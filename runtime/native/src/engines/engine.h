@@ -59,11 +59,14 @@ inline int32_t window_of(const CacheShape& cache) {
 // Two numbers of cache rows: in the layers without a window, and in the layers with a window. A
 // layer with a window needs fewer rows for a long canvas.
 struct RowCounts {
-  int64_t all = 0, window = 0;
+  int64_t full = 0, window = 0;
 
-  bool fits(const RowCounts& room) const { return all <= room.all && window <= room.window; }
+  bool fits(const RowCounts& room) const { return full <= room.full && window <= room.window; }
   RowCounts operator+(const RowCounts& other) const {
-    return {all + other.all, window + other.window};
+    return {full + other.full, window + other.window};
+  }
+  RowCounts operator-(const RowCounts& other) const {
+    return {full - other.full, window - other.window};
   }
 };
 
