@@ -170,7 +170,7 @@ class Demo(Subject):
                 sample,
                 number,
                 side,
-                block_length=policy.block_length or 32,
+                policy=policy.with_fields({"block_length": policy.block_length or 32}),
                 limit=source.network.max_canvas_length,
                 seed=SEED,
             )

@@ -124,8 +124,8 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
         preset="p",
         on_done=lambda: told.append(None),
     )
-    assert len(told) == level_units(POLICY, 0)
-    assert len(found.curve) == len(variants(POLICY, 0))
+    assert len(told) == level_units(POLICY, Scripted())
+    assert len(found.curve) == len(variants(POLICY, Scripted()))
     assert (found.quality, found.samples) == ("task", 2)
     assert [point.nfe for point in found.curve] == sorted(point.nfe for point in found.curve)
     assert found.levels["high"].changes == {}, "of equals the preset's own, for it is no quicker"
@@ -167,8 +167,8 @@ def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high
         preset="p",
         on_done=lambda: told.append(None),
     )
-    assert len(told) == level_units(BLOCKWISE, 0)
-    assert len(found.curve) == len(variants(BLOCKWISE, 0)) + 1, (
+    assert len(told) == level_units(BLOCKWISE, Scripted())
+    assert len(found.curve) == len(variants(BLOCKWISE, Scripted())) + 1, (
         "and the best of them as the preset stores"
     )
     assert found.levels["high"] == LevelPoint({"threshold": 0.7}, 1.0, 7.0), (
@@ -190,8 +190,9 @@ def test_no_loop_is_tried_that_cannot_open_a_block_as_it_stores(
     changes: dict[str, Any], shift: int
 ) -> None:
     policy = BLOCKWISE.with_fields(changes)
-    assert not any("store" in tried for tried in variants(policy, shift))
-    assert len(variants(BLOCKWISE, 0)) == len(variants(policy, shift)) + 1
+    side = Scripted(shift=shift)
+    assert not any("store" in tried for tried in variants(policy, side))
+    assert len(variants(BLOCKWISE, Scripted())) == len(variants(policy, side)) + 1
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:

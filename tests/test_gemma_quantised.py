@@ -218,6 +218,7 @@ def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None
     [
         ("is_conditioned", lambda array: array[1:]),
         ("is_conditioned", np.logical_not),
+        ("is_updated", lambda array: array[1:]),
         ("conditioning", lambda array: array[1:]),
         ("conditioning", lambda array: array[:, 0]),
         ("draft_starts", lambda array: array + 1000),

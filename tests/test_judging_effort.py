@@ -123,7 +123,7 @@ def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, na
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
     runs = _met(sides.candidate, samples[:4], policy) + _met(sides.free, samples[4:], policy)
-    sides.seer.see([], [run.walk(sides.seer.shift) for run in runs])
+    sides.seer.see([], [run.walk(sides.seer) for run in runs])
     found = []
     for walk, run in enumerate(runs):
         followed = follow(sides.seer, walk, run, policy)
@@ -147,7 +147,7 @@ def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) ->
     sides.free.denoiser.network = replace(sides.free.denoiser.network, eos_token_ids=(first,))
     (run,) = _met(sides.free, [sample], policy)
     assert run.nfe == 4
-    sides.seer.see([], [run.walk(0)])
+    sides.seer.see([], [run.walk(sides.seer)])
     assert follow(sides.seer, 0, run, policy).is_equal
 
 

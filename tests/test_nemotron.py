@@ -326,8 +326,7 @@ def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
 
 
 def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) -> None:
-    report = build(checkpoint, tmp_path / "bundle", BuildOptions(precision="int8"))
-    assert any("was not measured" in warning for warning in report.warnings)
+    build(checkpoint, tmp_path / "bundle", BuildOptions(precision="int8"))
     with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
         for tokens in random_prompts(10):
             one = opened.generate(tokens=tokens, max_new_tokens=16)

@@ -9,8 +9,9 @@ state is a canvas from a real generation. In this canvas, the denoiser has alrea
 positions that were easy to predict. Random masking almost never produces such a canvas. A clean
 state is a sample without mask tokens.
 
-A denoiser without a mask token decides a block that starts from random tokens. Its masked states
-contain random tokens instead of mask tokens, and its states are made for one block (see ``Draft``).
+A denoiser with draft passes decides a block at a time, after a causal pass over all earlier
+positions. Its masked states are made for one block (see ``Draft``). If the denoiser has no mask
+token, the block contains random tokens instead of mask tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence["np.ndarray | St
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A draft pass over the last block of a canvas, for denoisers without a mask token.
+    """A draft pass over the last block of a canvas.
 
     The positions before ``start`` are decided. The denoiser computes them in a causal pass. In the
     draft pass, all positions from ``start`` on see each other.
@@ -61,10 +62,12 @@ class Draft:
     - ``start``: the first position of the block.
     - ``conditioning``: the soft embeddings that the pass reads, ``[L - start, hidden]``. ``None``
       means zeros, as in the first pass over a block.
+    - ``is_updated``: True if the pass uses the denoiser's low-rank updates for draft passes.
     """
 
     start: int
     conditioning: np.ndarray | None = None
+    is_updated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +77,8 @@ class State:
     The canvas contains mask tokens unless ``source`` is "clean". ``mask_ratio`` is the share of
     mask tokens among the positions after the prompt.
 
-    If ``draft`` is not ``None``, the canvas contains random tokens instead of mask tokens, and
-    ``mask_ratio`` is the share of random tokens in the block.
+    If ``draft`` is not ``None``, ``mask_ratio`` is the share of mask tokens in the block. If the
+    denoiser has no mask token, it is the share of random tokens in the block.
     """
 
     canvas: np.ndarray
@@ -87,11 +90,12 @@ class State:
     def is_masked(self, mask_token_id: int) -> np.ndarray:
         """Return the undecided positions, bool ``[L]``.
 
-        They contain mask tokens, or they are the block of the draft pass.
+        They contain mask tokens. If a block contains random tokens instead, the whole block is
+        undecided.
         """
-        if self.draft is not None:
-            return np.arange(len(self.canvas)) >= self.draft.start
         found: np.ndarray = self.canvas == mask_token_id
+        if self.draft is not None and not found.any():
+            return np.arange(len(self.canvas)) >= self.draft.start
         return found
 
     @property
@@ -113,6 +117,8 @@ class State:
             digest.update(np.int64(self.draft.start).tobytes())
             if self.draft.conditioning is not None:
                 digest.update(self.draft.conditioning.astype("<f4").tobytes())
+            if self.draft.is_updated:
+                digest.update(b"updated")
         return digest.hexdigest()
 
 
@@ -174,6 +180,7 @@ def _packed(drafts: Sequence[Draft | None]) -> dict[str, np.ndarray]:
     return {
         "draft_starts": np.array([-1 if d is None else d.start for d in drafts], np.int64),
         "is_conditioned": np.array([draft.conditioning is not None for draft in some]),
+        "is_updated": np.array([draft.is_updated for draft in some]),
         "conditioning": np.concatenate(read) if read else np.zeros((0, 0), np.float32),
     }
 
@@ -183,17 +190,20 @@ def _unpacked(file: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list[Dr
     read, starts = file["conditioning"], np.asarray(file["draft_starts"], np.int64)
     has_draft = starts >= 0
     counts = (np.asarray(lengths, np.int64) - starts)[has_draft]
-    is_conditioned = np.asarray(file["is_conditioned"], bool)
-    if (counts < 1).any() or is_conditioned.shape != counts.shape:
+    is_conditioned, is_updated = (
+        np.asarray(file[name], bool) for name in ("is_conditioned", "is_updated")
+    )
+    if (counts < 1).any() or not is_conditioned.shape == is_updated.shape == counts.shape:
         raise ValueError("the draft passes do not fit the canvases")
     if read.ndim != 2 or len(read) != counts[is_conditioned].sum():
         raise ValueError("the soft embeddings do not fit the draft passes")
     found, first = list[Draft | None]([None] * len(starts)), 0
-    drafted = zip(np.flatnonzero(has_draft).tolist(), counts.tolist(), is_conditioned, strict=True)
-    for number, count, is_read in drafted:
+    flags = zip(is_conditioned.tolist(), is_updated.tolist(), strict=True)
+    drafted = zip(np.flatnonzero(has_draft).tolist(), counts.tolist(), flags, strict=True)
+    for number, count, (is_read, is_adapted) in drafted:
         rows = read[first : first + count] if is_read else None
         first += count if is_read else 0
-        found[number] = Draft(int(starts[number]), rows)
+        found[number] = Draft(int(starts[number]), rows, is_adapted)
     return found
 
 
@@ -209,6 +219,7 @@ def make_states(
     mix: Sequence[float] = MIX,
     trajectories: Trajectories | None = None,
     noise_vocab_size: int | None = None,
+    has_drafts: bool = False,
 ) -> Iterator[State]:
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
@@ -232,14 +243,19 @@ def make_states(
             returns the canvases after each pass. The states are taken from these canvases at
             ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
             last canvas that contains a mask token. Without ``trajectories``, or if a generation has
-            too few passes, randomly masked states are used instead. With ``noise_vocab_size``, the
-            function returns the state of each draft pass instead of canvases.
+            too few passes, randomly masked states are used instead. With ``noise_vocab_size`` or
+            ``has_drafts``, the function returns the state of each draft pass instead of canvases.
         noise_vocab_size: The number of tokens, for a denoiser without a mask token. Masked states
             then contain random tokens in a random block of the completion. The shares of random
             tokens are ``NOISE_RATIOS``. ``None`` for a denoiser with a mask token.
+        has_drafts: True for a denoiser with draft passes and a mask token. Masked states then
+            contain mask tokens in one block only (see ``mask_draft_block``), and the shares of mask
+            tokens are ``NOISE_RATIOS``. If the share is 1, the draft pass uses low-rank updates, as
+            in self-speculation. ``block_length`` must be at least 2.
 
     Raises:
-        CalibrationError: The mix is not valid, or a sample contains the mask token.
+        CalibrationError: The mix is not valid, a sample contains the mask token, or a sample or a
+            block is too short for a draft pass.
     """
     if (
         len(mix) != len(SOURCES)
@@ -260,12 +276,21 @@ def make_states(
             raise CalibrationError(
                 f"sample {number}: its text contains the mask token ({mask_token_id}): leave it out"
             )
+        if has_drafts and len(sample.tokens) < 2:
+            raise CalibrationError(
+                f"sample {number}: its text has only one token, and a draft pass needs two: leave it out"
+            )
+    if has_drafts and block_length < 2:
+        raise CalibrationError(
+            f"draft passes need blocks of at least 2 tokens, not {block_length}: choose another preset"
+        )
 
     def states() -> Iterator[State]:
         rng = np.random.default_rng(seed)
         sources = _alternating((masked, from_trajectory, clean))
         wanted_by = [[SOURCES[next(sources)] for _ in range(per_sample)] for _ in samples]
-        every = MASK_RATIOS if noise_vocab_size is None else NOISE_RATIOS
+        is_by_block = has_drafts or noise_vocab_size is not None
+        every = NOISE_RATIOS if is_by_block else MASK_RATIOS
         ratios, uses = _rounds(every, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
         runs: Iterator[Sequence[np.ndarray | State]] = iter(())
         if trajectories is not None:
@@ -282,7 +307,7 @@ def make_states(
             prompt_length = sample.prompt_length
             whole = pad_to_blocks(sample, pad_token_id, block_length, max_canvas_length)
             passes: Sequence[np.ndarray | State] = next(runs) if "trajectory" in wanted else []
-            if noise_vocab_size is None:
+            if not is_by_block:
                 canvases = [each for each in passes if isinstance(each, np.ndarray)]
                 passes = _pass_inputs(canvases, mask_token_id, prompt_length)
             taken: set[int] = set()
@@ -298,6 +323,15 @@ def make_states(
                     )
                     ratio = float(is_noised[start:].mean())
                     yield State(canvas, "masked", ratio, prompt_length, Draft(start))
+                elif index is None and has_drafts:
+                    share = next(ratios)
+                    canvas, start = mask_draft_block(
+                        whole, share, mask_token_id, block_length, rng, prompt_length
+                    )
+                    ratio = float((canvas[start:] == mask_token_id).mean())
+                    # In self-speculation, all positions after the first are masked.
+                    draft = Draft(start, is_updated=share == 1)
+                    yield State(canvas, "masked", ratio, prompt_length, draft)
                 elif index is None:
                     canvas = mask_share(whole, next(ratios), mask_token_id, rng, prompt_length)
                     yield _state(canvas, "masked", mask_token_id, prompt_length)
@@ -401,6 +435,49 @@ def noise_block(
     is_noised = mask_share(clean, noise_ratio, -1, rng, start) == -1
     noise = random_tokens(len(clean), vocab_size, (), rng)
     return np.where(is_noised, noise, clean), start, is_noised
+
+
+def mask_draft_block(
+    tokens: np.ndarray,
+    mask_ratio: float,
+    mask_token_id: int,
+    block_length: int,
+    rng: np.random.Generator,
+    protected: int = 0,
+    end: int | None = None,
+) -> tuple[np.ndarray, int]:
+    """Replace a share of the tokens of a random block by mask tokens, for a draft pass.
+
+    The first token of the block stays as it is, because a causal pass decides it before the draft
+    pass. The first token of the first block is the last of the ``protected`` tokens, or the first
+    token if ``protected`` is 0.
+
+    Args:
+        tokens: The sample, int64 ``[L]``.
+        mask_ratio: The share of mask tokens among the other positions of the block, rounded. At
+            least one position is masked.
+        mask_token_id: The mask token.
+        block_length: Length of a block in tokens. The last block may be shorter.
+        rng: The source of random numbers.
+        protected: Number of tokens of the prompt.
+        end: Some position before this position is in the block, and is not the block's first
+            position. ``None`` means the end of ``tokens``.
+
+    Returns:
+        The tokens up to the end of the block, and the first position of the block.
+
+    Raises:
+        ValueError: The ratio is outside (0, 1], the block length is below 2, or there is no position
+            to mask.
+    """
+    if block_length < 2:
+        raise ValueError(f"block_length {block_length} is below 2")
+    origin = max(1, protected)
+    _check_maskable(tokens, mask_ratio, origin)
+    blocks = max(1, -(-((len(tokens) if end is None else end) - origin) // block_length))
+    start = origin - 1 + int(rng.integers(blocks)) * block_length
+    own = tokens[: start + block_length]
+    return mask_share(own, mask_ratio, mask_token_id, rng, start + 1), start
 
 
 def random_tokens(

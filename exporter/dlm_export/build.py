@@ -23,6 +23,7 @@ from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.parity.verdict import Parity
 from dlm_export.judging.precision_search.search import CurvePoint
 from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE, write_report
+from dlm_export.judging.sides.side import can_follow
 from dlm_export.judging.tuning.effort_levels import Levels
 from dlm_export.judging.tuning.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
@@ -280,20 +281,19 @@ def _report(
         )
     if quantised is not None:
         warnings += experts.doubts(quantised.numbers.reached)
-    if request.is_judged and not job.is_judged:
-        warnings.append(
-            "the accuracy was not measured, because networks with draft passes cannot be judged yet"
-        )
     if job.wants_cache_judged and not job.is_cache_judged:
         warnings.append(
             "the accuracy lost by rounding the cache was not measured, because this version cannot measure it for networks "
             "with draft passes"
         )
-    is_full = job.is_judged and request.options.quantise.effort.name == "full"
-    if is_full and not job.source.network.has_mask_token:
-        warnings.append(
-            "no threshold and no effort levels were fitted, because the denoiser has no mask token"
+    is_full = request.is_judged and request.options.quantise.effort.name == "full"
+    if is_full and not can_follow(job.source.network, job.source.presets[job.preset]):
+        reason = (
+            f"the preset {job.preset} has no threshold"
+            if job.source.network.has_mask_token
+            else "the denoiser has no mask token"
         )
+        warnings.append(f"no threshold and no effort levels were fitted, because {reason}")
     levels = None if proof is None else proof.levels
     if job.source.has_effort and levels is None:
         warnings.append(

@@ -13,6 +13,7 @@ from dlm_export import memory
 from dlm_export.building.request import Job
 from dlm_export.building.writing import table_dtype
 from dlm_export.graph import write
+from dlm_export.judging.sides.side import is_verifying
 from dlm_export.memory import resident_bytes
 from dlm_export.network.layered import BATCH_TOKENS, MemoryLimitError
 from dlm_export.network.spec import LinearSpec, NetworkSpec
@@ -107,10 +108,12 @@ def needed_bytes(job: Job) -> dict[str, int]:
         )
         of_block = 3 * _FP32 * (whole if job.request.on_gpu else largest)
         needs["check parity"] = max(of_block, network.vocab_size * network.hidden_size + pass_bytes)
-    if job.is_judged and network.conditioning is not None:
-        # ONNX Runtime copies the weights of the graph that computes draft passes. If texts are
-        # generated, the native runtime opens the graph too.
-        graphs = 2 if job.request.options.quantise.effort.has_texts(network) else 1
+    if job.request.is_judged and network.draft_block is not None:
+        # ONNX Runtime copies the weights of the graph that computes draft passes. The native
+        # runtime opens the graph too, to generate texts and to compute causal passes.
+        policy = job.source.presets[job.preset]
+        has_texts = job.request.options.quantise.effort.has_texts(network, policy)
+        graphs = 2 if has_texts or is_verifying(network) else 1
         graph = write.data_bytes(network, job.base, formats, table_dtype(job).itemsize)
         needs["judge"] = graphs * graph + _FP32 * largest + pass_bytes
     return needs

@@ -20,6 +20,7 @@ from dlm_export.judging.accuracy.verdict import Judgement, check_budgets
 from dlm_export.judging.parity import against_torch, by_layer
 from dlm_export.judging.parity.verdict import Parity, require_parity
 from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.sides.side import can_follow
 from dlm_export.judging.tuning.effort_levels import Levels, level_units
 from dlm_export.judging.tuning.fit_in_build import fit_effort, fit_threshold
 from dlm_export.judging.tuning.threshold import Refit, refit_steps
@@ -100,7 +101,7 @@ def prove(
     if quantised.calibration is not None:
         record["calibration"] = _statistics(quantised.numbers, quantised.calibration.provenance)
     record["auto"] = [point.as_dict() for point in quantised.curve]
-    if not job.is_judged:
+    if not job.request.is_judged:
         return Proof(parity, record, cache=cache)
     judgement, threshold, levels = _judge(job, quantised, folder, workplace, stages)
     check_budgets(judgement, f"{output}: not written")
@@ -196,7 +197,8 @@ def _judge(
     judging = calibration.data.judging[: effort.most]
     # Without texts, the bundle of a denoiser with self-conditioning makes no pass in the native
     # runtime (see ``judging.sides.drafting``).
-    is_idle = source.network.conditioning is not None and not effort.has_texts(source.network)
+    has_texts = effort.has_texts(source.network, policy)
+    is_idle = source.network.conditioning is not None and not has_texts
     engine = "none" if is_idle else "onnxruntime"
     with dlm_runtime.open(folder, engine=engine, check_hashes=False) as bundle:
         with stages.stage("judge", judge_units(judging)) as advance:
@@ -208,10 +210,10 @@ def _judge(
         # Use as many samples for fitting as for measuring the accuracy.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
-        if exact and source.network.has_mask_token:
+        if exact and can_follow(source.network, policy):
             with stages.stage("fit threshold", refit_steps(len(fitting), policy)) as advance:
                 threshold = fit_threshold(source, bundle, fitting, job.preset, seed, advance)
-            with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
+            with stages.stage("fit effort", level_units(policy, source.network)) as advance:
                 levels = fit_effort(source, bundle, fitting, threshold, advance)
     fitted = replace(calibration.data, calibration=fitting)
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))

@@ -110,7 +110,7 @@ def quantise(
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
     calibration = None
-    if needs_states or job.is_judged:
+    if needs_states or request.is_judged:
         calibration = Calibration(
             samples.load_data(source.network, source.path, tokenizer, options.calibration)
         )

@@ -17,7 +17,6 @@ from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
 from dlm_export.judging.parity import by_layer
 from dlm_export.judging.precision_search import search
-from dlm_export.judging.sides.side import can_judge
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
 from dlm_export.planning.shapes import refusal
@@ -115,15 +114,6 @@ class Job:
         return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
-    def is_judged(self) -> bool:
-        """True if the build measures how much accuracy quantisation costs.
-
-        The value is False for networks whose accuracy cannot be measured (see
-        ``judging.sides.side.can_judge``).
-        """
-        return self.request.is_judged and can_judge(self.source.network)
-
-    @property
     def is_cache_judged(self) -> bool:
         """True if the build measures how much accuracy is lost by rounding the cache."""
         return self.wants_cache_judged and self.source.network.draft_block is None
@@ -206,7 +196,7 @@ def check_job(request: Request, source: Source) -> Job:
     for target in request.targets:
         if (reason := refusal(network, target)) is not None:
             raise TargetError(f"target {target.name}: {reason}. Build for cpu.")
-    preset, _ = samples.threshold_preset(
+    preset, policy = samples.threshold_preset(
         network, source.presets, options.quantise.calibration.preset
     )
     formats: dict[str, str] | None = None
@@ -241,7 +231,7 @@ def check_job(request: Request, source: Source) -> Job:
         )
     quantising = options.quantise
     if request.is_judged:
-        has_texts = quantising.effort.has_texts(network)
+        has_texts = quantising.effort.has_texts(network, policy)
         quantising.budgets.check_texts(has_texts=has_texts)
     job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:

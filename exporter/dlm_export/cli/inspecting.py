@@ -279,6 +279,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
         f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache, {per_token} a token",
         f"presets: {', '.join(loop['presets'])}",
         _default_words(manifest),
+        *_verified_words(manifest),
         _reuse_words(manifest),
     ):
         click.echo(one_line(line))
@@ -321,6 +322,17 @@ def _default_words(manifest: Mapping[str, Any]) -> str:
     changes = ", ".join(f"{field} {value}" for field, value in record["changes"].items())
     loop = f"{name} ({record['preset']} with {changes})" if changes else name
     return f"default preset: {loop}: {record['reason']}"
+
+
+def _verified_words(manifest: Mapping[str, Any]) -> list[str]:
+    """Say which presets have no effort levels, because the text does not depend on their settings."""
+    presets = manifest["loop"]["presets"]
+    named = [name for name, policy in presets.items() if policy["commit"] == "verify"]
+    if not named:
+        return []
+    return [
+        f"no effort levels for {', '.join(named)}: the text is always that of greedy decoding, so fewer passes cost no quality"
+    ]
 
 
 def _reuse_words(manifest: Mapping[str, Any]) -> str:

@@ -357,9 +357,20 @@ def print_judgement(judgement: Judgement) -> None:
         columns,
         [*rows, _loss_row("all", judgement.overall)],
     )
+    if (passes := judgement.speculation) is not None:
+        print_table(
+            "Passes of self-speculation",
+            ["passes", *columns[1:]],
+            [_loss_row(kind, row) for kind, row in passes.items()],
+        )
     frontier = judgement.frontier
     if frontier is None:
-        click.echo("Frontier: not compared, because this denoiser has no mask token")
+        reason = (
+            "this denoiser has no mask token"
+            if passes is None
+            else "the reference cannot follow self-speculation"
+        )
+        click.echo(f"Frontier: not compared, because {reason}")
     else:
         click.echo(
             f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "

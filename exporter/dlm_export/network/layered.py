@@ -41,6 +41,7 @@ from dlm_export.network.denoiser import (
 )
 from dlm_export.network.experts import Stacked
 from dlm_export.network.norms import make_norm
+from dlm_export.network.passes import Span
 from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec
 from dlm_runtime.errors import DlmError
 
@@ -79,12 +80,14 @@ class Batch:
     ``numbers`` are the indices of the canvases. ``ids`` are their token ids, int64 ``[B, L]``.
     ``rows`` are the rows of ``Carried.states`` that belong to the canvases. ``draft_start`` is the
     first position of the draft pass over each canvas. ``None`` means that there is no draft pass.
+    ``is_updated`` is true if the draft pass uses low-rank updates.
     """
 
     numbers: tuple[int, ...]
     ids: Tensor
     rows: slice
     draft_start: int | None = None
+    is_updated: bool = False
 
 
 def make_batches(
@@ -97,13 +100,13 @@ def make_batches(
     ``drafts`` contains the draft pass of each canvas, if any. The draft passes of a batch start at
     the same position.
     """
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[int, int, bool], list[int]] = {}
     for number, canvas in enumerate(canvases):
         draft = None if drafts is None else drafts[number]
-        start = -1 if draft is None else draft.start
-        alike.setdefault((len(canvas), start), []).append(number)
+        start, is_updated = (-1, False) if draft is None else (draft.start, draft.is_updated)
+        alike.setdefault((len(canvas), start, is_updated), []).append(number)
     batches, first = [], 0
-    for (length, draft_start), numbers in sorted(alike.items()):
+    for (length, draft_start, is_updated), numbers in sorted(alike.items()):
         count = max(1, tokens // length)
         for start in range(0, len(numbers), count):
             chosen = tuple(numbers[start : start + count])
@@ -111,7 +114,8 @@ def make_batches(
                 np.stack([canvases[number] for number in chosen]).astype(np.int64)
             )
             rows = slice(first, first + ids.numel())
-            batches.append(Batch(chosen, ids, rows, None if draft_start < 0 else draft_start))
+            drafted = None if draft_start < 0 else draft_start
+            batches.append(Batch(chosen, ids, rows, drafted, is_updated))
             first += ids.numel()
     return batches
 
@@ -211,22 +215,22 @@ class Layered:
         self._rooms.append(room)
         return room.copy_(stored)
 
-    def positions(self, ids: Tensor, draft_start: int | None = None) -> Tensor:
-        """Return the position ids of whole canvases ``[B, L]``.
-
-        The length of the longest canvas is added to the positions of a draft pass.
-        """
-        found = torch.arange(ids.shape[1], device=self.device)
-        if draft_start is not None:
-            found = found + (found >= draft_start) * self.network.max_canvas_length
-        return found.expand_as(ids)
+    def positions(self, batch: Batch) -> Tensor:
+        """Return the position ids of a batch of whole canvases, ``[B, L]`` (see ``Span.ids``)."""
+        length = batch.ids.shape[1]
+        found = torch.arange(length, device=self.device)
+        if batch.draft_start is not None:
+            span = Span(batch.draft_start, length, "drop", True, batch.is_updated)
+            drafted = torch.arange(*span.ids(self.network), device=self.device)
+            found = torch.cat((found[: batch.draft_start], drafted))
+        return found.expand_as(batch.ids)
 
     def beside(self, i: int, batch: Batch) -> tuple[Turn | None, Tensor | None, None]:
         """Return all arguments of layer ``i`` except the hidden states of a batch.
 
         The arguments are the rotation and the additive attention mask. There is no cache.
         """
-        positions = self.positions(batch.ids, batch.draft_start)
+        positions = self.positions(batch)
         positions = move_masks(self.network, batch.ids.to(self.device), positions)
         if batch.draft_start:
             return self._turn(i, positions), self._drafting(i, positions, batch.draft_start), None
@@ -426,7 +430,7 @@ class Carried:
             (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder
         )
         for batch in self.batches:
-            positions = layered.positions(batch.ids, batch.draft_start)
+            positions = layered.positions(batch)
             conditioning = self.conditioning(batch)
             self.states[batch.rows] = (
                 layered.embed(batch.ids, positions, conditioning).flatten(0, 1).cpu()

@@ -36,8 +36,8 @@ SCORED_ROWS = 256  # number of rows of logits that are in memory at a time
 class _Course:
     """A running request, with the request's cache and the canvases before and after each pass.
 
-    With self-conditioning, ``conditioning`` contains the soft embeddings for the next draft pass,
-    and ``drafts`` the state of each draft pass so far.
+    With self-conditioning, ``conditioning`` contains the soft embeddings for the next draft pass.
+    ``drafts`` contains the state of each draft pass so far, if the denoiser has draft passes.
     """
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
@@ -53,16 +53,17 @@ class _Course:
 
     def _advance(self) -> None:
         self.span = self.run.advance()
-        if self.span is None or not self._is_conditioned or not self.span.is_draft:
+        if self.span is None or not self.span.is_draft:
             self.conditioning = None
             return
         if self.run.is_first:
             self.conditioning = None
         start, end = self.span.first, self.span.last
         read = None if self.conditioning is None else self.conditioning.half().numpy()
-        ratio = float(self.run.is_noised[start:end].mean())
-        canvas = self.run.tokens[:end].copy()
-        self.drafts.append(State(canvas, "trajectory", ratio, self._first, Draft(start, read)))
+        is_open = self.run.is_noised if self.run.policy.remask == "noise" else self.run.undecided
+        ratio = float(is_open[start:end].mean())
+        canvas, draft = self.run.tokens[:end].copy(), Draft(start, read, self.span.is_updated)
+        self.drafts.append(State(canvas, "trajectory", ratio, self._first, draft))
 
     def past(self, i: int) -> Past | None:
         """Return the cached keys and values of layer ``i`` to which the next pass attends."""
@@ -116,8 +117,8 @@ def draft_passes(
 ) -> Iterator[list[State]]:
     """Yield the states of all draft passes of each request, in order.
 
-    The denoiser must have self-conditioning. Soft embeddings are rounded to fp16 in the states, to
-    save memory. See ``_run``.
+    The denoiser must have draft passes. Soft embeddings are rounded to fp16 in the states, to save
+    memory. See ``_run``.
     """
     for course in _run(layered, canvases, policy, memory_bytes, on_decided):
         yield course.drafts

@@ -116,13 +116,13 @@ class Stage:
         return self.awaited > self.first
 
 
-def shift_of(looped: Looped, span: Span) -> int:
-    """Return the distance between a position and the row that predicts it, in a pass over ``span``.
+def shift_of(looped: Looped, *, is_draft: bool) -> int:
+    """Return the distance between a position and the row that predicts it, in one pass.
 
     In a network with draft passes, a row of a draft pass predicts its own position, and a row of
-    any other pass predicts the next position.
+    any other pass predicts the next position. ``is_draft`` is true for draft passes.
     """
-    return looped.shift if looped.draft_block is None else int(not span.is_draft)
+    return looped.shift if looped.draft_block is None else int(not is_draft)
 
 
 def block_length_of(

@@ -168,7 +168,8 @@ class Run:
         """
         span = self._turn.span
         return torch.from_numpy(
-            (self._turn.positions - shift_of(self.network, span)).clip(min=0) - span.first
+            (self._turn.positions - shift_of(self.network, is_draft=span.is_draft)).clip(min=0)
+            - span.first
         )
 
     def commit(self, logits: Tensor) -> None:

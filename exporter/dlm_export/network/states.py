@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dlm_calibration.states import Draft
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.passes import Span
 
 
 def features_of(
@@ -29,6 +30,7 @@ def features_of(
         _, past = denoiser.hidden(ids[:, :start], positions[:, :start])
     if draft.conditioning is not None:
         conditioning = torch.from_numpy(draft.conditioning).float().unsqueeze(0).to(device)
-    drafted = positions[:, start:] + denoiser.network.max_canvas_length
+    span = Span(start, ids.shape[1], "drop", is_draft=True, is_updated=draft.is_updated)
+    drafted = torch.arange(*span.ids(denoiser.network), device=device).unsqueeze(0)
     features, _ = denoiser.hidden(ids[:, start:], drafted, past, conditioning=conditioning)
     return features[0, rows.to(device) - start]

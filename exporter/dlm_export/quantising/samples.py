@@ -197,9 +197,9 @@ def trajectories(
 ) -> Trajectories:
     """Return a function that generates text for samples, and yields each generation's canvases.
 
-    If blocks start from random tokens, the function yields the states of each generation's draft
-    passes instead. The first canvas of a generation is the sample's prompt, followed by masks. Each pass adds one
-    canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
+    If the denoiser has draft passes, the function yields the states of each generation's draft
+    passes instead. The first canvas of a generation is the sample's prompt, followed by masks. Each
+    pass adds one canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
     ``lockstep.courses`` explains ``memory_bytes``. For n samples, ``on_done`` is called n times:
     each time that another n-th of all masked positions is decided.
     """
@@ -233,7 +233,7 @@ def trajectories(
                 done += 1
                 on_done()
 
-        if policy.remask == "noise":
+        if c.draft_block is not None:
             yield from lockstep.draft_passes(layered, starts, policy, memory_bytes, on_decided)
             return
         for course in lockstep.courses(layered, starts, policy, memory_bytes, on_decided):
@@ -336,4 +336,5 @@ def _states(
         seed=options.seed,
         trajectories=runs,
         noise_vocab_size=None if c.has_mask_token else c.vocab_size,
+        has_drafts=c.draft_block is not None and c.has_mask_token,
     )

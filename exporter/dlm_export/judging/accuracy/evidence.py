@@ -10,9 +10,8 @@ generates these runs:
 - If the candidate generates the runs, the reference generates no text. It only predicts which
   tokens it would commit on each canvas of the candidate's runs.
 
-For denoisers without a mask token, only the reference can generate the runs, and the tokens that
-each pass would commit are not compared. A pass of such a run depends on the predictions of the pass
-before.
+For some loops, only the reference can generate the runs, and the tokens that each pass would commit
+are not compared (see ``side.can_follow``).
 
 A reference that generates no text may be a ``Seer``: a denoiser whose layers are loaded one at a
 time. A ``Seer`` must receive the canvases of several samples at once.
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -32,14 +31,22 @@ from dlm_calibration.samples import Sample, samples_sha256
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.accuracy.frontier import Met, follow, meet, predict_commitment, within
 from dlm_export.judging.accuracy.masked import (
+    Kind,
     Masked,
     MaskedCanvas,
     compare_masked,
-    has_mask_token,
     masked_canvases,
 )
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
-from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
+from dlm_export.judging.sides.side import (
+    JudgeError,
+    Predictor,
+    Scorer,
+    Seer,
+    can_follow,
+    check_comparable,
+    is_verifying,
+)
 from dlm_runtime import Policy
 
 DECIDING_SAMPLES = 8  # with fewer samples, the comparison does not stop early
@@ -125,6 +132,7 @@ class Pair:
         self._policy, self._candidate_policy = policy, candidate_policy
         self._new_tokens, self._decode, self._seed = max_new_tokens, decode, seed
         self._states_of, self._free = states_of, free
+        self._follows = can_follow(reference, policy)
         self._limit = min(p.max_canvas_length for p in (reference, *self.others))
 
     def canvases(self, number: int, sample: Sample) -> int:
@@ -162,12 +170,10 @@ class Pair:
         views = [seen.view for seen in canvases]
         if isinstance(self._floor, Seer):
             self._floor.see(views)
-        if not has_mask_token(self._reference):
-            if isinstance(self._reference, Seer):
-                self._reference.see(views)
-        elif isinstance(self._reference, Seer):
-            walks = [run.walk(self._reference.shift) for run in runs]
-            self._reference.see([*views, *(view for run in runs for view in run.views)], walks)
+        if isinstance(self._reference, Seer):
+            followed = runs if self._follows else []
+            walks = [run.walk(self._reference) for run in followed]
+            self._reference.see([*views, *(view for run in followed for view in run.views)], walks)
         masked = compare_masked(self._reference, self.others, canvases, on_done)
         part = Part(masked, Frontier(self._reference.mask_token_id), [])
         prompts = dict(samples)
@@ -182,7 +188,7 @@ class Pair:
         ``walk`` is the index of ``run`` in the list of runs that ``Seer.see`` has received.
         """
         reference, policy = self._reference, self._policy
-        for state in run.deciding if has_mask_token(reference) else ():
+        for state in run.deciding if self._follows else ():
             theirs = predict_commitment(reference, state, policy, reference.scores)
             part.frontier.add(
                 state.mask_ratio,
@@ -217,8 +223,8 @@ class Evidence:
     Each call of ``add`` compares the denoisers on the next samples. ``states_of`` names the
     denoiser that generates the decoding runs. ``free`` generates text with the reference. If
     ``free`` is ``None``, the reference generates no text, and only predicts tokens on the
-    candidate's canvases. Without a mask token, ``states_of`` must be "reference". No text is
-    generated if ``free`` is ``None``.
+    candidate's canvases. If the reference cannot follow runs (see ``side.can_follow``),
+    ``states_of`` must be "reference". No text is generated if ``free`` is ``None``.
     """
 
     def __init__(
@@ -311,15 +317,16 @@ class Evidence:
 
     def judgement(self) -> Judgement:
         """Summarise the comparison of all samples so far."""
-        ours, *rest = [
+        compared, *rest = [
             Masked.join(parts) for parts in zip(*(part.masked for part in self._parts), strict=True)
         ]
+        ours, rest = compared.of("masked"), [each.of("masked") for each in rest]
         count, seed = self.judged, self.seed
         frontier = Frontier(self._reference.mask_token_id)
         for part in self._parts:
             frontier.merge(part.frontier)
         made = [run for part in self._parts for run in part.runs]
-        is_masked = has_mask_token(self._reference)
+        is_drafting = self._reference.draft_block is not None
         floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
         buckets = [
             {"mask_ratio": mask_ratio}
@@ -327,16 +334,26 @@ class Evidence:
             for index, mask_ratio in enumerate(MASK_RATIOS)
             if (chosen := ours.ratio == index).any()
         ]
-        # The loss at random tokens is not a bound of the likelihood.
-        text_bytes = _text_bytes(self.pool[:count], self._decode) if is_masked else 0
-        bound = {
-            "reference_bits_per_byte": metrics.bits_per_byte(
-                float(ours.weight @ ours.rows.reference_ce), text_bytes
-            ),
-            "candidate_bits_per_byte": metrics.bits_per_byte(
-                float(ours.weight @ ours.rows.candidate_ce), text_bytes
-            ),
-        }
+        text_bytes = _text_bytes(self.pool[:count], self._decode)
+
+        def summary(found: Masked, *, is_bound: bool) -> dict[str, Any]:
+            """Summarise rows. If ``is_bound`` is false, their loss is no bound of the likelihood."""
+            return metrics.summarise(found.rows, found.sample, count, seed) | {
+                f"{who}_bits_per_byte": metrics.bits_per_byte(
+                    float(found.weight @ losses), text_bytes if is_bound else 0
+                )
+                for who, losses in (
+                    ("reference", found.rows.reference_ce),
+                    ("candidate", found.rows.candidate_ce),
+                )
+            }
+
+        speculation = None
+        if is_verifying(self._reference):
+            speculation = {
+                "draft": summary(compared.of("draft"), is_bound=False),
+                "causal": summary(compared.of("causal"), is_bound=True),
+            }
         runs = (
             None
             if not made
@@ -356,8 +373,9 @@ class Evidence:
             data={"samples": count, "sha256": samples_sha256(self.pool), "seed": seed},
             policy=self._policy.as_dict() | {"max_new_tokens": self._new_tokens},
             buckets=buckets,
-            overall=metrics.summarise(ours.rows, ours.sample, count, seed) | bound,
-            frontier=frontier.as_dict() if is_masked else None,
+            overall=summary(ours, is_bound=not is_drafting),
+            speculation=speculation,
+            frontier=frontier.as_dict() if can_follow(self._reference, self._policy) else None,
             free_running=None
             if runs is None
             else runs | {"equal_by_induction": float(np.mean(equal)) if equal else None},
@@ -376,25 +394,36 @@ class Evidence:
         """
         if self.judged < DECIDING_SAMPLES:
             return False
-        ours = Masked.join([part.masked[0] for part in self._parts])
+        compared = Masked.join([part.masked[0] for part in self._parts])
         right = [
             float(metrics.same_answer(run.ours.text, answer))
             for part in self._parts
             for run in part.runs
             if (answer := self.pool[run.number].answer) is not None
         ]
-        hits, rows = (
-            np.bincount(ours.sample, weights, self.judged)
-            for weights in (ours.rows.rank == 0, None)
-        )
+
+        def top1(kind: Kind) -> tuple[float, float] | None:
+            found = compared.of(kind)
+            hits, rows = (
+                np.bincount(found.sample, weights, self.judged)
+                for weights in (found.rows.rank == 0, None)
+            )
+            return metrics.ratio_interval(hits, rows, self.seed)
+
         intervals = {
             "max_ce_increase": judgement.overall["ce_increase_interval"],
-            "min_top1": metrics.ratio_interval(hits, rows, self.seed),
+            "min_top1": top1("masked"),
             "max_nfe_ratio": judgement.free_running
             and judgement.free_running["nfe_ratio_interval"],
             "min_task": metrics.difference_interval(np.array(right), self.seed) if right else None,
         }
-        asked = {name: limit for name in intervals if (limit := getattr(budgets, name)) is not None}
+        speculation = judgement.speculation
+        if speculation is not None:
+            intervals |= {
+                "max_causal_ce_increase": speculation["causal"]["ce_increase_interval"],
+                "min_causal_top1": top1("causal"),
+            }
+        asked = budgets.limits(has_causal=speculation is not None)
         return bool(asked) and all(
             (interval := intervals[name]) is not None and not interval[0] <= limit <= interval[1]
             for name, limit in asked.items()

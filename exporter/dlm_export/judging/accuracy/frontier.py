@@ -14,6 +14,7 @@ from dlm_calibration.metrics import Commitment
 from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import asked_of
 from dlm_export.judging.sides.side import (
+    DraftPass,
     Predictor,
     Scorer,
     Seer,
@@ -43,6 +44,15 @@ class FrontierState:
     turn: Turn
     mask_ratio: float
 
+    @property
+    def view(self) -> View:
+        """The pass before the commit, computed without the cache of earlier passes."""
+        span, positions = self.turn.span, self.turn.positions
+        if span.is_draft:
+            draft = DraftPass(span.first, is_updated=span.is_updated)
+            return View(self.canvas[: span.last], positions, draft)
+        return View(self.canvas, positions)
+
 
 def frontier_states(
     canvases: Sequence[Canvas], policy: Policy, looped: Looped
@@ -69,7 +79,7 @@ def predict_commitment(
     ``scores`` computes the confidence of each position. To compare two denoisers, pass the same
     function for both denoisers, because both use the same threshold for the confidences.
     """
-    logits = finite_logits(predictor, state.canvas, state.turn.positions)
+    logits = finite_logits(predictor, *state.view)
     guess = logits.argmax(-1)
     return Commitment(
         logits, guess, choose_in(state.turn, guess, scores(state.turn, logits, policy), policy)
@@ -102,18 +112,23 @@ class Met:
     @property
     def views(self) -> list[View]:
         """The canvas and the positions that may be committed, for each pass that commits tokens."""
-        return [View(state.canvas, state.turn.positions) for state in self.deciding]
+        return [state.view for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:
         """The states of all passes that can commit tokens. All other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
 
-    def walk(self, shift: int) -> Walk:
+    def walk(self, looped: Looped) -> Walk:
         """Return the passes of this run in the format that ``Seer.see`` expects."""
+        spans = [(state, state.turn.span) for state in self.states]
         return [
-            Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
-            for state in self.states
+            Step(
+                state.canvas,
+                span,
+                rows_of(looped, state.turn.positions, is_draft=span.is_draft),
+            )
+            for state, span in spans
         ]
 
 

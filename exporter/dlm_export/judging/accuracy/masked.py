@@ -2,55 +2,91 @@
 
 For a denoiser without a mask token, random tokens take the place of mask tokens, in one block of
 the text. The mask ratio is then the share of random tokens in the block (the noise ratio).
+
+A denoiser with draft passes and a mask token predicts the masked positions of one block in a draft
+pass. Two more kinds of passes are compared for such a denoiser (see ``Kind``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.samples import Sample
-from dlm_calibration.states import MASK_RATIOS, mask_share, noise_block, pad_to_blocks
-from dlm_export.judging.sides.side import DraftPass, JudgeError, Scorer, View, finite_logits
-from dlm_export.network.passes import block_length_of
+from dlm_calibration.states import (
+    MASK_RATIOS,
+    mask_draft_block,
+    mask_share,
+    noise_block,
+    pad_to_blocks,
+)
+from dlm_export.judging.sides.side import (
+    DraftPass,
+    JudgeError,
+    Scorer,
+    View,
+    finite_logits,
+    has_mask_token,
+    is_verifying,
+)
+from dlm_export.network.passes import block_length_of, shift_of
 from dlm_export.network.turns import temperature_before
 from dlm_runtime.policy import Policy
+
+Kind = Literal["masked", "draft", "causal"]
+"""What a canvas compares.
+
+- ``masked``: predictions at masked positions, at one of ``MASK_RATIOS``.
+- ``draft``: the drafts of self-speculation. A draft pass with low-rank updates, if there are any,
+  predicts all positions of a block except the first.
+- ``causal``: the predictions of the next token in a causal pass over the whole text. In
+  self-speculation, such passes decide the text.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """The predictions of two denoisers at masked positions, with one row per position.
+    """The predictions of two denoisers on the same canvases, with one row per position.
 
-    For each row, ``sample`` contains the index of the sample, and ``ratio`` contains the index of
-    the mask ratio. ``weight`` contains the factor by which a row's loss must be multiplied. The sum
-    of the multiplied losses is an upper bound of the text's negative log-likelihood.
+    For each row, ``sample`` contains the index of the sample, and ``kind`` a ``Kind``. ``ratio``
+    contains the index of the mask ratio, or -1 if the kind is not "masked". ``weight`` contains the
+    factor by which a row's loss must be multiplied. For each kind, the sum of the multiplied losses
+    is an upper bound of the text's negative log-likelihood, unless all factors are 0.
     """
 
     rows: metrics.Rows
     sample: np.ndarray
     ratio: np.ndarray
     weight: np.ndarray
+    kind: np.ndarray
+
+    def of(self, kind: Kind) -> Masked:
+        """Return the rows of one kind."""
+        chosen = self.kind == kind
+        columns = [getattr(self, name)[chosen] for name in COLUMNS]
+        return Masked(self.rows.take(chosen), *columns)
 
     @classmethod
     def join(cls, parts: Sequence[Masked]) -> Masked:
         """Join the rows of all comparisons in ``parts``."""
-        columns = [
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("sample", "ratio", "weight")
-        ]
+        columns = [np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS]
         return cls(metrics.Rows.join([part.rows for part in parts]), *columns)
+
+
+COLUMNS = ("sample", "ratio", "weight", "kind")
+"""The fields of ``Masked`` that have one element per row."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedCanvas:
-    """A sample after masking, with the masked positions to predict and their true tokens.
+    """A sample after masking, with the positions to predict and their true tokens.
 
-    ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. ``weight`` is the factor that the
-    docstring of ``Masked`` explains. It is 0 with random tokens, whose loss gives no such bound.
-    ``View`` explains ``draft``.
+    ``Masked`` explains ``ratio``, ``weight`` and ``kind``. The weight is 0 for draft passes, whose
+    loss gives no bound of the likelihood. ``View`` explains ``draft``.
     """
 
     sample: int
@@ -60,6 +96,7 @@ class MaskedCanvas:
     truth: np.ndarray
     weight: float
     draft: DraftPass | None = None
+    kind: Kind = "masked"
 
     @property
     def view(self) -> View:
@@ -84,6 +121,8 @@ def masked_canvases(
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once with each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
+    For a denoiser that verifies drafts, the function also yields one canvas of each other ``Kind``.
+
     End tokens are appended to a completion until its last block is full, as in training and in
     decoding. Positions after the completion's first end token are masked too, but the predictions
     at these positions are not compared. A mask ratio is skipped if it would mask none of the
@@ -96,11 +135,18 @@ def masked_canvases(
     block_length = block_length_of(policy, side.visible_block, side.draft_block)
     if block_length < 1 and not has_mask_token(side):
         raise JudgeError("the preset has no block length: set block_length")
-    start, end = scored_span(sample, side.shift, side.eos_token_ids)
+    if block_length < 2 and is_verifying(side):
+        raise JudgeError(
+            "the preset decides one token a block, so it makes no draft passes: choose another preset"
+        )
+    start, end = scored_span(sample, shift_of(side, is_draft=False), side.eos_token_ids)
     if start >= end:
         raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt. Remove it.")
     canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)
     rng = np.random.default_rng([seed, number])
+    if is_verifying(side):
+        yield from _speculated(sample, number, side, canvas, block_length, rng, start, end)
+        return
     for index, mask_ratio in enumerate(MASK_RATIOS):
         if not has_mask_token(side):
             noised, first, is_noised = noise_block(
@@ -121,9 +167,34 @@ def masked_canvases(
             yield MaskedCanvas(number, index, masked, positions, canvas[positions], weight)
 
 
-def has_mask_token(side: Scorer) -> bool:
-    """Return True if a denoiser has a mask token."""
-    return side.mask_token_id < side.vocab_size
+def _speculated(
+    sample: Sample,
+    number: int,
+    side: Scorer,
+    canvas: np.ndarray,
+    block_length: int,
+    rng: np.random.Generator,
+    start: int,
+    end: int,
+) -> Iterator[MaskedCanvas]:
+    """Yield the canvases of every ``Kind`` for a denoiser that verifies drafts.
+
+    ``canvas`` contains the padded sample. Positions of ``[start, end)`` are compared.
+    """
+    ratios = [*enumerate(MASK_RATIOS), (-1, 1.0)]  # the drafts of self-speculation come last
+    for index, mask_ratio in ratios:
+        masked, first = mask_draft_block(
+            canvas, mask_ratio, side.mask_token_id, block_length, rng, start, end
+        )
+        positions = np.flatnonzero(masked[:end] == side.mask_token_id)
+        if len(positions):
+            truth, is_speculated = canvas[positions], index < 0
+            draft = DraftPass(first, is_updated=is_speculated)
+            kind: Kind = "draft" if is_speculated else "masked"
+            yield MaskedCanvas(number, index, masked, positions, truth, 0.0, draft, kind)
+    positions = np.arange(start, end)
+    text = sample.tokens[:end]
+    yield MaskedCanvas(number, -1, text, positions, text[positions], 1.0, kind="causal")
 
 
 def compare_masked(
@@ -145,8 +216,5 @@ def compare_masked(
         if number + 1 == len(canvases) or canvases[number + 1].sample != seen.sample:
             on_done()
     counts = [len(seen.positions) for seen in canvases]
-    columns = [
-        np.repeat([getattr(seen, name) for seen in canvases], counts)
-        for name in ("sample", "ratio", "weight")
-    ]
+    columns = [np.repeat([getattr(seen, name) for seen in canvases], counts) for name in COLUMNS]
     return [Masked(metrics.Rows.join(parts), *columns) for parts in found]

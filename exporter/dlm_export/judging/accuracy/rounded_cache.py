@@ -54,9 +54,7 @@ class CachedPredictor(SweptPredictor):
         assert not walks
         wanted = {
             view_key(canvas, rows): (canvas, rows)
-            for canvas, rows in (
-                (view.canvas, rows_of(view.positions, self.shift)) for view in views
-            )
+            for canvas, rows in ((view.canvas, rows_of(self, view.positions)) for view in views)
         }
         made = [self._walk(canvas, rows) for canvas, rows in wanted.values()]
         self._passes = {
@@ -132,7 +130,7 @@ def judge_cache(
         states = [state for run in runs for state in run.deciding]
         views = [
             *(seen.view for seen in masked),
-            *(View(state.canvas, state.turn.positions) for state in states),
+            *(state.view for state in states),
         ]
         candidate = CachedPredictor(layered, cache_dtype, loop)
         reference.see(views)

@@ -22,7 +22,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.report.page import ACCURACY_FILE
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_judged
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, can_follow
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress
@@ -149,15 +149,15 @@ def _judge(
     elsewhere: _Elsewhere | None = None,
 ) -> Judgement:
     effort = options.effort
-    has_texts = effort.has_texts(network) or candidate_policy is not None
+    has_texts = effort.has_texts(network, policy) or candidate_policy is not None
     options.budgets.check_texts(has_texts=has_texts)
     pool = list(samples[: effort.most])
-    # Without a mask token, the reference cannot follow the candidate's runs (see ``evidence``).
-    is_full = effort.name == "full" or candidate_policy is not None or not network.has_mask_token
+    follows = can_follow(network, policy)
+    is_full = effort.name == "full" or candidate_policy is not None or not follows
     longest = new_tokens(pool, policy, network, candidate.bundle)
     states_of: Side = "reference" if is_full else "candidate"
     is_limited = isinstance(reference, Seer) or (
-        not network.has_mask_token and effort.name != "full" and candidate_policy is None
+        not follows and effort.name != "full" and candidate_policy is None
     )
 
     def compute(pair: Pair) -> Compute:
@@ -225,7 +225,6 @@ def judge_bundle(
 
     The comparison does not use the samples with which the bundle was calibrated. Raises DlmError.
     """
-    check_judged(source.network)
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
         _, policy = threshold_preset(source.network, source.presets, options.data.preset)
@@ -269,7 +268,6 @@ def compare_bundles(
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
-        check_judged(c)
         _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
         theirs = BundlePredictor(first, _title(reference, first))
         ours = BundlePredictor(second, _title(candidate, second))

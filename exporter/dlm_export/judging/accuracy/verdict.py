@@ -15,7 +15,7 @@ A judgement compares the candidate with a reference denoiser in three ways:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,9 @@ class Budgets:
       means 1%.
     - ``min_top1``: smallest share of masked positions where candidate and reference predict the
       same token.
+
+    For a denoiser that verifies drafts, these two limits also apply to causal passes.
+
     - ``max_nfe_ratio``: largest ratio of the candidate's passes to the reference's passes.
     - ``min_task``: smallest share of prompts to which the candidate gives the right answer.
     """
@@ -50,6 +53,18 @@ class Budgets:
     min_top1: float | None = None
     max_nfe_ratio: float | None = None
     min_task: float | None = None
+
+    def limits(self, *, has_causal: bool) -> dict[str, float]:
+        """Return the limits that are set. The keys are the names of rows in ``Judgement.budgets``.
+
+        ``has_causal`` is true if the judgement contains the loss of causal passes.
+        """
+        names = {field.name: field.name for field in fields(self)}
+        if has_causal:
+            names |= {row: limit for row, (limit, _) in OF_CAUSAL_PASSES.items()}
+        return {
+            row: limit for row, name in names.items() if (limit := getattr(self, name)) is not None
+        }
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Raise JudgeError if ``min_task`` is set, but no sample contains a right answer.
@@ -65,9 +80,16 @@ class Budgets:
         """Raise JudgeError if a limit needs generated texts, but ``has_texts`` is false."""
         if not has_texts and (self.max_nfe_ratio is not None or self.min_task is not None):
             raise JudgeError(
-                "--max-nfe-ratio and --min-task need generated texts. A denoiser without a mask token generates texts for "
-                "them only with --judge full or --free-runs"
+                "--max-nfe-ratio and --min-task need generated texts. Without a mask token, or with the commit rule verify, "
+                "texts are only generated with --judge full or --free-runs"
             )
+
+
+OF_CAUSAL_PASSES = {
+    "max_causal_ce_increase": ("max_ce_increase", "ce_increase"),
+    "min_causal_top1": ("min_top1", "top1"),
+}
+"""Maps the name of a row in ``Judgement.budgets`` to its limit, and to its value in causal passes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,10 @@ class Judgement:
 
     - ``buckets``: one entry per mask ratio. For a denoiser without a mask token, the mask ratio is
       the share of random tokens in a block (see ``masked``).
-    - ``frontier``: ``None`` for a denoiser without a mask token.
+    - ``speculation``: the loss of the passes of self-speculation, or ``None`` if the denoiser does
+      not verify drafts. The keys are "draft" and "causal" (see ``masked.Kind``).
+    - ``frontier``: ``None`` if the reference cannot follow the candidate's runs (see
+      ``side.can_follow``).
     - ``free_running``: ``None`` if no text was generated.
     - ``effort``: why the comparison stopped (see ``rounds``), and which denoiser generated the
       decoding runs (see ``evidence``).
@@ -100,6 +125,7 @@ class Judgement:
     free_running: dict[str, Any] | None
     effort: dict[str, Any] = field(default_factory=dict)
     noise_floor: dict[str, Any] | None = None
+    speculation: dict[str, Any] | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
     layers_method: str | None = None
     threshold: dict[str, Any] | None = None
@@ -124,16 +150,18 @@ class Judgement:
             "max_nfe_ratio": None if free is None else free["nfe_ratio"],
             "min_task": None if task is None else task["candidate"],
         }
+        if self.speculation is not None:
+            causal = self.speculation["causal"]
+            values |= {row: causal[value] for row, (_, value) in OF_CAUSAL_PASSES.items()}
         rows = []
-        for name, value in values.items():
-            limit = getattr(budgets, name)
-            if limit is not None:
-                # ``value`` is None if the increase is infinite, because the reference's loss is
-                # zero and the candidate's loss is not. An infinite increase exceeds every limit.
-                passed = value is not None and (
-                    value <= limit if name.startswith("max") else value >= limit
-                )
-                rows.append({"name": name, "limit": limit, "value": value, "passed": bool(passed)})
+        for name, limit in budgets.limits(has_causal=self.speculation is not None).items():
+            # ``value`` is None if the increase is infinite, because the reference's loss is zero
+            # and the candidate's loss is not. An infinite increase exceeds every limit.
+            value = values[name]
+            passed = value is not None and (
+                value <= limit if name.startswith("max") else value >= limit
+            )
+            rows.append({"name": name, "limit": limit, "value": value, "passed": bool(passed)})
         return replace(self, budgets=rows)
 
     @property
@@ -149,6 +177,8 @@ class Judgement:
             "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",
             "max_nfe_ratio": "NFE ratio is {value:.4f}, the limit is {limit:.4f}",
             "min_task": "task score is {value:.2%}, the minimum is {limit:.2%}",
+            "max_causal_ce_increase": "cross-entropy of causal passes rises by {value:.2%}, the limit is {limit:.2%}",
+            "min_causal_top1": "top-1 agreement of causal passes is {value:.2%}, the minimum is {limit:.2%}",
         }
         missed = [row for row in self.budgets if not row["passed"]]
         found = [

@@ -138,7 +138,7 @@ def check_layers(
                 cache_dtype,
                 batch.ids.numpy(),
                 np.stack([canvases[number].rows for number in batch.numbers]),
-                beside.layered.positions(batch.ids, batch.draft_start).cpu().numpy(),
+                beside.layered.positions(batch).cpu().numpy(),
                 None if read is None else read.numpy(),
             )
         )

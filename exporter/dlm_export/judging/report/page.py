@@ -124,6 +124,7 @@ def _context(
         "manifest": manifest,
         "precision": precision,
         "judgement": judgement,
+        "speculation": (judgement or {}).get("speculation"),
         "is_forced": judgement is not None and judgement["effort"]["states_of"] == "candidate",
         "calibration": calibration,
         "parity": accuracy.get("parity"),

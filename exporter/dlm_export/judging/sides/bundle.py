@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_export.judging.sides.drafting import DraftPasses
-from dlm_export.judging.sides.side import DraftPass
+from dlm_export.judging.sides.side import DraftPass, JudgeError
 from dlm_export.machine import this_machine
 from dlm_export.network.turns import (
     Canvas,
@@ -64,6 +64,11 @@ class BundlePredictor:
         """See ``Predictor``."""
         if draft is not None:
             assert rows is not None
+            if self.bundle.engine != "none" and not self.bundle.is_on_cpu:
+                raise JudgeError(
+                    f"{self.name}: draft passes are compared on CPUs only: open the bundle with --engine onnxruntime "
+                    "--provider cpu"
+                )
             return self._draft_passes.logits(canvas, rows, draft)
         return self.bundle.logits(canvas.tolist(), None if rows is None else rows.tolist())
 

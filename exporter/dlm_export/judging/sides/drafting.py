@@ -1,4 +1,4 @@
-"""Makes draft passes with a bundle's graph, for denoisers without a mask token.
+"""Makes draft passes with a bundle's graph.
 
 The passes run in ONNX Runtime on the CPU, with the kernels and settings of the native runtime. The
 native runtime has no function that returns the logits of a draft pass.
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.sides.side import DraftPass
+from dlm_export.network.passes import Span
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native
 
@@ -29,7 +31,7 @@ _CACHED: dict[str, tuple[type[np.generic], int]] = {
 
 
 class DraftPasses:
-    """A bundle's graph, which computes draft passes with self-conditioning."""
+    """A bundle's graph, which computes draft passes."""
 
     def __init__(self, bundle: Bundle) -> None:
         """``bundle`` must have been opened from a folder."""
@@ -41,17 +43,16 @@ class DraftPasses:
         self._session = onnxruntime.InferenceSession(
             os.fspath(bundle.folder / graph["file"]), options, providers=["CPUExecutionProvider"]
         )
-        self._longest = bundle.max_canvas_length
-        self._width = int(bundle.manifest["loop"]["conditioning_size"])
+        self._network = network_of(bundle.manifest)
         self._caches = [each for each in self._session.get_inputs() if each.name.startswith("past")]
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass) -> np.ndarray:
         """Return the raw logits of ``rows`` in the draft pass, fp32 ``[R, V]``.
 
-        The draft passes compute the positions of a canvas ``[L]`` from ``draft.start`` on, after a
+        The draft pass computes the positions of a canvas ``[L]`` from ``draft.start`` on, after a
         causal pass over the positions before.
         """
-        start, temperature = draft
+        start, temperature = draft.start, draft.temperature
         past = {
             each.name: no_rows(
                 each.type.removeprefix("tensor(").removesuffix(")"),
@@ -64,14 +65,17 @@ class DraftPasses:
             names = [each.name.replace("past", "present") for each in self._caches]
             found = self._run(names, canvas[:start], positions, positions[-1:], past, temperature)
             past = dict(zip(past, found, strict=True))
-        block, positions = canvas[start:], np.arange(start, len(canvas)) + self._longest
-        every = np.arange(len(block))
-        (first,) = self._run(["next_conditioning"], block, positions, every, past, temperature)
-        read = first.numpy()
-        (second,) = self._run(
+        span = Span(start, len(canvas), "drop", is_draft=True, is_updated=draft.is_updated)
+        block, positions = canvas[start:], np.arange(*span.ids(self._network))
+        read = None
+        if self._network.conditioning is not None:
+            every = np.arange(len(block))
+            (first,) = self._run(["next_conditioning"], block, positions, every, past, temperature)
+            read = first.numpy()
+        (found,) = self._run(
             ["logits"], block, positions, rows - start, past, temperature, conditioning=read
         )
-        logits: np.ndarray = second.numpy()[0]
+        logits: np.ndarray = found.numpy()[0]
         return logits
 
     def _run(
@@ -87,15 +91,18 @@ class DraftPasses:
         """Make a pass, and return the outputs ``names`` as OrtValues."""
         from onnxruntime import OrtValue
 
-        if conditioning is None:
-            conditioning = np.zeros((1, len(ids), self._width), np.float32)
         arrays = {
             "input_ids": np.asarray(ids, np.int64)[None],
             "position_ids": np.asarray(positions, np.int64)[None],
             "score_rows": np.asarray(rows, np.int64)[None],
-            "conditioning": conditioning,
-            "temperature": np.full((1, len(rows)), temperature, np.float32),
         }
+        if self._network.conditioning is not None:
+            if conditioning is None:
+                conditioning = np.zeros((1, len(ids), self._network.hidden_size), np.float32)
+            arrays |= {
+                "conditioning": conditioning,
+                "temperature": np.full((1, len(rows)), temperature, np.float32),
+            }
         given = {name: OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         found: list[Any] = self._session.run_with_ort_values(names, {**given, **past})
         return found

@@ -60,11 +60,11 @@ class SweptPredictor:
             view_key(step.canvas, step.rows): (walk, number)
             for walk, steps in enumerate(walks)
             for number, step in enumerate(steps)
-            if step.span.is_whole(len(step.canvas))
+            if step.span.is_whole(len(step.canvas)) and not step.span.is_draft
         }
         wanted = {}
         for canvas, positions, draft in views:
-            rows = rows_of(positions, self.shift)
+            rows = rows_of(self, positions, is_draft=draft is not None)
             wanted[view_key(canvas, rows, draft)] = View(canvas, rows, draft)
         alone = {key: view for key, view in wanted.items() if key not in whole}
         carried = Carried(
@@ -86,12 +86,17 @@ class SweptPredictor:
         self._features |= dict(zip(alone, found, strict=True))
 
     def _drafts(self, views: Sequence[View]) -> list[Draft | None]:
-        """Return the second draft pass of each view that has a ``draft``.
+        """Return the draft pass of each view that has a ``draft``.
 
-        The function makes the first draft passes, whose predictions the second passes read.
+        With self-conditioning, the result is the second draft pass. The function makes the first
+        draft passes, whose predictions the second passes read.
         """
-        found: list[Draft | None] = [None] * len(views)
         first = [(number, view.draft) for number, view in enumerate(views) if view.draft]
+        found: list[Draft | None] = [None] * len(views)
+        if self.layered.network.conditioning is None:
+            for number, draft in first:
+                found[number] = Draft(draft.start, is_updated=draft.is_updated)
+            return found
         if not first:
             return found
         read = soft_embeddings(

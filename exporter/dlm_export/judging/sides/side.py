@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from dlm_export.network.passes import Looped, shift_of
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, Turn, Walk
 from dlm_runtime import Policy
@@ -20,21 +21,25 @@ class JudgeError(DlmError):
 
 
 class DraftPass(NamedTuple):
-    """The second of two draft passes over the positions of a canvas from ``start`` on.
+    """A draft pass over the positions of a canvas from ``start`` on, after a causal pass.
 
-    The second pass reads the denoiser's own predictions of the first pass (self-conditioning), whose
-    logits are divided by ``temperature``.
+    - ``temperature``: with self-conditioning, there are two draft passes. The second pass reads the
+      denoiser's own predictions of the first pass, whose logits are divided by ``temperature``.
+      Other denoisers ignore the temperature.
+    - ``is_updated``: True if the pass uses the denoiser's low-rank updates for draft passes, if it
+      has any.
     """
 
     start: int
-    temperature: float
+    temperature: float = 1.0
+    is_updated: bool = False
 
 
 class View(NamedTuple):
     """A canvas of L token IDs ``[L]``, and the P positions ``[P]`` to predict on this canvas.
 
-    For a denoiser without a mask token, ``draft`` is the pass that predicts. All positions to
-    predict are in its block.
+    If ``draft`` is not ``None``, it is the pass that predicts. All positions to predict are in its
+    block.
     """
 
     canvas: np.ndarray
@@ -63,11 +68,11 @@ class Scorer(Side, Protocol):
     ) -> np.ndarray:
         """Make one full pass over a canvas of L token IDs, and return the raw logits of ``rows``.
 
-        The result is fp32 ``[R, V]``, for R rows and a vocabulary of V tokens. Row ``i`` predicts
-        position ``i + shift``. The canvas is not changed.
+        The result is fp32 ``[R, V]``, for R rows and a vocabulary of V tokens. ``rows_of`` says
+        which row predicts a position. The canvas is not changed.
 
         With ``draft``, the denoiser makes a causal pass over the positions before its start, and
-        two draft passes over the others. The second draft pass returns the logits.
+        the draft pass over the others (see ``DraftPass``).
         """
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
@@ -130,27 +135,30 @@ def check_comparable(reference: Side, candidate: Side) -> None:
             )
 
 
-def check_judged(network: NetworkSpec) -> None:
-    """Raise JudgeError if the accuracy of a network cannot be measured.
+def has_mask_token(side: Side | NetworkSpec) -> bool:
+    """Return True if a denoiser has a mask token."""
+    return side.mask_token_id < side.vocab_size
 
-    Accuracy is measured with passes over whole canvases. Networks with draft passes and a mask token
-    cannot predict masked tokens in such passes.
+
+def is_verifying(side: Side | NetworkSpec) -> bool:
+    """Return True if a denoiser can verify drafts in causal passes (self-speculation).
+
+    Such a denoiser has draft passes and a mask token.
     """
-    if not can_judge(network):
-        raise JudgeError(
-            f"{network.architecture} has draft passes, and such networks cannot be judged or get effort levels yet: compare "
-            "the texts of the preset autoregressive instead"
-        )
+    return side.draft_block is not None and has_mask_token(side)
 
 
-def can_judge(network: NetworkSpec) -> bool:
-    """Return True if the accuracy of a network can be measured."""
-    return network.draft_block is None or not network.has_mask_token
+def can_follow(side: Side | NetworkSpec, policy: Policy) -> bool:
+    """Return True if a reference can predict what it would commit in the passes of another run.
+
+    Without a mask token, a pass depends on the predictions of the pass before. With the commit rule
+    "verify", a pass depends on the drafts of the pass before.
+    """
+    return has_mask_token(side) and policy.commit != "verify"
 
 
 def check_tuned(network: NetworkSpec) -> None:
     """Raise JudgeError if effort levels cannot be fitted to a network."""
-    check_judged(network)
     if not network.has_mask_token:
         raise JudgeError(
             f"{network.architecture} has no mask token, and effort levels cannot be fitted to such networks yet: "
@@ -166,19 +174,20 @@ def finite_logits(
     The logit of the mask token is -inf. Raises JudgeError if the logit of any other token is NaN or
     infinite.
     """
-    rows = rows_of(positions, predictor.shift)
+    rows = rows_of(predictor, positions, is_draft=draft is not None)
     if draft is None:
         return finite(predictor, predictor.logits(canvas, rows))
     return finite(predictor, predictor.logits(canvas, rows, draft))
 
 
-def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
+def rows_of(side: Looped, positions: np.ndarray, *, is_draft: bool = False) -> np.ndarray:
     """Return the rows of a denoiser's output that predict P ``positions``, as int ``[P]``.
 
-    If ``shift`` is 1, there is no row that predicts position 0. The function then returns row 0 for
-    this position, as the decoding loop does.
+    Each row predicts the position at the same place, or the next position (see ``shift_of``). In the
+    second case, there is no row that predicts position 0. The function then returns row 0 for this
+    position, as the decoding loop does.
     """
-    rows: np.ndarray = np.maximum(positions - shift, 0)
+    rows: np.ndarray = np.maximum(positions - shift_of(side, is_draft=is_draft), 0)
     return rows
 
 

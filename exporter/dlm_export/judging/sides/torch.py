@@ -60,15 +60,16 @@ class TorchPredictor:
         return out
 
     def _drafted(self, canvas: np.ndarray, rows: torch.Tensor, draft: DraftPass) -> np.ndarray:
-        """Return the logits of the second of two draft passes."""
-        first = Draft(draft.start)
-        block = torch.arange(draft.start, len(canvas))
-        logits = self.denoiser.project(features_of(self.denoiser, canvas, block, first))
-        temperature = torch.full((len(block),), draft.temperature, device=logits.device)
-        soft = self.denoiser.soft_embedding(logits, temperature).float().cpu().numpy()
-        again = replace(first, conditioning=soft)
+        """Return the logits of a draft pass. With self-conditioning, it is the second of two."""
+        made = Draft(draft.start, is_updated=draft.is_updated)
+        if self.denoiser.network.conditioning is not None:
+            block = torch.arange(draft.start, len(canvas))
+            logits = self.denoiser.project(features_of(self.denoiser, canvas, block, made))
+            temperature = torch.full((len(block),), draft.temperature, device=logits.device)
+            soft = self.denoiser.soft_embedding(logits, temperature).float().cpu().numpy()
+            made = replace(made, conditioning=soft)
         out: np.ndarray = (
-            self.denoiser.project(features_of(self.denoiser, canvas, rows, again))
+            self.denoiser.project(features_of(self.denoiser, canvas, rows, made))
             .float()
             .cpu()
             .numpy()

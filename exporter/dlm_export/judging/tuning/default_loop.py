@@ -23,6 +23,7 @@ from dlm_runtime import Policy
 if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
+VERIFIED = "it generates the text of greedy decoding, which no effort level changes"
 LEAST_SAVING = 0.1
 """A faster loop replaces the preset's own loop only if it saves at least this share of the passes.
 
@@ -55,11 +56,14 @@ def fastest(levels: Levels) -> LevelPoint | None:
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
     """Return a copy of the manifest whose default loop is the result of ``fastest``.
 
-    If ``fastest`` returns ``None``, the default loop is the published loop.
+    If ``fastest`` returns ``None``, the default loop is the published loop. A published loop that
+    verifies drafts also stays the default loop, because its text does not depend on a threshold.
     """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)
-    if point is None:
+    if Policy(**presets[name]).commit == "verify":
+        record = published(name, f"{PUBLISHED}; {VERIFIED}")
+    elif point is None:
         record = published(name, f"{PUBLISHED}; {_why_not(levels)}")
     else:
         record = {

@@ -32,6 +32,7 @@ from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError
 from dlm_export.judging.tuning.default_loop import with_fitted
 from dlm_export.judging.tuning.threshold import check_policy
+from dlm_export.network.passes import Looped, shift_of
 from dlm_runtime import Policy
 
 LEVELS = ("instant", "low", "medium", "high")
@@ -101,16 +102,16 @@ class Levels:
         return with_fitted({**manifest, "loop": loop, "effort": self.as_dict()}, self)
 
 
-def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
+def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:
     """List the variants to measure, as changes to ``policy``.
 
     The first variant contains no changes. The last variant commits one token per pass.
 
-    If the denoiser's ``shift`` is 1, no variant uses ``store=open``. Such a denoiser needs a
-    separate pass to store a block, because this pass also predicts the first position of the next
-    block.
+    If the pass that stores a block also predicts the first position of the next block, no variant
+    uses ``store=open``, because these denoisers need the separate pass.
     """
-    opens = policy.cache == "block" and policy.store == "pass" and shift == 0
+    is_predicting = shift_of(looped, is_draft=False) == 1
+    opens = policy.cache == "block" and policy.store == "pass" and not is_predicting
     saved: dict[str, Any] = {"store": "open"} if opens else {}
     own = [{}, saved] if opens else [{}]
     others = [{"threshold": each} | saved for each in THRESHOLDS if each != policy.threshold]
@@ -118,9 +119,9 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
     return [*own, *fewer, *others, CAREFUL]
 
 
-def level_units(policy: Policy, shift: int) -> int:
+def level_units(policy: Policy, looped: Looped) -> int:
     """Return the number of times that ``fit_levels`` calls ``on_done``."""
-    return len(variants(policy, shift)) + 1
+    return len(variants(policy, looped)) + 1
 
 
 def fit_levels(
@@ -167,7 +168,7 @@ def fit_levels(
             changes, float(np.mean(quality)), float(np.mean([run.nfe for run in found]))
         )
 
-    changed = variants(policy, side.shift)
+    changed = variants(policy, side)
     runs = [tried(changes) for changes in changed]
     careful = runs[-1]
     curve = [point_of(changes, found) for changes, found in zip(changed, runs, strict=True)]

@@ -59,7 +59,7 @@ def fit_bundle(
             warn(doubt)
         samples = data.judging[: options.samples]
         side = BundlePredictor(bundle, folder.name)
-        progress.start("fit effort", level_units(policy, side.shift))
+        progress.start("fit effort", level_units(policy, side))
         levels = fit_levels(
             side,
             samples,

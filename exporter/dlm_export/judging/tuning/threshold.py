@@ -86,6 +86,11 @@ class Refit:
 
 def check_policy(policy: Policy) -> None:
     """Raise RequestError if the policy has no threshold."""
+    if policy.commit == "verify":
+        raise RequestError(
+            "a preset that verifies drafts has no threshold and no effort levels: its text is always that of greedy decoding. "
+            "Choose the preset nemotron-diffusion"
+        )
     if policy.commit not in ("threshold", "dynamic"):
         raise RequestError(
             f"a policy that commits by {policy.commit!r} has no threshold to fit: choose one that commits by 'threshold' or "
@@ -174,8 +179,9 @@ def refit_threshold(
         return found
 
     # A policy that commits one token per pass and uses no cache gives the best text that the
-    # reference can generate.
-    slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
+    # reference can generate. Denoisers with draft passes need their cache, which is exact.
+    cache = "none" if reference.draft_block is None else policy.cache
+    slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": cache})
     best = [] if is_task else run(reference, slowest)
 
     def trial(predictor: Generator, threshold: float) -> _Trial:

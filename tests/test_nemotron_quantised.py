@@ -1,0 +1,504 @@
+"""Nemotron-Labs-Diffusion, quantised: calibration states, accuracy of drafts and of causal passes,
+and effort levels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import ADAPTED, nemotron_config, write_adapter, write_checkpoint
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dlm_runtime
+from dlm_calibration.errors import CalibrationError
+from dlm_calibration.metrics import compare_rows
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import (
+    MASK_RATIOS,
+    NOISE_RATIOS,
+    Draft,
+    State,
+    make_states,
+    mask_draft_block,
+    read_states,
+    write_states,
+)
+from dlm_export import build as building
+from dlm_export import families
+from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
+from dlm_export.cli import main
+from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, masked_canvases
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
+from dlm_export.judging.accuracy.verdict import AccuracyError, Budgets, Judgement
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.layerwise import SweptPredictor
+from dlm_export.judging.sides.side import DraftPass, JudgeError, View, finite_logits
+from dlm_export.judging.sides.torch import TorchPredictor
+from dlm_export.judging.tuning.effort_levels import CAREFUL, variants
+from dlm_export.network import lockstep, reference
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.layered import Carried
+from dlm_export.network.states import features_of
+from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.quantising import samples
+from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.sources import Source, open_source
+from dlm_runtime import Bundle
+
+VOCAB, MASK, BLOCK = 160, 150, 8
+PROMPT, ANSWER = 11, 13
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a random adapter for the drafts of self-speculation."""
+    config = nemotron_config()
+    path = write_checkpoint(tmp_path_factory.mktemp("nemotron") / "checkpoint", config, seed=2)
+    write_adapter(path, config, target_modules=ADAPTED)
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint: Path) -> Source:
+    return open_source(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def denoiser(source: Source) -> Denoiser:
+    return families.load(source.parameters, source.network)
+
+
+def make_samples(count: int, *, prompt: int = PROMPT, answer: int = ANSWER) -> list[Sample]:
+    tokens = np.random.default_rng(count).integers(2, MASK, (count, prompt + answer))
+    return [Sample(each, prompt, "an answer", "a prompt") for each in tokens]
+
+
+# ---- Calibration states ----
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    prompt=st.integers(0, 20),
+    answer=st.integers(2, 30),
+    ratio=st.sampled_from(NOISE_RATIOS),
+    length=st.none() | st.integers(2, 30),
+)
+def test_only_positions_of_one_block_are_masked(
+    seed: int, prompt: int, answer: int, ratio: float, length: int | None
+) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, MASK, prompt + answer)
+    origin = max(1, prompt)
+    end = None if length is None else min(origin + length, len(tokens))
+    canvas, start = mask_draft_block(tokens, ratio, MASK, BLOCK, rng, prompt, end)
+    is_masked = canvas == MASK
+    assert (start + 1 - origin) % BLOCK == 0
+    assert origin <= start + 1 < (len(tokens) if end is None else end)
+    assert len(canvas) == min(start + BLOCK, len(tokens))
+    assert not is_masked[: start + 1].any()
+    assert np.array_equal(canvas[~is_masked], tokens[: len(canvas)][~is_masked])
+    assert abs(is_masked.sum() - max(1, ratio * (len(canvas) - start - 1))) <= 0.5
+
+
+def test_blocks_of_one_token_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="block_length 1 is below 2"):
+        mask_draft_block(np.arange(8), 0.5, MASK, 1, rng)
+
+
+def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
+    c = source.network
+    given: dict[str, Any] = {
+        "mask_token_id": c.mask_token_id,
+        "pad_token_id": c.end_token_id,
+        "block_length": BLOCK,
+        "max_canvas_length": c.max_canvas_length,
+        "seed": 4,
+        "has_drafts": True,
+    }
+    some = options.pop("samples", None) or make_samples(count)
+    return list(make_states(some, **given | options))
+
+
+def test_every_masked_state_is_a_draft_pass(source: Source) -> None:
+    """Only draft passes see mask tokens, and causal passes see clean text."""
+    states = states_of(source, 20)
+    assert {state.source for state in states} == {"masked", "clean"}
+    buckets = set()
+    for state in states:
+        is_masked = state.is_masked(MASK)
+        assert is_masked.tolist() == (state.canvas == MASK).tolist()
+        assert is_masked.any() == (state.draft is not None) == (state.source == "masked")
+        if state.draft is not None:
+            assert state.mask_ratio == is_masked[state.draft.start :].mean()
+            assert not state.draft.is_updated or is_masked[state.draft.start + 1 :].all()
+            buckets.add(state.bucket)
+    assert len(buckets) >= 6
+    # Ranges of activations must be observed in the draft passes of self-speculation too.
+    assert {state.draft.is_updated for state in states if state.draft is not None} == {True, False}
+
+
+def test_states_that_have_no_draft_pass_are_refused(source: Source) -> None:
+    with pytest.raises(CalibrationError, match="blocks of at least 2 tokens, not 1: choose"):
+        states_of(source, block_length=1)
+    short = [Sample(np.array([3]), 0, None, None)]
+    with pytest.raises(CalibrationError, match="sample 1: its text has only one token"):
+        states_of(source, samples=short)
+
+
+@pytest.fixture(scope="module")
+def drafted(source: Source) -> list[State]:
+    """States of generations with and without the adapter, masked states and clean states."""
+    found = []
+    for preset in ("self-speculation", "nemotron-diffusion"):
+        layered = families.layered(source.parameters, source.network)
+        runs = samples.trajectories(layered, source.presets[preset], None, lambda: None)
+        found += states_of(source, 4, per_sample=5, trajectories=runs)
+    return found
+
+
+def test_states_survive_a_file(drafted: list[State], tmp_path: Path) -> None:
+    write_states(drafted, tmp_path / "states.npz")
+    found = read_states(tmp_path / "states.npz")
+    assert [each.sha256 for each in found] == [each.sha256 for each in drafted]
+    updated = [None if each.draft is None else each.draft.is_updated for each in found]
+    assert {True, False, None} == set(updated)
+    one = next(each for each in found if each.draft is not None and each.draft.is_updated)
+    assert one.draft is not None
+    assert one.sha256 != replace(one, draft=Draft(one.draft.start)).sha256
+
+
+@pytest.mark.parametrize("preset", ["self-speculation", "nemotron-diffusion"])
+def test_states_of_a_generation_are_the_passes_that_the_loop_makes(
+    source: Source, preset: str
+) -> None:
+    network, policy = source.network, source.presets[preset]
+    denoiser, seen = families.load(source.parameters, network), list[Any]()
+    hidden, longest = denoiser.hidden, network.max_canvas_length
+
+    def record(ids: torch.Tensor, positions: torch.Tensor, *given: Any) -> Any:
+        times, first = divmod(int(positions[0, 0]), longest)
+        if times:
+            seen.append((first, times == 2, ids[0].tolist()))
+        return hidden(ids, positions, *given)
+
+    denoiser.hidden = record  # type: ignore[method-assign]
+    prompts = [sample.tokens[:PROMPT].tolist() for sample in make_samples(3)]
+    starts = [start_canvas(prompt, 2 * BLOCK, MASK) for prompt in prompts]
+    layered = families.layered(source.parameters, network)
+    for start, states in zip(starts, lockstep.draft_passes(layered, starts, policy), strict=True):
+        seen.clear()
+        reference.fill(denoiser, start, policy)
+        made = [
+            (each.draft.start, each.draft.is_updated, each.canvas[each.draft.start :].tolist())
+            for each in states
+            if each.draft is not None
+        ]
+        assert made == seen
+        assert all(is_updated == (preset == "self-speculation") for _, is_updated, _ in made)
+        for state, (first, _, ids) in zip(states, made, strict=True):
+            assert state.mask_ratio == np.mean(np.array(ids) == MASK)
+            assert len(state.canvas) == first + len(ids)
+
+
+def test_layers_compute_a_draft_pass_after_a_causal_pass(
+    source: Source, denoiser: Denoiser, drafted: list[State]
+) -> None:
+    states = [*drafted, State(drafted[0].canvas[:5], "masked", 1.0, 0, Draft(0, is_updated=True))]
+    layered = families.layered(source.parameters, source.network)
+    drafts = [state.draft for state in states]
+    carried = Carried(layered, [state.canvas for state in states], drafts=drafts)
+    for i in range(len(source.network.layers)):
+        carried.through(i, layered.block(i))
+    rows = [
+        np.arange(0 if state.draft is None else state.draft.start, len(state.canvas))
+        for state in states
+    ]
+    for state, own, found in zip(states, rows, carried.features(rows), strict=True):
+        with torch.no_grad():
+            wanted = features_of(denoiser, state.canvas, torch.from_numpy(own), state.draft)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---- Sides of a comparison ----
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+    """A bundle in full precision."""
+    path = tmp_path_factory.mktemp("exact") / "bundle"
+    building.build(checkpoint, path, BuildOptions(check_parity=False))
+    with dlm_runtime.open(path, threads=1) as opened:
+        yield opened
+
+
+def canvases_of(source: Source, count: int = 3) -> list[MaskedCanvas]:
+    side = SweptPredictor(families.layered(source.parameters, source.network), "swept")
+    policy = source.presets["nemotron-diffusion"]
+    return [
+        seen
+        for number, sample in enumerate(make_samples(count))
+        for seen in masked_canvases(sample, number, side, policy=policy, limit=64, seed=1)
+    ]
+
+
+def test_all_kinds_of_passes_are_compared(source: Source) -> None:
+    seen = canvases_of(source)
+    masked = [each for each in seen if each.kind == "masked"]
+    assert {each.ratio for each in masked} == set(range(len(MASK_RATIOS)))
+    assert all(each.draft is not None and not each.draft.is_updated for each in masked)
+    for number, sample in enumerate(make_samples(3)):
+        (draft,) = [each for each in seen if (each.sample, each.kind) == (number, "draft")]
+        assert draft.draft is not None
+        assert draft.draft.is_updated
+        start = draft.draft.start
+        assert (draft.canvas[start + 1 :] == MASK).all()
+        assert draft.positions.tolist() == list(range(start + 1, min(start + BLOCK, 24)))
+        (causal,) = [each for each in seen if (each.sample, each.kind) == (number, "causal")]
+        assert causal.draft is None
+        assert causal.canvas.tolist() == sample.tokens.tolist()
+        assert causal.positions.tolist() == list(range(PROMPT, PROMPT + ANSWER))
+    assert all(np.isin(each.truth, np.arange(2, MASK)).all() for each in seen)
+
+
+def test_all_sides_of_a_comparison_predict_the_same(
+    source: Source, denoiser: Denoiser, exact: Bundle
+) -> None:
+    swept = SweptPredictor(families.layered(source.parameters, source.network), "swept")
+    whole, ours = TorchPredictor(denoiser, "whole"), BundlePredictor(exact, "bundle")
+    views = [each.view for each in canvases_of(source)]
+    one = views[-2]  # the same draft pass, without the adapter
+    assert one.draft is not None
+    views += [one._replace(draft=DraftPass(one.draft.start)), View(one.canvas[-3:], np.arange(3))]
+    views.append(View(np.array([MASK, MASK]), np.arange(2), DraftPass(0)))
+    swept.see(views)
+    found = []
+    for view in views:
+        wanted, *others = (
+            np.delete(finite_logits(side, *view), MASK, 1) for side in (whole, swept, ours)
+        )
+        for other in others:
+            assert np.abs(other - wanted).max() <= 1e-4 * np.ptp(wanted)
+        found.append(wanted)
+    assert np.abs(found[-3] - found[-5]).max() > 1e-2
+
+
+def test_drafts_and_causal_passes_are_those_of_the_loop(
+    source: Source, denoiser: Denoiser, exact: Bundle
+) -> None:
+    """After two passes, the canvas contains the first token and the drafted tokens."""
+    policy, side = source.presets["self-speculation"], BundlePredictor(exact, "bundle")
+    for sample in make_samples(5):
+        prompt = sample.tokens[:PROMPT]
+        canvas = start_canvas(prompt.tolist(), BLOCK, MASK)
+        seen: list[Canvas] = []
+        reference.fill(denoiser, canvas, policy, on_step=seen.append, max_steps=2)
+        first, drafted = (each.tokens for each in seen)
+        causal = finite_logits(side, first, np.array([PROMPT])).argmax(-1)
+        assert causal.tolist() == first[PROMPT : PROMPT + 1].tolist()
+        last = PROMPT + BLOCK - 1
+        positions, draft = np.arange(PROMPT + 1, last), DraftPass(PROMPT, is_updated=True)
+        guesses = finite_logits(side, first[:last], positions, draft)
+        assert guesses.argmax(-1).tolist() == drafted[positions].tolist()
+
+
+def judged(
+    source: Source,
+    bundle: Bundle,
+    preset: str = "nemotron-diffusion",
+    effort: Effort | None = None,
+    count: int = 4,
+) -> Judgement:
+    options = JudgingOptions(effort=effort or Effort("default", judged=count))
+    policy = source.presets[preset]
+    return judge_source(
+        source, bundle, make_samples(count), "bundle", policy, options, lambda: None
+    )
+
+
+def test_the_reference_follows_every_pass_of_an_exact_bundle(source: Source, exact: Bundle) -> None:
+    """Draft passes and causal passes are conditioned as in the loop, so nothing differs."""
+    found = judged(source, exact)
+    assert found.overall["top1"] == 1
+    assert found.overall["kl_mean"] < 1e-6
+    assert found.frontier is not None
+    assert found.frontier["flips"] == 0
+    assert found.frontier["jaccard"] == 1
+    assert found.frontier["committed"] > 0
+    assert found.free_running is not None
+    assert found.free_running["equal_by_induction"] == 1
+    assert found.free_running["nfe_ratio"] == 1
+    assert found.speculation is not None
+    for passes in found.speculation.values():
+        assert passes["top1"] == 1
+        assert passes["kl_mean"] < 1e-6
+
+
+def test_self_speculation_is_compared_by_its_texts(source: Source, exact: Bundle) -> None:
+    effort = Effort("default", judged=3, free_runs=2)
+    found = judged(source, exact, "self-speculation", effort, 3)
+    assert found.frontier is None
+    assert found.free_running is not None
+    assert found.free_running["prompts"] == 2
+    assert found.free_running["exact_match"] == 1
+    assert found.free_running["reference_nfe"] == found.free_running["candidate_nfe"]
+    without = judged(source, exact, "self-speculation", count=2)
+    assert without.free_running is None
+    assert without.overall["positions"] > 0
+
+
+def test_a_preset_without_draft_passes_cannot_be_judged(source: Source, exact: Bundle) -> None:
+    with pytest.raises(JudgeError, match="makes no draft passes: choose another preset"):
+        judged(source, exact, "autoregressive")
+
+
+# ---- Bundles ----
+
+
+def options(precision: str, effort: Effort | None = None, **limits: float) -> BuildOptions:
+    few = CalibrationOptions(samples=16, states_per_sample=4)
+    quantise = QuantiseOptions(
+        few, effort=effort or Effort("default", judged=3), budgets=Budgets(**limits)
+    )
+    return BuildOptions(("cpu",), precision, quantise=quantise)
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BuildReport]:
+    made: dict[str, BuildReport] = {}
+
+    def build(precision: str) -> BuildReport:
+        if precision not in made:
+            output = tmp_path_factory.mktemp(precision) / "bundle"
+            made[precision] = building.build(checkpoint, output, options(precision))
+        return made[precision]
+
+    return build
+
+
+PRECISIONS = ("int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "fp8")))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_bundle_is_built_and_judged(built: Callable[[str], BuildReport], precision: str) -> None:
+    report = built(precision)
+    assert not any("accuracy" in warning for warning in report.warnings)
+    found = report.judgement
+    assert found is not None
+    assert [bucket["mask_ratio"] for bucket in found.buckets] == list(MASK_RATIOS)
+    assert found.overall["reference_bits_per_byte"] is None
+    assert 0 < found.overall["kl_mean"] < 0.5
+    assert found.frontier is not None
+    assert found.speculation is not None
+    assert set(found.speculation) == {"draft", "causal"}
+    for passes in found.speculation.values():
+        assert 0 < passes["kl_mean"] < 0.5
+    assert all(row["kl"] > 0 for row in found.layers)
+    record = json.loads((report.output / "accuracy.json").read_text())
+    assert record["judgement"]["speculation"] == found.speculation
+    page = (report.output / "report.html").read_text()
+    assert "Passes of self-speculation" in page
+    assert "a draft pass over this block predicts them" in page
+
+
+def test_the_loss_of_each_kind_of_pass_is_summarised_apart() -> None:
+    """Rows of one kind do not change the results of the other kinds."""
+    rng = np.random.default_rng(0)
+    kinds = np.array(["masked", "causal", "draft", "causal"])
+    logits = rng.normal(size=(2, 4, 12)).astype(np.float32)
+    rows = compare_rows(logits[0], logits[1], rng.integers(0, 9, 4), 11)
+    found = Masked(rows, np.arange(4), np.array([2, -1, -1, -1]), np.ones(4), kinds)
+    assert found.of("causal").sample.tolist() == [1, 3]
+    assert found.of("causal").rows.kl.tolist() == rows.kl[[1, 3]].tolist()
+    assert found.of("masked").ratio.tolist() == [2]
+
+
+def test_budgets_apply_to_causal_passes_too(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(AccuracyError) as caught:
+        building.build(checkpoint, tmp_path / "bundle", options("int4", min_top1=1.0))
+    assert "top-1 agreement is " in str(caught.value)
+    assert "top-1 agreement of causal passes is " in str(caught.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_verify_judges_a_bundle(built: Callable[[str], BuildReport], checkpoint: Path) -> None:
+    bundle = built("int4").output
+    given = ("verify", bundle, "--checkpoint", checkpoint, "--judged", 2)
+    done = invoke(*given, "--max-ce-increase", 5)
+    assert done.exit_code == 0, done.output
+    assert "Passes of self-speculation" in done.stdout
+    assert "Budget max_causal_ce_increase 5: " in done.stdout
+    limits = ("--calib-preset", "self-speculation", "--max-nfe-ratio", 2)
+    refused = invoke(*given, *limits)
+    assert refused.exit_code == 2
+    assert "with the commit rule verify, texts are only generated with" in refused.stderr
+    done = invoke(*given, *limits, "--free-runs", 1)
+    assert done.exit_code == 0, done.output
+    assert "Frontier: not compared, because the reference cannot follow" in done.stdout
+    refused = invoke(*given, "--calib-preset", "autoregressive")
+    assert refused.exit_code == 2
+    assert "makes no draft passes" in refused.stderr
+
+
+# ---- Effort levels ----
+
+
+def test_variants_store_blocks_in_a_pass_of_their_own(source: Source) -> None:
+    """The causal pass that stores a block predicts the first token of the next block."""
+    tried = variants(source.presets["nemotron-diffusion"], source.network)
+    assert tried[0] == {}
+    assert tried[-1] == CAREFUL
+    assert not any("store" in changes for changes in tried)
+
+
+@pytest.mark.slow
+def test_a_full_build_fits_levels_and_keeps_self_speculation(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    report = building.build(
+        checkpoint, tmp_path / "bundle", options("int8", Effort("full", judged=1))
+    )
+    assert report.levels is not None
+    manifest = json.loads((report.output / "manifest.json").read_text())
+    assert manifest["loop"]["default_preset"] == "self-speculation"
+    assert manifest["effort"]["preset"] == "nemotron-diffusion"
+
+
+def test_effort_levels_are_fitted_and_self_speculation_stays_the_default(
+    built: Callable[[str], BuildReport], tmp_path: Path
+) -> None:
+    bundle = tmp_path / "bundle"
+    built("int4").output.rename(bundle)
+    try:
+        refused = invoke("effort", bundle, "--preset", "self-speculation")
+        assert refused.exit_code == 2
+        assert "its text is always that of greedy decoding" in refused.stderr
+        done = invoke("effort", bundle, "--samples", 2)
+        assert done.exit_code == 0, done.output
+        told = invoke("inspect", bundle).stdout
+        assert "no effort levels for self-speculation, autoregressive: the text is always" in told
+        assert "Effort, loops of nemotron-diffusion" in told
+        assert "default preset: self-speculation: the loop published for this family; it" in told
+        with dlm_runtime.open(bundle, threads=1) as opened:
+            for level in ("instant", "high"):
+                policy = opened.policy(effort=level)
+                assert policy.commit in ("threshold", "dynamic", "static")
+                out = opened.generate(tokens=[3, 4], max_new_tokens=BLOCK, effort=level)
+                assert MASK not in out.tokens
+    finally:
+        bundle.rename(built("int4").output)
