@@ -487,6 +487,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
         "candidate_loop",
+        "speculation",
         *(
             "reference",
             "candidate",

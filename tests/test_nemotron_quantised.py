@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from checkpoints import ADAPTED, nemotron_config, write_adapter, write_checkpoin
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_distributed import InProcess
 
 import dlm_runtime
 from dlm_calibration.errors import CalibrationError
@@ -36,10 +38,13 @@ from dlm_export import build as building
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
 from dlm_export.cli import main
+from dlm_export.distributed import ray_workers
+from dlm_export.distributed.record import Record
 from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, masked_canvases
 from dlm_export.judging.accuracy.rounds import Effort
-from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
+from dlm_export.judging.accuracy.run import JudgingOptions, compare_bundles, judge_source
 from dlm_export.judging.accuracy.verdict import AccuracyError, Budgets, Judgement
+from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, JudgeError, View, finite_logits
@@ -50,6 +55,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of
 from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.progress import Silent
 from dlm_export.quantising import samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
@@ -453,6 +459,45 @@ def test_verify_judges_a_bundle(built: Callable[[str], BuildReport], checkpoint:
     refused = invoke(*given, "--calib-preset", "autoregressive")
     assert refused.exit_code == 2
     assert "makes no draft passes" in refused.stderr
+
+
+def test_workers_compare_the_same(
+    exact: Bundle,
+    built: Callable[[str], BuildReport],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    assert exact.folder is not None
+    workers = [InProcess(Record(tmp_path)), InProcess(Record(tmp_path))]
+    left = list(workers)
+
+    @contextmanager
+    def connected(_: str | None) -> Iterator[InProcess]:
+        yield left.pop(0)
+
+    monkeypatch.setattr(ray_workers, "connected", connected)
+    effort = JudgingOptions(effort=Effort("default", judged=3))
+    found = []
+    for ray in (None, "local", "local"):
+        made = compare_bundles(
+            exact.folder, built("int4").output, effort, Silent(), lambda _: None, ray=ray
+        )
+        found.append((made.overall, made.speculation, made.frontier))
+    assert workers[0].ran
+    assert not workers[1].ran  # all results come from the record
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_a_search_measures_draft_passes_and_causal_passes(
+    source: Source, checkpoint: Path, tmp_path: Path
+) -> None:
+    side = SweptPredictor(families.layered(source.parameters, source.network), "swept")
+    loss = MaskedLoss(side, make_samples(2), source.presets["nemotron-diffusion"], 0)
+    assert {seen.kind for seen in loss.canvases} == {"masked", "draft", "causal"}
+    report = building.build(checkpoint, tmp_path / "bundle", options("auto", max_ce_increase=0.5))
+    assert report.judgement is not None
+    assert report.judgement.passed
 
 
 # ---- Effort levels ----
