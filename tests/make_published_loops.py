@@ -13,6 +13,7 @@ paths. If you do not pass a loop's path, the traces of this loop do not change:
     --rnd1              rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
     --d3llm             d3llm_LLaDA/d3llm_llada_generate_util.py of github.com/hao-ai-lab/d3LLM,
                         commit e5bfcac
+    --d3llm-cached      the same file. The script runs the loop that caches keys and values
     --d3llm-dream       d3llm_DREAM/d3llm_dream_generate_util.py of the same commit
     --wedlm             hf_compat/modeling_wedlm.py of github.com/Tencent/WeDLM, commit 0216110
     --stable-diffcoder  modeling_stable_diffcoder.py of the release Stable-DiffCoder-8B-Instruct
@@ -145,6 +146,14 @@ class KeysAndValues(list[Any]):
         return [values for _, values in self]
 
 
+class KeptRows(list[Any]):
+    """The cache that d3LLM's loop fills after a pass over the whole canvas."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        assert layer == len(self)
+        self.append((keys, values))
+
+
 class BlockCached(Network):
     """A network with the interface that Fast-dLLM v2's loop calls.
 
@@ -200,6 +209,14 @@ class Ahead(Network):
 
     def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Any:
         logits, _ = self.run(input_ids, 0, [])
+        self.flatten(logits, input_ids)
+        return SimpleNamespace(logits=logits)
+
+    def flatten(self, logits: Tensor, input_ids: Tensor) -> None:
+        """Give all tokens the same probability at decided positions.
+
+        Raises UnsuitableError if the entropy of another position is close to the threshold.
+        """
         scored = logits[0, :-1] if self.shift else logits[0]
         ids = input_ids[0, self.shift :]
         probs = scored[ids == MASK].softmax(-1)
@@ -211,7 +228,31 @@ class Ahead(Network):
         ):
             raise UnsuitableError
         scored[ids != MASK] = 0
-        return SimpleNamespace(logits=logits)
+
+
+class AheadCached(Ahead):
+    """A network with the interface that d3LLM's loop with a cache calls."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        update_kvcache: int | None = None,
+        cache_position: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Store the keys and values of the first ``update_kvcache`` tokens.
+
+        With ``use_cache`` and without ``update_kvcache``, all keys and values are stored.
+        """
+        first = 0 if cache_position is None else int(cache_position[0])
+        past = [] if past_key_values is None else list(past_key_values)
+        logits, present = self.run(input_ids, first, past)
+        self.flatten(logits, input_ids)
+        count = update_kvcache if use_cache else 0
+        new = [(k[:, :, :count], v[:, :, :count]) for k, v in present]
+        return SimpleNamespace(logits=logits, past_key_values=self.store(new, past))
 
 
 class Moved(Network):
@@ -410,6 +451,28 @@ def run_d3llm(
     return found
 
 
+def run_d3llm_cached(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    code.DynamicCache = KeptRows
+    out, _ = code.generate_multi_block_kv_cache(
+        network,
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        block_size=options["block"],
+        mask_id=MASK,
+        threshold=options["threshold"],
+        block_add_threshold=options["next_block"],
+        decoded_token_threshold=0.95,
+        cache_delay_iter=options["delay"],
+        refresh_interval=options["interval"] or 10000,
+        eos_token_id=END,
+        early_stop=True,
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
 def run_d3llm_dream(
     code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
 ) -> list[int]:
@@ -480,6 +543,13 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
                     options = {"block": block, "next_block": next_block, "threshold": threshold}
                     found.append((family, length, 4 * block, options))
                 found.append((family, length, 4 * block, options | {"ends": True}))
+    for block, next_block in ((4, 0.1), (4, 0.5), (8, 0.25), (4, 0.9)):
+        for length in (1, 6):
+            for delay, interval in ((0, 0), (1, 0), (2, 0), (2, 3), (1, 4), (0, 2), (5, 0)):
+                options = {"block": block, "next_block": next_block, "threshold": 2.0}
+                options |= {"delay": delay, "interval": interval}
+                found.append(("d3llm-cached", length, 16 + block, options))
+            found.append(("d3llm-cached", length, 16 + block, options | {"ends": True}))
     for length in (3, 8):
         options = {"block": 4, "steps": 4, "threshold": 0.6, "ends": True}
         found.append(("stable-diffcoder", length, 12, options))
@@ -494,6 +564,7 @@ RUNS: dict[str, tuple[type[Network], Run]] = {
     "stable-diffcoder": (Cropped, run_stable_diffcoder),
     "wedlm": (Moved, run_wedlm),
     "d3llm": (Ahead, run_d3llm),
+    "d3llm-cached": (AheadCached, run_d3llm_cached),
     "d3llm-dream": (Ahead, run_d3llm_dream),
 }
 

@@ -611,6 +611,8 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_POLICY(temperature_drop, 0.1, DLM_INVALID_ARGUMENT); /* for remask "noise" only */
   REFUSE_POLICY(stable_entropy, 0.1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(stable_passes, -1, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(cache_delay, 1, DLM_INVALID_ARGUMENT); /* for next_block below 1 only */
+  REFUSE_POLICY(refresh_interval, 1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(remask, "noise", DLM_INVALID_ARGUMENT); /* commit is "static" */
   REFUSE_POLICY(top_p, 1.5, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(top_k, -1, DLM_INVALID_ARGUMENT);

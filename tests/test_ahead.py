@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from denoisers import under_native_loop
+from denoisers import load, under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import END, MASK, prompt_of, random_network
 from test_deciding import ENDS, VOCAB, compile_parts
 from test_deciding import MASK as OF_TEXTS
 
+import dlm_runtime
+from dlm_calibration.states import random_tokens
 from dlm_export.network import reference
 from dlm_runtime import DenoiserInfo, DlmError, Policy, from_callback
 from dlm_runtime.presets import PRESETS
@@ -30,19 +33,28 @@ policies = st.builds(
     entropy_bound=st.floats(0.1, 4),
     next_block=st.floats(0, 0.99),
 )
+caches = st.fixed_dictionaries(
+    {
+        "cache": st.just("prefix"),
+        "cache_delay": st.integers(0, 4),
+        "refresh_interval": st.integers(0, 4),
+    }
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     policy=policies,
+    cache=st.just({}) | caches,
     new=st.integers(0, 24),
     gaps=st.sets(st.integers(0, 11), max_size=6),
     shift=st.integers(0, 1),
     seed=st.integers(0, 20),
 )
 def test_the_native_loop_equals_the_reference(
-    policy: Policy, new: int, gaps: set[int], shift: int, seed: int
+    policy: Policy, cache: dict[str, Any], new: int, gaps: set[int], shift: int, seed: int
 ) -> None:
+    policy, shift = policy.with_fields(cache), 0 if cache else shift
     tokens = [MASK if at in gaps else token for at, token in enumerate(prompt_of(12, seed))]
     denoiser = random_network(0, shift, seed)
     canvases: list[np.ndarray] = []
@@ -114,6 +126,62 @@ def test_all_tokens_after_an_end_token_are_end_tokens() -> None:
 
 
 AHEAD = PRESETS["d3llm"].as_dict()
+
+
+def test_a_longer_delay_gives_the_text_of_passes_without_a_cache() -> None:
+    """With a long delay, nothing is stored. Without a delay, later passes compute fewer rows."""
+    policy = PRESETS["d3llm"].with_fields({"block_length": 4, "entropy_bound": 1.5})
+    rows: list[int] = []
+    texts: list[list[int]] = []
+    for changes in (
+        {},
+        {"cache": "prefix", "cache_delay": 100},
+        {"cache": "prefix", "cache_delay": 1},
+    ):
+        counts: list[int] = []
+        with under_native_loop(
+            random_network(0, 0, 1), lambda p, counts=counts: counts.append(len(p.input_ids))
+        ) as bundle:
+            fields = policy.with_fields(changes).as_dict()
+            out = bundle.generate(tokens=prompt_of(12, 1), max_new_tokens=24, **fields)
+        texts.append(out.tokens)
+        rows.append(sum(counts))
+    assert texts[0] == texts[1]
+    assert rows[2] < rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cache_delay": 0}, {"cache_delay": 2}, {"cache_delay": 1, "refresh_interval": 3}]
+)
+def test_bundles_cache_as_the_reference_does(
+    llada_checkpoint: Path, llada_bundle: Path, changes: dict[str, Any]
+) -> None:
+    """Requests give the same texts alone, in a batch and in a scheduler."""
+    denoiser = load(llada_checkpoint)
+    fields = {"block_length": 4, "entropy_bound": 3.0, "cache": "prefix", "stop": "none"}
+    policy = PRESETS["d3llm"].with_fields(fields | changes)
+    special = (denoiser.network.mask_token_id, *denoiser.network.eos_token_ids)
+    numbers = np.random.default_rng(2)
+    prompts = [random_tokens(n, 60, special, numbers).tolist() for n in (1, 5, 9, 5)]
+    wanted = [reference.generate(denoiser, prompt, policy, 20) for prompt in prompts]
+    given = policy.as_dict() | {"max_new_tokens": 20}
+    with dlm_runtime.open(llada_bundle, threads=1) as bundle:
+        alone = [bundle.generate(tokens=prompt, **given) for prompt in prompts]
+        batch = bundle.generate_batch(tokens=prompts, **given)
+        with bundle.scheduler(max_running=3) as scheduler:
+            jobs = [scheduler.submit(tokens=prompt, **given) for prompt in prompts]
+            shared = [job.result() for job in jobs]
+    for found in (alone, batch, shared):
+        assert [(out.tokens, out.nfe) for out in found] == [(out.tokens, out.nfe) for out in wanted]
+    assert min(out.nfe for out in wanted) < 20
+
+
+def test_denoisers_that_predict_the_next_position_refuse_a_cache_by_name() -> None:
+    with (
+        under_native_loop(random_network(0, 1, 0)) as bundle,
+        pytest.raises(DlmError, match=r"with a cache needs each row to predict its own position"),
+    ):
+        bundle.generate(tokens=[9], max_new_tokens=8, **AHEAD | {"cache": "prefix"})
 
 
 def test_block_causal_denoisers_refuse_it_by_name() -> None:

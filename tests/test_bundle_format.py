@@ -415,8 +415,10 @@ def policies(draw: st.DrawFn) -> Policy:
     if fields["commit"] not in ("threshold", "entropy_threshold"):
         fields["next_block"] = 1
     if fields["next_block"] < 1:
-        fields |= {"cache": "none", "remask": "none", "store": "pass"}
-        fields |= {"refresh": 0, "reuse_prompt": 0}
+        fields |= {"remask": "none", "store": "pass", "refresh": 0, "reuse_prompt": 0}
+        fields["cache"] = "none" if fields["cache"] == "none" else "prefix"
+    if fields["next_block"] == 1 or fields["cache"] == "none":
+        fields |= {"cache_delay": 0, "refresh_interval": 0}
     fields["select"] = "sample" if fields["temperature"] else "argmax"
     return Policy(**fields)
 

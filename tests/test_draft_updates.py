@@ -5,6 +5,7 @@ The reference for draft rows is transformers' Ministral 3 with the adapter in it
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -410,13 +411,13 @@ def test_an_int4_build_scales_updates_with_its_layers(
     """A norm is divided by the scales that the rows of an update are multiplied by."""
     build(folders[1], tmp_path / "bundle", BuildOptions(precision="int4-awq", check_parity=False))
     found, plain = stored(tmp_path / "bundle"), stored(built[1])
-    for norm, update in (
-        ("blocks.0.attention_norm.weight", "blocks.0.attention.draft_updates.q.a"),
-        ("blocks.1.mlp_norm.weight", "blocks.1.mlp.draft_updates.gate.a"),
-    ):
+    is_scaled = []
+    for i, (part, role) in itertools.product(range(2), (("attention", "q"), ("mlp", "gate"))):
+        norm, update = f"blocks.{i}.{part}_norm.weight", f"blocks.{i}.{part}.draft_updates.{role}.a"
         ours, theirs = (each[norm][:, None] * each[update] for each in (found, plain))
         assert np.allclose(ours, theirs, rtol=1e-5)
-        assert not np.allclose(found[update], plain[update], rtol=1e-2)
+        is_scaled.append(not np.allclose(found[update], plain[update], rtol=1e-2))
+    assert any(is_scaled)  # AWQ leaves a layer as it is if no scales reduce its loss
 
 
 def test_an_update_that_does_not_fit_fp16_is_refused(tmp_path: Path) -> None:

@@ -524,8 +524,18 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ({"next_block": 0.5}, 'needs commit = "threshold" or "entropy_threshold", not "static"'),
         (
             {"next_block": 0.5, "commit": "threshold", "cache": "dual"},
-            'needs passes over the whole canvas: use cache = "none"',
+            'decides positions of several blocks: use cache = "none" or "prefix"',
         ),
+        (
+            {"next_block": 0.5, "commit": "threshold", "cache": "prefix", "refresh": 4},
+            "cannot be combined with refresh: use refresh = 0 and refresh_interval",
+        ),
+        ({"cache_delay": 1}, 'need cache = "prefix" and next_block below 1'),
+        (
+            {"next_block": 0.5, "commit": "threshold", "refresh_interval": 2},
+            'need cache = "prefix" and next_block below 1',
+        ),
+        ({"cache": "prefix", "cache_delay": -1}, "cache_delay = -1 is outside 0"),
         (
             {"next_block": 0.5, "commit": "threshold", "remask": "edit"},
             "cannot be combined with edits",

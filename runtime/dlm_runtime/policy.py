@@ -95,6 +95,10 @@ class Policy:
             are stable. 0 means that all planned passes run.
         stable_passes: For ``stable_entropy``: the most likely tokens of a block are stable if they
             did not change in this many passes before.
+        cache_delay: For ``next_block`` below 1 and the cache "prefix": the number of passes after
+            which the keys and values of a decided block are stored.
+        refresh_interval: For ``next_block`` below 1 and the cache "prefix": the number of passes
+            after which all stored keys and values are computed again. 0 means never.
     """
 
     select: str = "argmax"
@@ -128,6 +132,8 @@ class Policy:
     temperature_drop: float = 0.0
     stable_entropy: float = 0.0
     stable_passes: int = 1
+    cache_delay: int = 0
+    refresh_interval: int = 0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.

@@ -152,7 +152,8 @@ def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: i
     if policy in _OF_DRAFTS:
         return False
     if visible_block is None:
-        return not policy.cache.startswith("block")
+        is_cached = policy.next_block < 1 and policy.cache != "none"
+        return not policy.cache.startswith("block") and not (is_cached and shift)
     if policy.next_block < 1:
         return False
     lengths = (

@@ -187,8 +187,10 @@ def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> 
     become end tokens.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
-    blocks = [(stage.first, stage.last) for stage in plan(wanted, policy, looped, steps)]
+    uncached = replace(policy, cache="none")
+    blocks = [(stage.first, stage.last) for stage in plan(wanted, uncached, looped, steps)]
     whole, last, passes = Span(0, len(tokens), "drop"), 0, 0
+    spans = _AheadSpans([first for first, _ in blocks], len(tokens), policy)
     while undecided.any():
         start = next(i for i, block in enumerate(blocks) if undecided[slice(*block)].any())
         if last < start:
@@ -197,12 +199,56 @@ def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> 
             last = min(last + 1, len(blocks) - 1)
         first, end = blocks[start][0], blocks[last][1]
         positions = first + np.flatnonzero(undecided[first:end])
-        yield Turn(first, end, passes, passes, whole, positions, 1, first_end=blocks[start][1])
+        span = whole if policy.cache == "none" else spans.next_span(start)
+        yield Turn(first, end, passes, passes, span, positions, 1, first_end=blocks[start][1])
         passes += 1
         ends = np.flatnonzero(wanted & ~undecided & np.isin(tokens, looped.eos_token_ids))
         if policy.stop == "eos" and len(ends):
             after = wanted & (np.arange(len(tokens)) > ends[0])
             tokens[after], undecided[after] = looped.eos_token_ids[0], False
+
+
+class _AheadSpans:
+    """Chooses the rows of passes that decide positions of several blocks and use a cache (d3LLM).
+
+    The cache contains the keys and values of the prompt and of decided blocks. A block is stored
+    ``cache_delay`` passes after the first pass before which all its positions were decided. Until
+    then, passes compute the whole canvas. All other passes compute the positions that are not
+    cached. A pass computes the whole cache again if its number is a multiple of
+    ``refresh_interval``.
+    """
+
+    def __init__(self, starts: Sequence[int], length: int, policy: Policy) -> None:
+        """``starts`` contains the first position of each block. ``length`` is that of the canvas."""
+        self._starts, self._length, self._policy = starts, length, policy
+        self._passes = self._cached = 0
+        self._is_stored = False
+        # The number of the first pass before which the next uncached block was decided. The prompt
+        # has the number 0.
+        self._decided_at = 0 if starts and starts[0] else None
+
+    def next_span(self, unfinished: int) -> Span:
+        """Return the rows of the next pass. All blocks before ``unfinished`` are decided."""
+        policy, first = self._policy, self._cached
+        self._passes += 1
+        is_waiting = False
+        for end in self._starts[: unfinished + 1]:
+            if end <= self._cached:
+                continue
+            if self._decided_at is None:
+                self._decided_at = self._passes
+            is_waiting = self._passes - self._decided_at < policy.cache_delay
+            if is_waiting:
+                break
+            self._cached, self._decided_at = end, None
+        interval = policy.refresh_interval
+        is_refreshing = is_waiting or (interval > 0 and self._passes % interval == 0)
+        if self._cached > first:
+            self._is_stored = True
+            return Span(first, self._length, "keep")
+        if not self._is_stored:
+            return Span(0, self._length, "drop")
+        return Span(0, self._length, "keep") if is_refreshing else Span(first, self._length, "drop")
 
 
 def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:

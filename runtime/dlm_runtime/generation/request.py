@@ -273,6 +273,8 @@ class RequestOptions(TypedDict, total=False):
     temperature_drop: float
     stable_entropy: float
     stable_passes: int
+    cache_delay: int
+    refresh_interval: int
 
 
 class InfillOptions(RequestOptions, total=False):

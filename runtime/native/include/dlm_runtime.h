@@ -281,14 +281,14 @@ typedef struct dlm_policy {
                            result is an approximation, because reused keys and values also depend
                            on later tokens of the earlier request. 0 (default): the request
                            computes its whole prompt */
-  double next_block;    /* for full attention and cache "none": a share, 0..1 (1). When this share
-                           of the positions of a block is decided, passes also commit positions of
-                           the next block. 1: a block starts when the previous block is finished.
-                           Below 1, the commit rule must be "threshold" or "entropy_threshold". Each
-                           pass then commits at least one position of the first unfinished block.
-                           With compare ">=", it always commits the position with the highest score
-                           too. After an end token, all positions become end tokens. A value below 1
-                           cannot be combined with edits or constraints */
+  double next_block;    /* for full attention and cache "none" or "prefix": a share, 0..1 (1). When
+                           this share of the positions of a block is decided, passes also commit
+                           positions of the next block. 1: a block starts when the previous block is
+                           finished. Below 1, the commit rule must be "threshold" or
+                           "entropy_threshold". Each pass then commits at least one position of the
+                           first unfinished block. With compare ">=", it always commits the position
+                           with the highest score too. After an end token, all positions become end
+                           tokens. A value below 1 cannot be combined with edits or constraints */
   double temperature_drop; /* for remask "noise" and select "sample", 0..1e30 (0): the amount by
                               which the temperature falls over the planned passes of a block. In
                               pass k of n, it has fallen by temperature_drop * (k - 1) / n */
@@ -299,6 +299,12 @@ typedef struct dlm_policy {
   int32_t stable_passes;   /* for stable_entropy: a number of passes, 0..16777216 (1). The most
                               likely tokens of a block are stable if they were the same in this
                               number of previous passes */
+  int32_t cache_delay;     /* for next_block below 1 and cache "prefix", 0..16777216 (0): the number
+                              of passes after which the keys and values of a decided block are
+                              stored. Until then, passes compute the whole canvas */
+  int32_t refresh_interval; /* for next_block below 1 and cache "prefix", 0..16777216. Pass number
+                               n, counted from 1, computes all stored keys and values again if n is
+                               a multiple of this number. 0 (default): no pass does this */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */

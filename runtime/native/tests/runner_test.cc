@@ -155,8 +155,10 @@ struct Wish {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == of.mask_token_id);
     if (fault == Fault::none) return dlm::Request(of, engine, policy, canvas, undecided, 0);
-    // The policy must not start from random tokens, because the request has its own proposer.
+    // The policy must not start from random tokens or decide positions of several blocks, because
+    // the request has its own proposer.
     dlm::Policy other = policy;
+    other.next_block = 1;
     if (other.remask == dlm::Remask::noise) other.remask = dlm::Remask::none;
     return dlm::Request(of, engine, other, canvas, undecided, 0,
                         std::make_unique<Faulty>(of, other, fault));
@@ -211,7 +213,14 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift, bool 
   } else {
     policy.cache = any_of<const char*>(random, {"none", "prefix", "dual", "dual"});
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
-    if (std::string(policy.cache) != "none") policy.refresh = any_of<int32_t>(random, {0, 0, 5});
+    const bool is_prefix = std::string(policy.cache) == "prefix";
+    if (is_prefix && shift == 0 && random() % 2 == 0) {
+      policy.commit = "threshold", policy.next_block = any_of<double>(random, {0, 0.3, 0.8});
+      policy.cache_delay = any_of<int32_t>(random, {0, 1, 3});
+      policy.refresh_interval = any_of<int32_t>(random, {0, 0, 2});
+    } else if (std::string(policy.cache) != "none") {
+      policy.refresh = any_of<int32_t>(random, {0, 0, 5});
+    }
   }
   const std::string cache = policy.cache;
   const bool may_start_from_noise = (cache == "none" || cache == "block") && shift == 0;

@@ -56,6 +56,8 @@ pub struct dlm_policy {
     pub temperature_drop: f64,
     pub stable_entropy: f64,
     pub stable_passes: i32,
+    pub cache_delay: i32,
+    pub refresh_interval: i32,
 }
 
 #[repr(C)]

@@ -62,7 +62,8 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
     };
     const int32_t start = block.range.first,
                   last = policy.cache == Cache::prefix ? length : block.range.last;
-    if (policy.cache == Cache::none) {
+    // With next_block below 1, the request chooses the rows of each pass (Request::choose_rows).
+    if (policy.cache == Cache::none || policy.next_block < 1) {
       add(whole, false, true);
       continue;
     }
@@ -277,6 +278,11 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
     }
   }
   if (shift == 0) return policy;
+  if (policy.next_block < 1 && policy.cache != Cache::none)
+    fail(DLM_UNSUPPORTED,
+         "policy: next_block = %.10g with a cache needs each row to predict its own position, but "
+         "this denoiser's rows predict the next position: use cache = \"none\"",
+         policy.next_block);
   if (policy.remask == Remask::noise && visible_block > 0)
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"noise\" needs each row to predict its own position, but this "

@@ -12,6 +12,9 @@
 //     canvas. The opening pass of a later block starts at the preceding block, or `refresh` tokens
 //     before the later block, whichever comes first in the canvas. So the opening pass recomputes
 //     the rows that were stored while the preceding block still contained mask tokens.
+//   - `prefix` with `next_block` below 1 (d3LLM, arXiv:2601.07568): passes run from the first
+//     position that is not cached to the end of the canvas. Request::choose_rows chooses the rows
+//     of each pass.
 //   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block,
 //     and reads the cached rows of the finished blocks. One more pass stores each finished block.
 //   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but each block is divided into

@@ -71,10 +71,15 @@ void check_ahead(const Policy& policy, const char* commit) {
          "policy: next_block = %.10g needs commit = \"threshold\" or \"entropy_threshold\", not "
          "\"%s\": set one of these, or next_block = 1",
          policy.next_block, commit);
-  if (policy.cache != Cache::none)
+  if (policy.cache != Cache::none && policy.cache != Cache::prefix)
     fail(DLM_INVALID_ARGUMENT,
-         "policy: next_block = %.10g needs passes over the whole canvas: use cache = \"none\", or "
-         "next_block = 1",
+         "policy: next_block = %.10g decides positions of several blocks: use cache = \"none\" or "
+         "\"prefix\", or next_block = 1",
+         policy.next_block);
+  if (policy.refresh > 0)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: next_block = %.10g cannot be combined with refresh: use refresh = 0 and "
+         "refresh_interval, or next_block = 1",
          policy.next_block);
   if (policy.remask != Remask::none)
     fail(DLM_INVALID_ARGUMENT,
@@ -177,6 +182,11 @@ Policy check_policy(const dlm_policy& given) {
          policy.commit);
   if (out.commit == Commit::verify) check_verify(out);
   if (out.next_block < 1) check_ahead(out, policy.commit);
+  const bool is_delayed = out.next_block < 1 && out.cache == Cache::prefix;
+  if ((out.cache_delay > 0 || out.refresh_interval > 0) && !is_delayed)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: cache_delay and refresh_interval need cache = \"prefix\" and next_block below 1: "
+         "set both, or use cache_delay = 0 and refresh_interval = 0");
   // The commit rules "entropy_bound" and "entropy_threshold" compare entropies, so the scores must
   // be entropies.
   if (out.commit == Commit::entropy_bound || out.commit == Commit::entropy_threshold)

@@ -65,6 +65,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
   }
   plan_ = plan_passes(undecided_, policy_, denoiser_, steps, engine);
+  if (!plan_.empty() && plan_.front().block.first == 0) decided_at_ = -1;  // there is no prompt
   // So layers with a window never have more new rows, however long the prompt is.
   if (window_of(denoiser_.cache) > 0) split_prefill(kPassTokens, 0, {});
   check_limits(engine);
@@ -104,6 +105,13 @@ void Request::check_limits(const Engine& engine) const {
   if (verifies() && !plan.empty() && plan.back().block.last < length)
     plan_verified(plan, policy_, denoiser_,
                   std::max(plan.back().block.last, length - policy_.block_length), length);
+  if (is_ahead() && has_cache()) {
+    // choose_rows() changes the rows of each pass. A pass may start at any block.
+    for (const Stage& stage : plan_) {
+      plan.push_back(stage);
+      plan.back().rows.first = plan.back().cached = stage.block.first;
+    }
+  }
   for (const Stage& stage : plan) {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
@@ -143,8 +151,8 @@ bool Request::fits(const Request& other) const {
   // depend on the slower request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   // With the commit rule `verify`, later passes depend on the request's tokens. So a request with
-  // this rule cannot run in lockstep.
-  if (verifies() || other.verifies()) return false;
+  // this rule cannot run in lockstep. The same is true for next_block below 1.
+  if (verifies() || other.verifies() || is_ahead() || other.is_ahead()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
 
@@ -602,6 +610,7 @@ void Request::settle(const Predictions* predictions) {
 // Called before a pass over several blocks. If enough positions of the last of these blocks are
 // decided, later passes also decide positions of the next block (d3LLM).
 void Request::widen() {
+  if (has_cache()) choose_rows();
   if (last_stage_ < stage_) {
     last_stage_ = stage_;
     return;
@@ -609,6 +618,45 @@ void Request::widen() {
   const Range last = plan_[last_stage_].decided;
   const double decided = 1 - static_cast<double>(count_undecided(last)) / last.tokens();
   if (last_stage_ + 1 < plan_.size() && decided >= policy_.next_block) ++last_stage_;
+}
+
+// Chooses the rows of the next pass if passes decide positions of several blocks and use a cache
+// (d3LLM). The cache contains the prompt and decided blocks. The rows of a block are stored
+// `cache_delay` passes after the block was found to be decided. Until then, passes run the whole
+// canvas, because the rows of other blocks may still change. Each pass whose number is a multiple
+// of `refresh_interval` computes all cached rows again.
+void Request::choose_rows() {
+  Stage& now = plan_[stage_];
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const int32_t number = nfe_ + 1;
+  int32_t last = cached_;
+  bool is_waiting = false;
+  // All blocks before the current stage are decided. Given positions between two blocks belong to
+  // the earlier block, and positions before the first block are the prompt.
+  for (size_t next = 0; next <= stage_; ++next) {
+    const int32_t end = plan_[next].block.first;
+    if (end <= last) continue;
+    if (decided_at_ < 0) decided_at_ = number;
+    is_waiting = number - decided_at_ < policy_.cache_delay;
+    if (is_waiting) break;
+    last = end;
+    decided_at_ = -1;
+  }
+  const int32_t first = cached_;
+  const bool is_storing = last > first;
+  const bool is_refreshing =
+      is_waiting || (policy_.refresh_interval > 0 && number % policy_.refresh_interval == 0);
+  cached_ = last;
+  now.rows = {is_storing || (has_rows_ && !is_refreshing) ? first : 0, length};
+  now.cached = now.rows.first;
+  if (is_storing || (has_rows_ && is_refreshing)) {
+    now.use = now.cached > 0 ? CacheUse::refresh : CacheUse::write;
+    now.kind = PassKind::prefill;
+    has_rows_ = true;
+  } else {
+    now.use = now.cached > 0 ? CacheUse::read : CacheUse::none;
+    now.kind = PassKind::denoise;
+  }
 }
 
 // Called after a pass over several blocks. If the policy stops at end tokens, all positions after

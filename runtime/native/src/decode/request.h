@@ -154,6 +154,7 @@ class Request {
                       : stage().decided;
   }
   void widen();
+  void choose_rows();
   void close();
   // Turn::passes is planned_nfe(), so that random numbers do not depend on which rows were already
   // stored. With remask "noise", Turn::passes is the number of passes over the block. So random
@@ -215,6 +216,12 @@ class Request {
   // edits_: number of editing passes over the current block. nfe_: number of all passes that the
   // request has made.
   int32_t edits_ = 0, nfe_ = 0;
+  // For next_block below 1 and a cache. cached_: number of leading positions whose rows later
+  // passes read. has_rows_: a pass has stored rows. decided_at_: the number of the first pass
+  // before which all positions of the next uncached block were decided, or -1. The prompt has the
+  // number 0.
+  int32_t cached_ = 0, decided_at_ = 0;
+  bool has_rows_ = false;
   // The number of passes that skip_stored() removed, minus the number of passes that
   // split_prefill() added.
   int32_t skipped_ = 0;
