@@ -23,6 +23,7 @@ from test_distributed import InProcess
 import dlm_runtime
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.metrics import compare_rows
+from dlm_calibration.recipes import RECIPES
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
     MASK_RATIOS,
@@ -44,6 +45,7 @@ from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, masked_canv
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.accuracy.run import JudgingOptions, compare_bundles, judge_source
 from dlm_export.judging.accuracy.verdict import AccuracyError, Budgets, Judgement
+from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
@@ -56,7 +58,7 @@ from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of
 from dlm_export.network.turns import Canvas, start_canvas
 from dlm_export.progress import Silent
-from dlm_export.quantising import samples
+from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 from dlm_runtime import Bundle
@@ -235,6 +237,45 @@ def test_layers_compute_a_draft_pass_after_a_causal_pass(
         with torch.no_grad():
             wanted = features_of(denoiser, state.canvas, torch.from_numpy(own), state.draft)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---- Losses of layers ----
+
+
+def test_losses_of_layers_are_measured_in_draft_passes_and_causal_passes(
+    source: Source, drafted: list[State]
+) -> None:
+    for most in (2, 7, 16):
+        chosen = sensitivity.swept(drafted, source.network, most)
+        causal = [state for state in chosen if state.draft is None]
+        assert len(causal) == min(most // 2, sum(state.draft is None for state in drafted))
+        assert len(chosen) == most
+        for state in causal:
+            rows = sensitivity.predicting_rows(state, source.network)
+            assert rows.tolist() == list(range(len(state.canvas) - 1))
+    masked = [state for state in drafted if state.draft is not None]
+    assert len(sensitivity.swept(masked, source.network, 6)) == 6
+
+
+@pytest.mark.slow
+def test_the_estimate_of_layers_is_near_the_exact_loss(
+    source: Source, drafted: list[State]
+) -> None:
+    recipe = RECIPES["int4-rtn"]
+    formats = recipe.formats(list(source.network.quantisable()))
+    done = calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, drafted, lambda: None
+    )
+    (found,), (exact,) = (
+        sensitivity.losses(
+            done.parameters, source.network, [done], drafted, lambda: None, exact=is_exact
+        )
+        for is_exact in (False, True)
+    )
+    assert found.keys() == exact.keys()
+    ratios = [kl / exact[layer][0] for layer, (kl, _) in found.items()]
+    assert 0.7 < np.median(ratios) < 1.4
+    assert all(1 / 3 < ratio < 3 for ratio in ratios)
 
 
 # ---- Sides of a comparison ----

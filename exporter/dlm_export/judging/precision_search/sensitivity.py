@@ -2,6 +2,7 @@
 
 The loss of a layer is the mean KL divergence between the predictions with and without quantisation
 of this layer. Two losses are measured: one over all masked positions, and one over the frontier.
+If a denoiser verifies drafts, the predictions of causal passes count as masked positions.
 The frontier consists of the positions that the next pass would commit. All experts of a transformer
 block count as one layer, because they have the same format.
 
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import State
 from dlm_export import families
+from dlm_export.judging.sides.side import is_verifying
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import Carried, Layered, named, room_for
@@ -59,15 +61,31 @@ Losses = dict[str, tuple[float, float]]
 _Modules = dict[str, Linear | RoutedMLPs]
 
 
-def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """Choose at most ``most`` evenly spaced states from the states with masked positions."""
+def swept(states: Sequence[State], network: NetworkSpec, most: int = SWEPT_STATES) -> list[State]:
+    """Choose at most ``most`` evenly spaced states from the states with masked positions.
+
+    If the network verifies drafts, at most half of the chosen states have no masked positions.
+    Causal passes over these states predict the next tokens.
+    """
     masked = [state for state in states if state.mask_ratio > 0]
-    picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
-    return [masked[i] for i in dict.fromkeys(picked.tolist())]
+    causal: list[State] = []
+    if is_verifying(network):
+        causal = _spaced([state for state in states if state.draft is None], most // 2)
+    return _spaced(masked, most - len(causal)) + causal
+
+
+def _spaced(states: Sequence[State], most: int) -> list[State]:
+    picked = np.linspace(0, len(states) - 1, min(most, len(states))).astype(int)
+    return [states[i] for i in dict.fromkeys(picked.tolist())]
 
 
 def predicting_rows(state: State, network: NetworkSpec) -> Tensor:
-    """Return the indices of the rows whose logits predict the masked positions of a state."""
+    """Return the indices of the rows whose logits predict the masked positions of a state.
+
+    In a causal pass that verifies drafts, each row except the last predicts the next position.
+    """
+    if is_verifying(network) and state.draft is None:
+        return torch.arange(len(state.canvas) - 1)
     positions = np.flatnonzero(state.is_masked(network.mask_token_id))
     return (torch.from_numpy(positions) - network.shift).clamp(min=0)
 
@@ -391,7 +409,7 @@ class Sweep:
     """Implements the exact method: quantises some layers and runs the whole denoiser."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
-        self.denoiser, self.states = denoiser, swept(states)
+        self.denoiser, self.states = denoiser, swept(states, denoiser.network)
         self.expected = [self._log_probs(state) for state in self.states]
 
     @torch.no_grad()
@@ -447,7 +465,8 @@ def losses(
     if place.remote is not None:
         from dlm_export.judging.precision_search import in_pieces
 
-        chosen = swept(states) if exact else swept(states, _most(network))
+        most_states = SWEPT_STATES if exact else _most(network)
+        chosen = swept(states, network, most_states)
         return in_pieces.losses(place.remote, choices, chosen, on_done, exact=exact)
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
@@ -455,7 +474,7 @@ def losses(
         # Three kinds of data get a third of the memory each: the hidden states of the current
         # block, the inputs of all blocks, and the gradients.
         shared = None if most is None else most // 3
-        chosen = swept(states, _most(network))
+        chosen = swept(states, network, _most(network))
         return estimate(layered, chosen, choices, on_done, memory_bytes=shared, folder=place.folder)
     sweep = Sweep(families.load(parameters, network), states)
     found: list[Losses] = []
