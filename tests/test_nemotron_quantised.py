@@ -41,6 +41,7 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
 from dlm_export.cli import main
 from dlm_export.distributed import ray_workers
 from dlm_export.distributed.record import Record
+from dlm_export.judging.accuracy.frontier import meet, predict_commitment
 from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, masked_canvases
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.accuracy.run import JudgingOptions, compare_bundles, judge_source
@@ -390,6 +391,25 @@ def test_the_reference_follows_every_pass_of_an_exact_bundle(source: Source, exa
     for passes in found.speculation.values():
         assert passes["top1"] == 1
         assert passes["kl_mean"] < 1e-6
+
+
+def test_predicted_commitments_are_those_of_the_loop(source: Source, exact: Bundle) -> None:
+    """The frontier is computed without the cache, but with the tokens that the loop's passes see."""
+    side, policy = BundlePredictor(exact, "bundle"), source.presets["nemotron-diffusion"]
+    policy = policy.with_fields({"threshold": 0.1})
+    counts = []
+    for number, sample in enumerate(make_samples(4)):
+        run = meet(side, sample, number, policy, 3 * BLOCK, 64)
+        for state, before, after in zip(
+            run.states, run.canvases[:-1], run.canvases[1:], strict=True
+        ):
+            found = predict_commitment(side, state, policy, side.scores)
+            positions = state.turn.positions[found.is_chosen]
+            is_decided = before.undecided & ~after.undecided
+            assert positions.tolist() == np.flatnonzero(is_decided).tolist()
+            assert found.guess[found.is_chosen].tolist() == after.tokens[positions].tolist()
+            counts.append(len(positions))
+    assert max(counts) > 1
 
 
 def test_self_speculation_is_compared_by_its_texts(source: Source, exact: Bundle) -> None:
