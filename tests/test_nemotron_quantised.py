@@ -476,6 +476,8 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], BuildReport], preci
     assert record["judgement"]["speculation"] == found.speculation
     page = (report.output / "report.html").read_text()
     assert "Passes of self-speculation" in page
+    assert "Cross-entropy of causal passes" in page
+    assert '<a href="#speculation">' in page
     assert "a draft pass over this block predicts them" in page
 
 
