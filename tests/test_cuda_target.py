@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from checkpoints import llada_moe_config, write_checkpoint
+from checkpoints import llada_moe_config, sdar_config, write_checkpoint
 from engine_bundles import DEMO, dlm_export, gpu_bundle, read_manifest, refused
 from hypothesis import strategies as st
 from traces import trace_once
@@ -47,6 +47,23 @@ def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_ke
     assert manifest["targets"] == ["cuda"]
     assert manifest["loop"]["graph"]["device_file"] == "device.onnx"
     assert "engines" not in manifest["loop"]
+
+
+def test_nodes_that_only_compute_sizes_are_named_for_it(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "sdar", sdar_config())
+    graph = onnx.load(
+        gpu_bundle("fp16", "cuda", source=checkpoint) / "device.onnx", load_external_data=False
+    ).graph
+    by_sizes = {node.name: node for node in graph.node if node.name.startswith("sizes/")}
+    # The attention mask needs the numbers of cached and new tokens.
+    assert {node.op_type for node in by_sizes.values()} >= {"Shape", "Squeeze", "Concat"}
+    sizes = {name for node in by_sizes.values() for name in node.output}
+    for node in by_sizes.values():
+        constants = {value.name for value in graph.initializer}
+        constants |= {one.output[0] for one in graph.node if one.op_type == "Constant"}
+        assert node.op_type == "Shape" or set(node.input) <= sizes | constants
+    kept = [node for node in graph.node if node.op_type == "Concat" and node.name not in by_sizes]
+    assert kept, "keys and values are joined on the device"
 
 
 QUANTISED = {"int8": (8, (64, 128)), "int4": (4, (64,)), "int4-g128": (4, (128,))}

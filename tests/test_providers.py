@@ -223,6 +223,17 @@ def test_nodes_left_to_the_cpu_are_refused_by_name(tmp_path: Path, drive: Drive)
 
 
 @needs_mocks
+def test_nodes_that_only_compute_sizes_may_run_on_the_cpu(tmp_path: Path, drive: Drive) -> None:
+    sizes = ("node sizes/Shape Shape", "node sizes/Concat.2 Concat")
+    told = drive(bundle_of(tmp_path / "sizes", graph(*sizes)), cache="dual", **CUDA)
+    assert told.opened == ("OK", "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0)")
+    assert told.all_same()
+    told = drive(bundle_of(tmp_path / "bundle", graph(*sizes, "node pass/Concat Concat")), **CUDA)
+    assert told.opened[0] == "UNSUPPORTED"
+    assert "does not run 1 of 6 nodes: 1 Concat (pass/Concat)." in told.opened[1]
+
+
+@needs_mocks
 def test_with_allow_fallback_they_run_on_the_cpu_and_are_named(
     tmp_path: Path, drive: Drive
 ) -> None:

@@ -1,17 +1,18 @@
 """Compare this project's loop with PyTorch on one GPU, with a denoiser of LLaDA-8B's shape.
 
-    python benchmarks/gpu/run.py --wheel onnxruntime_gpu-1.31.1-*.whl --json gpu.json     # on an H100 or H200, in one go
-    python benchmarks/gpu/run.py --layers 8 --precision fp16 --json gpu.json
-    python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json                # no GPU: the same steps on a CPU
+    python benchmarks/gpu/run.py --json gpu.json                             # on an H100 or H200
+    python benchmarks/gpu/run.py --layers 8 --contestants native-int4,torch-eager --json gpu.json
+    python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json   # no GPU: the same steps on a CPU
 
 This project's loop uses the CUDA provider of ONNX Runtime. Install this project with its export
-extra, and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a wheel file. The
-dependencies of the wheel are not installed, so ONNX Runtime uses the NVIDIA libraries of PyTorch.
+extra, PyTorch for CUDA, and onnxruntime-gpu instead of onnxruntime.
 
 The weights are random, so confidences mean nothing. The loops therefore commit a fixed number of
 tokens per pass and never stop early. Each contestant runs in a separate process. The script prints:
 
 - the time of a generation: the median of the rounds after one warm-up;
+- "pass": the median time of a single pass, without the loop: over the whole canvas without a cache,
+  and over a block that reads the cached rows of the rest of the canvas;
 - the memory: on a GPU, the process's GPU memory (nvidia-smi); on a CPU, its largest resident set;
 - "equal": the share of positions where eager PyTorch generated the same token.
 """
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -41,34 +42,90 @@ TINY = {
     "mlp_hidden_size": 256,
     "max_sequence_length": 256,
 }
-NATIVE = "native"
-TORCH = ("torch-eager", "torch-compile", "torch-cudagraphs")
-Generate = Callable[[list[int], int, dict[str, Any]], tuple[list[int], int]]
-"""Takes the given tokens, the number of tokens to fill and the fields of a policy. Returns the
-canvas and the number of passes.
-"""
+NATIVE = ("native-fp16", "native-bf16", "native-int4")
+TORCH = ("torch-eager", "torch-compile", "torch-cudagraphs")  # in bf16
+PASSES = 20  # number of single passes of each size that are timed
+
+
+class Contestant(NamedTuple):
+    """The functions of a contestant.
+
+    - ``generate`` takes the given tokens, the number of tokens to fill, the fields of a policy and
+      the number of requests that run together. Returns the canvas of the first request and the
+      number of passes.
+    - ``time_passes`` takes the tokens of a pass and its cached tokens. Predicts all tokens of the
+      pass. Returns seconds.
+    """
+
+    generate: Callable[[list[int], int, dict[str, Any], int], tuple[list[int], int]]
+    time_passes: Callable[[int, int], list[float]]
+    engine: str
 
 
 # ---- A contestant in a separate process ----
 
 
-def native(options: argparse.Namespace) -> tuple[Generate, str]:
-    """Return a function that generates with the native loop."""
+def native(options: argparse.Namespace) -> Contestant:
     import dlm_runtime
 
     bundle = dlm_runtime.open(
         options.bundle, engine="onnxruntime", provider=options.device, check_hashes=False
     )
 
-    def generate(tokens: list[int], new: int, policy: dict[str, Any]) -> tuple[list[int], int]:
-        done = bundle.generate(tokens=tokens, max_new_tokens=new, **policy)
+    def generate(
+        tokens: list[int], new: int, policy: dict[str, Any], batch: int
+    ) -> tuple[list[int], int]:
+        if batch == 1:
+            done = bundle.generate(tokens=tokens, max_new_tokens=new, **policy)
+        else:
+            done = bundle.generate_batch(
+                tokens=[tokens] * batch, max_new_tokens=new, max_batch=batch, **policy
+            )[0]
         return done.tokens, done.nfe
 
-    return generate, bundle.engine
+    def time_passes(tokens: int, cached: int) -> list[float]:
+        bundle.time_passes(tokens, cached, options.block, 3)
+        return bundle.time_passes(tokens, cached, options.block, PASSES)
+
+    return Contestant(generate, time_passes, bundle.engine)
 
 
-def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
-    """Return a function that generates with the reference loop.
+class Replayed:
+    """Runs passes of the same size as one CUDA graph.
+
+    The results of a pass are valid until the next pass of the same size.
+    """
+
+    def __init__(self, hidden: Callable[..., Any]) -> None:
+        self.hidden = hidden
+        self.graphs: dict[tuple[int, int], Any] = {}
+
+    def __call__(self, ids: Any, positions: Any, past: Any, *more: Any) -> Any:
+        import torch
+
+        given = [ids, positions, *(tensor for pair in past or () for tensor in pair)]
+        key = (ids.shape[1], past[0][0].shape[2] if past else 0)
+        if key not in self.graphs:
+            held = [tensor.clone() for tensor in given]
+            pairs = list(zip(held[2::2], held[3::2], strict=True)) or None
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.hidden(held[0], held[1], pairs, *more)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = self.hidden(held[0], held[1], pairs, *more)
+            self.graphs[key] = graph, held, results
+        graph, held, results = self.graphs[key]
+        torch._foreach_copy_(held, given)
+        graph.replay()
+        return results
+
+
+def in_torch(options: argparse.Namespace) -> Contestant:
+    """Return the reference loop, for one request at a time.
 
     The layers of the denoiser run eagerly, or are compiled with or without CUDA graphs.
     """
@@ -77,34 +134,59 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
     from dlm_export import families
     from dlm_export.checkpoints.folder import Checkpoint
     from dlm_export.families.base import Overrides
+    from dlm_export.network import denoiser as network_module
     from dlm_export.network import reference
     from dlm_runtime.policy import Policy
 
     opened = Checkpoint(options.checkpoint)
     network = families.read_network(opened, Overrides())
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
-    denoiser = families.load(families.open_weights(opened, network), network, dtype).to(
+    denoiser = families.load(families.open_weights(opened, network), network, torch.bfloat16).to(
         options.device
     )
     if options.contestant != "torch-eager":
-        mode = "reduce-overhead" if options.contestant == "torch-cudagraphs" else None
+        # Dynamo cannot trace the search for a layer's rotary table.
+        network_module.turns_of = torch._dynamo.disable(network_module.turns_of)
         torch._dynamo.config.recompile_limit = 256
-        compiled = torch.compile(denoiser.hidden, dynamic=False, mode=mode)
+        compiled = torch.compile(denoiser.hidden, dynamic=False)
+        denoiser.hidden = (  # type: ignore[method-assign]
+            Replayed(compiled) if options.contestant == "torch-cudagraphs" else compiled
+        )
 
-        def hidden(*arguments: Any) -> Any:
-            # A replay of a CUDA graph overwrites the results of the previous replay. The loop still
-            # needs some of these results.
-            torch.compiler.cudagraph_mark_step_begin()
-            features, presents = compiled(*arguments)
-            return features.clone(), [(keys.clone(), values.clone()) for keys, values in presents]
-
-        denoiser.hidden = hidden  # type: ignore[method-assign]
-
-    def generate(tokens: list[int], new: int, policy: dict[str, Any]) -> tuple[list[int], int]:
+    def generate(
+        tokens: list[int], new: int, policy: dict[str, Any], batch: int
+    ) -> tuple[list[int], int]:
         done = reference.generate(denoiser, tokens, Policy(**policy), new)
         return done.tokens, done.nfe
 
-    return generate, f"torch {torch.__version__}, {options.precision}"
+    @torch.no_grad()
+    def time_passes(tokens: int, cached: int) -> list[float]:
+        device, seconds = options.device, []
+        ids = torch.arange(tokens, device=device)[None] % 1000
+        positions = torch.arange(cached, cached + tokens, device=device)[None]
+        past = None
+        if cached:
+            past = [
+                tuple(
+                    torch.randn(
+                        1,
+                        layer.attention.kv_heads,
+                        cached,
+                        layer.attention.head_size,
+                        device=device,
+                        dtype=torch.bfloat16,
+                    )
+                    for _ in range(2)
+                )
+                for layer in network.layers
+            ]
+        for _ in range(3 + PASSES):
+            began = time.perf_counter()
+            features, _ = denoiser.hidden(ids, positions, past, "float32", None)
+            denoiser.project(features[0, : options.block]).float().softmax(-1).max(-1)[0].cpu()
+            seconds.append(time.perf_counter() - began)
+        return seconds[3:]
+
+    return Contestant(generate, time_passes, f"torch {torch.__version__}, bf16")
 
 
 def memory_bytes(device: str) -> int | None:
@@ -125,31 +207,45 @@ def memory_bytes(device: str) -> int | None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one contestant for each loop."""
-    generate, engine = (native if options.contestant == NATIVE else in_torch)(options)
-    given, loops = [5 + 7 * i % 97 for i in range(options.prompt)], {}
+    began = time.perf_counter()
+    is_native = options.contestant in NATIVE
+    contestant = (native if is_native else in_torch)(options)
+    opened = time.perf_counter() - began
+    given, loops = [5 + 7 * i % 97 for i in range(options.prompt)], []
+    length, block = options.prompt + options.new, min(options.block, options.new)
     for cache in ("none", "dual"):
-        block = min(options.block, options.new)
         policy = {"cache": cache, "commit": "static", "block_length": block, "stop": "none"}
         policy["steps_per_block"] = max(1, block // options.tokens_per_pass)
-        seconds = []
-        for _ in range(1 + options.rounds):
-            began = time.perf_counter()
-            canvas, nfe = generate(given, options.new, policy)
-            seconds.append(time.perf_counter() - began)
-        median = statistics.median(seconds[1:])
-        loops[cache] = {
-            "seconds": median,
-            "first_s": seconds[0],
-            "nfe": nfe,
-            "tokens_per_s": options.new / median,
-            "ms_per_pass": 1e3 * median / nfe,
-            "canvas": canvas,
-        }
+        sizes = (length, 0) if cache == "none" else (block, length - block)
+        passes = statistics.median(contestant.time_passes(*sizes))
+        for batch in options.batches if is_native else [1]:
+            seconds = []
+            for _ in range(1 + options.rounds):
+                began = time.perf_counter()
+                canvas, nfe = contestant.generate(given, options.new, policy, batch)
+                seconds.append(time.perf_counter() - began)
+            median = statistics.median(seconds[1:])
+            loops.append(
+                {
+                    "cache": cache,
+                    "batch": batch,
+                    "seconds": median,
+                    "lowest_s": min(seconds[1:]),
+                    "highest_s": max(seconds[1:]),
+                    "first_s": seconds[0],
+                    "nfe": nfe,
+                    "tokens_per_s": batch * options.new / median,
+                    "ms_per_pass": 1e3 * median / nfe,
+                    "single_pass_ms": 1e3 * passes,
+                    "memory_bytes": memory_bytes(options.device),
+                    "canvas": canvas,
+                }
+            )
     return {
         "contestant": options.contestant,
-        "engine": engine,
+        "engine": contestant.engine,
+        "open_s": opened,
         "loops": loops,
-        "memory_bytes": memory_bytes(options.device),
     }
 
 
@@ -165,17 +261,11 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def install(wheel: Path) -> None:
-    pip = [sys.executable, "-m", "pip"]
-    run([*pip, "uninstall", "-y", "onnxruntime", "onnxruntime-gpu"])
-    run([*pip, "install", "--no-deps", str(wheel)])
-
-
-def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
-    """Return the checkpoint and its bundle. Files from an earlier run are reused."""
+def prepare(options: argparse.Namespace, work: Path) -> Path:
+    """Write the checkpoint, unless an earlier run wrote it, and return its folder."""
     import real_size
 
-    checkpoint, bundle = work / "checkpoint", work / f"bundle-{options.precision}"
+    checkpoint = work / "checkpoint"
     if not (checkpoint / "model.safetensors.index.json").is_file():
         shape = (
             TINY | {"n_layers": 2}
@@ -186,55 +276,54 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
         real_size.write_checkpoint(
             checkpoint, real_size.llada_config(**shape, **ids), has_data=True
         )
+    return checkpoint
+
+
+def build(work: Path, checkpoint: Path, precision: str) -> Path:
+    """Build a bundle, unless an earlier run built it, and return its folder."""
+    bundle = work / f"bundle-{precision}"
     if not (bundle / "manifest.json").is_file():
-        build = [
-            sys.executable,
-            "-m",
-            "dlm_export.cli",
-            "build",
-            str(checkpoint),
-            "--target",
-            "cuda",
-        ]
-        # A denoiser in fp32 would need twice the memory.
-        verify = [] if options.tiny else ["--no-verify"]
-        run([*build, "--precision", options.precision, *verify, "-o", str(bundle)])
-    return checkpoint, bundle
+        command = [sys.executable, "-m", "dlm_export.cli", "build", str(checkpoint)]
+        command += ["--target", "cuda", "--precision", precision, "--no-verify"]
+        # The weights are random, so calibration and judging would only cost time.
+        command += ["--solver", "nearest", "--judge", "none"] if precision == "int4" else []
+        run([*command, "-o", str(bundle)])
+    return bundle
 
 
-def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, work: Path, checkpoint: Path) -> list[dict[str, Any]]:
     """Return a row for each contestant and loop.
 
     If a contestant fails, the row contains the reason instead of figures.
     """
     rows, eager = [], {}
     for contestant in options.contestants:
-        command = [
-            sys.executable,
-            __file__,
-            "--contestant",
-            contestant,
-            "--checkpoint",
-            str(checkpoint),
-            "--bundle",
-            str(bundle),
-        ]
-        for name in ("device", "precision", "prompt", "new", "block", "tokens_per_pass", "rounds"):
+        command = [sys.executable, __file__, "--contestant", contestant]
+        command += ["--checkpoint", str(checkpoint), "--device", options.device]
+        if contestant in NATIVE:
+            bundle = build(work, checkpoint, contestant.removeprefix("native-"))
+            command += ["--bundle", str(bundle)]
+        for name in ("prompt", "new", "block", "tokens_per_pass", "rounds"):
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        command += ["--batches", ",".join(map(str, options.batches))]
+        began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True)
+        print(f"{contestant}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
             rows.append({"contestant": contestant, "failed": lines[-1]})
-            print(f"{contestant}: {lines[-1]}", file=sys.stderr)
+            print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
             continue
         told = json.loads(done.stdout)
-        for cache, figures in told.pop("loops").items():
-            canvas = figures.pop("canvas")[-options.new :]
+        for figures in told.pop("loops"):
+            canvas = figures["canvas"] = figures["canvas"][-options.new :]
             if contestant == "torch-eager":
-                eager[cache] = canvas
-            rows.append({**told, "cache": cache, **figures, "canvas": canvas})
+                eager[figures["cache"]] = canvas
+            rows.append({**told, **figures})
+        show(rows[-len(options.batches) * 2 :])
     for row in rows:
-        other, canvas = eager.get(row.get("cache", "")), row.pop("canvas", None)
+        canvas = row.pop("canvas", None)
+        other = eager.get(row.get("cache", ""))
         if other is not None and canvas is not None:
             row["equal"] = sum(one == two for one, two in zip(canvas, other, strict=True)) / len(
                 other
@@ -259,7 +348,8 @@ def machine(device: str) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'contestant':18} {'cache':6} {'tokens/s':>9} {'ms a pass':>10} {'passes':>7} {'GiB':>6} {'equal':>6}"
+        f"{'contestant':18} {'cache':6} {'batch':>5} {'tokens/s':>9} {'ms a pass':>10} {'passes':>7} {'pass':>8}"
+        f" {'GiB':>6} {'equal':>6}"
     )
     for row in rows:
         if "failed" in row:
@@ -268,41 +358,51 @@ def show(rows: list[dict[str, Any]]) -> None:
         memory = "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.2f}"
         equal = f"{row['equal']:.2f}" if "equal" in row else "-"
         figures = f"{row['tokens_per_s']:9.1f} {row['ms_per_pass']:10.2f} {row['nfe']:7}"
-        print(f"{row['contestant']:18} {row['cache']:6} {figures} {memory:>6} {equal:>6}")
+        figures += f" {row['single_pass_ms']:8.2f}"
+        print(
+            f"{row['contestant']:18} {row['cache']:6} {row['batch']:5} {figures} {memory:>6} {equal:>6}",
+            flush=True,
+        )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--wheel", type=Path, help="wheel of onnxruntime-gpu to install first")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="a network of a few layers, to rehearse with"
     )
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the 8 B shape")
-    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--prompt", type=int, default=128, help="tokens given")
     parser.add_argument("--new", type=int, default=128, help="tokens to fill")
     parser.add_argument("--block", type=int, default=32, help="tokens of a block")
     parser.add_argument("--tokens-per-pass", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
+        "--batches",
+        type=lambda text: [int(number) for number in text.split(",")],
+        default=[1],
+        help="requests that run together in this project's loop, with commas, such as 1,8",
+    )
+    parser.add_argument(
         "--contestants",
         type=lambda text: text.split(","),
-        help="contestants, with commas, such as native,torch-eager",
+        default=[*NATIVE, *TORCH],
+        help="contestants, with commas, such as native-fp16,torch-eager",
     )
-    parser.add_argument("--work", type=Path, help="folder that keeps the checkpoint and the bundle")
+    parser.add_argument("--work", type=Path, help="folder that keeps the checkpoint and bundles")
+    parser.add_argument(
+        "--build-only", action="store_true", help="with --work: build the bundles and stop"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--contestant", choices=[NATIVE, *TORCH], help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", choices=[*NATIVE, *TORCH], help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--bundle", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.contestants is None:
-        options.contestants = [NATIVE, *(TORCH if options.device == "cuda" else TORCH[:1])]
-    if unknown := {*options.contestants} - {NATIVE, *TORCH}:
+    if unknown := {*options.contestants} - {*NATIVE, *TORCH}:
         parser.error(
-            f"--contestants: {', '.join(sorted(unknown))}: of {', '.join([NATIVE, *TORCH])}"
+            f"--contestants: {', '.join(sorted(unknown))}: of {', '.join([*NATIVE, *TORCH])}"
         )
     return options
 
@@ -312,17 +412,20 @@ def main() -> int:
     if options.contestant:
         print(json.dumps(measure(options)))
         return 0
-    if options.wheel:
-        install(options.wheel)
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
-        checkpoint, bundle = prepare(options, work)
-        rows = compare(options, checkpoint, bundle)
+        checkpoint = prepare(options, work)
+        if options.build_only:
+            for contestant in options.contestants:
+                if contestant in NATIVE:
+                    build(work, checkpoint, contestant.removeprefix("native-"))
+            return 0
+        rows = compare(options, work, checkpoint)
     show(rows)
     if options.json:
         request = {
             name: getattr(options, name)
-            for name in ("precision", "prompt", "new", "block", "tokens_per_pass", "rounds")
+            for name in ("prompt", "new", "block", "tokens_per_pass", "rounds")
         }
         shape = "tiny" if options.tiny else f"LLaDA-8B's, {options.layers} layers"
         told = {

@@ -1,12 +1,14 @@
-"""Lists the operators that ONNX Runtime's CUDA provider can run, and checks device graphs.
+"""Prepares device graphs for ONNX Runtime's CUDA provider.
 
-The list is based on ``docs/OperatorKernels.md`` of ONNX Runtime, and on the kernels in
+The list of operators that the provider can run is based on ``docs/OperatorKernels.md`` of ONNX Runtime, and on the kernels in
 ``libonnxruntime_providers_cuda.so`` of onnxruntime-gpu 1.31.1.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+
+import onnx_ir as ir
 
 from dlm_export.graph import MICROSOFT_DOMAIN
 from dlm_export.graph.trace import Graph
@@ -26,19 +28,24 @@ KERNELS = frozenset(
         "Add",
         "Attention",
         "Cast",
+        "CastLike",
         "Concat",
         "Constant",
+        "Div",
         "Equal",
         "Expand",
+        "Floor",
         "Gather",
         "GatherElements",
         "Gemm",
         "Greater",
+        "Less",
         "Log",
         "MatMul",
         "Mod",
         "Mul",
         "RMSNormalization",
+        "Range",
         "ReduceMax",
         "ReduceSum",
         "Reshape",
@@ -51,8 +58,39 @@ KERNELS = frozenset(
         "TopK",
         "Transpose",
         "Unsqueeze",
+        "Where",
     ]
 )
+
+SIZES = "sizes"
+"""The module path in the names of nodes that only compute sizes of tensors.
+
+ONNX Runtime runs such nodes on the CPU, even if the provider has kernels for them. The runtime
+accepts this for nodes with such names.
+"""
+
+# Operators that compute sizes from sizes.
+_ON_SIZES = frozenset(
+    ["Add", "Cast", "Concat", "Div", "Gather", "Mul", "Reshape", "Squeeze", "Sub", "Unsqueeze"]
+)
+
+
+def size_nodes(model: ir.Model) -> set[ir.Node]:
+    """Return the nodes that only compute sizes of tensors."""
+    found: set[ir.Node] = set()
+
+    def is_constant(value: ir.Value) -> bool:
+        maker = value.producer()
+        return value.is_initializer() or (maker is not None and maker.op_type == "Constant")
+
+    for node in model.graph:
+        if node.op_type == "Shape":
+            found.add(node)
+        elif node.op_type in _ON_SIZES and node.domain == "":
+            read = [value for value in node.inputs if value is not None and not is_constant(value)]
+            if read and all(value.producer() in found for value in read):
+                found.add(node)
+    return found
 
 
 def check_operators(graph: Graph) -> None:

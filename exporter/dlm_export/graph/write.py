@@ -18,7 +18,15 @@ import onnx_ir as ir
 from dlm_calibration.formats import pack_nibbles
 from dlm_calibration.pieces import Lazy, ahead, row_slices
 from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.graph import DATA_FILE, DEVICE_FILE, GRAPH_FILE, LAYER_KEY, PRECISIONS, functions
+from dlm_export.graph import (
+    DATA_FILE,
+    DEVICE_FILE,
+    GRAPH_FILE,
+    LAYER_KEY,
+    PRECISIONS,
+    cuda,
+    functions,
+)
 from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
@@ -171,11 +179,14 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 def _name_nodes(graph: Graph) -> None:
     """Give each node a name made of its module path and operator.
 
-    The audit of TensorRT engines uses these names.
+    The audit of TensorRT engines uses these names. For nodes that only compute sizes, the runtime
+    uses them, too.
     """
     used: Counter[str] = Counter()
+    on_sizes = cuda.size_nodes(graph.model)
     for node in graph.model.graph:
-        name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
+        path = cuda.SIZES if node in on_sizes else node.metadata_props[LAYER_KEY]
+        name = f"{path}/{node.op_type}"
         used[name] += 1
         node.name = name if used[name] == 1 else f"{name}.{used[name]}"
 

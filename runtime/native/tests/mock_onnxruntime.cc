@@ -207,13 +207,6 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   session->provider = options->providers.empty() ? kCpu : options->providers.front();
   session->device = options->device;
   if (OrtStatus* const failure = read_graph(path, *options, session.get())) return failure;
-  if (is_set("session.disable_cpu_ep_fallback"))
-    for (const OrtEpAssignedSubgraph& part : session->placement)
-      if (part.provider == kCpu)
-        return refuse(
-            "This session contains graph nodes that are assigned to the default CPU EP, but "
-            "fallback to CPU EP has been "
-            "explicitly disabled by the user.");
   *out = session.release();
   return nullptr;
 }

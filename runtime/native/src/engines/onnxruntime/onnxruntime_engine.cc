@@ -111,12 +111,6 @@ bool is_out_of_memory(const std::string& message) {
                      [&](const char* sign) { return message.find(sign) != std::string::npos; });
 }
 
-// kNoFallback is the name of a session option. With this option, ONNX Runtime rejects a session if
-// some of its operators would run on the CPU. kFallbackRefused is part of the error message for
-// such a session.
-constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
-               kFallbackRefused[] = "assigned to the default CPU EP";
-
 // ---- Passes ----
 
 // The inputs and outputs of one pass.
@@ -323,8 +317,8 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // Opens a session on a GPU. ONNX Runtime rejects the session if some nodes would run on the CPU.
-  // Then this function opens a second session to find the names of these nodes.
+  // Opens a session on a GPU. Throws an error if nodes would run on the CPU and the caller does not
+  // allow this.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
@@ -332,24 +326,14 @@ class OnnxRuntime final : public HostEngine {
     set(api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
                                           ort::kMemTypeDefault, device_memory_.out()));
     configure(options, kRecordPlacement, "1");
-    configure(options, kNoFallback, provider.allow_fallback ? "0" : "1");
-    OrtStatus* reported = try_session(options);
-    const bool is_refused =
-        reported != nullptr && !provider.allow_fallback &&
-        std::strstr(api().call<ort::GetErrorMessage>(reported), kFallbackRefused) != nullptr;
-    if (is_refused) {
-      api().call<ort::ReleaseStatus>(reported);
-      configure(options, kNoFallback, "0");
-      reported = try_session(options);
-    }
+    OrtStatus* const reported = try_session(options);
     if (reported != nullptr)
       check_memory(reported, "the graph with its weights", "use a bundle of a lower precision");
     check_session(reported);
     left_ = left_behind(api(), session_.get(), *provider_);
-    if (!provider.allow_fallback && (is_refused || !left_.empty()))
+    if (!provider.allow_fallback && !left_.empty())
       throw Error(DLM_UNSUPPORTED, path_ + ": ONNX Runtime's " + provider_->label +
-                                       " provider does not run " +
-                                       (left_.empty() ? "all nodes" : left_) +
+                                       " provider does not run " + left_ +
                                        ". Build the bundle with --target cuda, or let the CPU run "
                                        "them (allow_fallback, --allow-fallback)");
   }

@@ -26,6 +26,9 @@ constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
     "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
     "folders in LD_LIBRARY_PATH.";
+// The exporter gives names with this prefix to nodes that only compute sizes of tensors. ONNX
+// Runtime runs such nodes on the CPU, even if the provider has kernels for them.
+constexpr char kSizes[] = "sizes/";
 // A message lists at most this many operators, and at most this many node names per operator.
 constexpr size_t kMostOperators = 8, kMostNames = 3;
 
@@ -139,12 +142,13 @@ std::string left_behind(const ort::Api& api, const OrtSession* session, const Pr
     ask(api.call<ort::PlacementGetNodes>(parts[i], &nodes, &count));
     all += count;
     if (text(ort::PlacementGetProvider{}, parts[i]) == provider.registered) continue;
-    left += count;
     for (size_t j = 0; j < count; ++j) {
+      const std::string name = text(ort::PlacedNodeGetName{}, nodes[j]);
+      if (name.rfind(kSizes, 0) == 0) continue;
+      ++left;
       const std::string domain = text(ort::PlacedNodeGetDomain{}, nodes[j]);
       const std::string prefix = domain.empty() || domain == "ai.onnx" ? "" : domain + ".";
-      names[prefix + text(ort::PlacedNodeGetOperator{}, nodes[j])].push_back(
-          text(ort::PlacedNodeGetName{}, nodes[j]));
+      names[prefix + text(ort::PlacedNodeGetOperator{}, nodes[j])].push_back(name);
     }
   }
   if (left == 0) return "";

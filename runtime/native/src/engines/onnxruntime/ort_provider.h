@@ -31,8 +31,9 @@ void add_provider(const ort::Api& api, const Provider& provider, const ProviderC
                   OrtSessionOptions* options);
 
 // Lists the nodes of a session that the provider does not run, for example "12 of 95 nodes: 8
-// BitShift (unpack_0, ...), 4 Shape (...)". Returns "" if the provider runs all nodes. The session
-// must have been created with the option kRecordPlacement.
+// BitShift (unpack_0, ...), 4 Shape (...)". Does not list nodes that only compute sizes of tensors.
+// Returns "" if the provider runs all other nodes. The session must have been created with the
+// option kRecordPlacement.
 constexpr char kRecordPlacement[] = "session.record_ep_graph_assignment_info";
 std::string left_behind(const ort::Api& api, const OrtSession* session, const Provider& provider);
 
