@@ -1,18 +1,24 @@
 """Compare the latencies that `dlm-export plan --fleet` predicts with measured latencies.
 
-    python benchmarks/fleet.py BUNDLE --data FILE.jsonl [--loads 0.3,0.6,0.8] [--seconds 6] [--json FILE]
+    python benchmarks/fleet.py BUNDLE --data FILE.jsonl [--loads 0.3,0.6,0.8] [--seconds 6] [--repeats 4]
+                              [--json FILE]
 
-Each line of the file has a `prompt`. The steps are:
+Each line of the file has a `prompt`. The script measures the bundle as `dlm-export bench BUNDLE
+--data FILE --batch 1,2,4,8,16` does, but only the prompts. The bundle runs on one thread, so that
+the server and its clients have a core of their own on a machine with two cores. A load of 0.5 means
+half of the highest number of requests per second that `plan` predicts from this measurement.
 
-1. Measure the bundle as `dlm-export bench BUNDLE --data FILE --batch 1,2,4,8,16` does, but only the
-   prompts. The bundle runs on one thread, so that the server and its clients have a core of their
-   own on a machine with two cores.
-2. For each load, submit prompts to a scheduler at random times. A load of 0.5 means half of the
-   highest number of requests per second that `plan` predicts from the times of step 1.
-3. Measure the time that a server adds to a request, with requests that are sent one at a time. Then
-   send requests to the server at random times.
+The speed of a machine changes over time. The script therefore repeats these steps:
 
-The script prints p50 and p95 of the predicted and of the measured latencies.
+1. Measure one round of `measure_service`.
+2. For each load, submit prompts to a scheduler at random times.
+3. Measure the time that a server adds to a request, with requests that are sent one at a time. Then,
+   for each load, send requests to the server at random times.
+
+The prediction uses the mean pass times of all repeats, and the same times of arrival as the
+measurement. The script prints the medians of p50 and p95 over the repeats, and the lowest and the
+highest p95. It also prints the share of time in which the host ran other virtual machines instead
+of this one (steal time).
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import statistics
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,7 +41,8 @@ import numpy as np
 from shapes import machine
 
 import dlm_runtime
-from dlm_export.planning.loads import measure_loads, measure_overhead
+from dlm_export.planning.loads import measure_service
+from dlm_export.planning.measured import service_of
 from dlm_export.planning.queueing import Service, replay
 from dlm_export.progress import Silent
 
@@ -53,10 +61,10 @@ def moments(per_s: float, seconds: float, seed: int) -> list[float]:
 
 
 def through_scheduler(
-    bundle: dlm_runtime.Bundle, prompts: list[list[int]], at: list[float], new: int
+    bundle: dlm_runtime.Bundle, prompts: list[list[int]], at: list[float], new: int, seed: int
 ) -> list[float]:
     """Submit prompts at the given times. Returns the latencies in ms, in the order of arrival."""
-    chosen = choice(at, len(prompts))
+    chosen = choice(at, len(prompts), seed)
     ended = [0.0] * len(at)
     with bundle.scheduler(max_running=16, prefix_cache_bytes=0) as scheduler:
 
@@ -77,10 +85,10 @@ def through_scheduler(
 
 
 async def through_server(
-    url: str, texts: list[str], at: list[float], new: int, model: str
+    url: str, texts: list[str], at: list[float], new: int, model: str, seed: int
 ) -> list[float]:
     """Send prompts at the given times. Returns the latencies in ms, in the order of arrival."""
-    chosen = choice(at, len(texts))
+    chosen = choice(at, len(texts), seed)
     limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
         began = time.perf_counter()
@@ -94,27 +102,58 @@ async def through_server(
         return list(await asyncio.gather(*(send(number) for number in range(len(at)))))
 
 
-def choice(at: list[float], count: int) -> np.ndarray:
+def choice(at: list[float], count: int, seed: int) -> np.ndarray:
     """Choose a prompt for each time of arrival."""
-    return np.random.default_rng(SEED).integers(count, size=len(at))
+    return np.random.default_rng(seed).integers(count, size=len(at))
 
 
-def compared(predicted: np.ndarray, measured: list[float]) -> dict[str, float]:
-    row = {}
+def service_from(nfe: tuple[int, ...], rounds: list[dict[str, Any]]) -> Service:
+    """Make a ``Service`` from the results of several calls of ``measure_service``."""
+    rows = [row for each in rounds for row in each["loads"]]
+    times = [(row["shares"], row["ms_per_pass"], row["passes"]) for row in rows]
+
+    def cost(each: dict[str, Any]) -> float:
+        return statistics.mean(row["ms_per_pass"] / row["shares"] for row in each["loads"])
+
+    mean = statistics.mean(map(cost, rounds))
+    overhead = statistics.median(each["overhead_ms"] for each in rounds)
+    return service_of(nfe, times, overhead, [cost(each) / mean for each in rounds])
+
+
+def at_pace(service: Service, overhead_ms: float, pace: float) -> Service:
+    """Multiply the times of passes by ``pace``, and add ``overhead_ms`` to each request."""
+    pass_ms = tuple((shares, pace * ms) for shares, ms in service.pass_ms)
+    return replace(service, pass_ms=pass_ms, overhead_ms=service.overhead_ms + overhead_ms)
+
+
+def ticks() -> tuple[int, int]:
+    """Return the machine's steal time and total time, in ticks. Linux only."""
+    times = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]))
+    return times[7], sum(times)
+
+
+def compared(predicted: list[np.ndarray], measured: list[list[float]]) -> dict[str, Any]:
+    """Compare percentiles. Each list contains the latencies of one repeat."""
+    row: dict[str, Any] = {}
     for name, percent in (("p50", 50), ("p95", 95)):
-        row[f"predicted_{name}_ms"] = float(np.percentile(predicted, percent))
-        row[f"measured_{name}_ms"] = float(np.percentile(measured, percent))
-        row[f"{name}_error"] = row[f"predicted_{name}_ms"] / row[f"measured_{name}_ms"] - 1
+        ours = [float(np.percentile(each, percent)) for each in predicted]
+        real = [float(np.percentile(each, percent)) for each in measured]
+        row[f"predicted_{name}_ms"] = statistics.median(ours)
+        row[f"measured_{name}_ms"] = statistics.median(real)
+        row[f"measured_{name}s_ms"] = real
+        row[f"{name}_error"] = statistics.median(ours) / statistics.median(real) - 1
     return row
 
 
-def show(name: str, load: float, per_s: float, row: dict[str, float]) -> None:
-    shown = "  ".join(
-        f"{each} {row[f'predicted_{each}_ms']:6.2f} ms predicted, {row[f'measured_{each}_ms']:6.2f} ms measured "
-        f"({row[f'{each}_error']:+.0%})"
-        for each in ("p50", "p95")
+def show(row: dict[str, Any]) -> None:
+    real = row["measured_p95s_ms"]
+    print(
+        f"{row['what']:10} load {row['load']:.2f}, {row['per_s']:6.1f} requests/s: "
+        f"p50 {row['predicted_p50_ms']:6.1f} ms predicted, {row['measured_p50_ms']:6.1f} measured; "
+        f"p95 {row['predicted_p95_ms']:6.1f} ({row['low_p95_ms']:.1f} to {row['high_p95_ms']:.1f}) ms predicted, "
+        f"{row['measured_p95_ms']:6.1f} ({min(real):.1f} to {max(real):.1f}) measured ({row['p95_error']:+.0%})",
+        flush=True,
     )
-    print(f"{name:10} load {load:.2f}, {per_s:6.1f} requests/s: {shown}", flush=True)
 
 
 def main() -> None:
@@ -127,6 +166,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--loads", default="0.3,0.6,0.8")
     parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     texts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][
@@ -134,49 +174,67 @@ def main() -> None:
     ]
     loads = list(map(float, arguments.loads.split(",")))
     new = arguments.max_new_tokens
-    rows: list[dict[str, Any]] = []
-    with dlm_runtime.open(arguments.bundle, threads=1) as bundle:
+    how = {"max_new_tokens": new}
+    rounds: list[dict[str, Any]] = []
+    overheads: list[float] = []
+    arrivals: dict[float, list[tuple[list[float], int]]] = {load: [] for load in loads}
+    found: dict[tuple[str, float], list[list[float]]] = {
+        (what, load): [] for what in ("scheduler", "server") for load in loads
+    }
+    with (
+        dlm_runtime.open(arguments.bundle, threads=1) as bundle,
+        serving(arguments.bundle, "--threads", "1", "--no-log") as served,
+    ):
         assert bundle.tokenizer is not None
         encoded = [bundle.tokenizer.encode(text) for text in texts]
         nfe = tuple(bundle.generate(tokens=each, max_new_tokens=new).nfe for each in encoded)
-        measured = measure_loads(bundle, encoded, {"max_new_tokens": new}, RUNNING, Silent())
-        service = Service(
-            nfe,
-            tuple(sorted((each["shares"], each["ms_per_pass"]) for each in measured)),
-            measure_overhead(bundle, encoded, {"max_new_tokens": new}),
+        rounds = [measure_service(bundle, encoded, how, RUNNING, Silent(), 1) for _ in range(3)]
+        most = service_from(nfe, rounds).most_per_s(16)
+        print(f"{statistics.mean(nfe):.2f} passes, {most:.1f} requests/s at most", flush=True)
+        for number in range(arguments.repeats):
+            before = ticks()
+            rounds.append(measure_service(bundle, encoded, how, RUNNING, Silent(), 1))
+            seed = SEED + number
+            spaced = [0.02 * count for count in range(50)]
+            alone = asyncio.run(through_server(served.url, texts, spaced, new, served.model, seed))
+            overheads.append(statistics.median(alone[10:]))
+            for load in loads:
+                at = moments(load * most, arguments.seconds, seed)
+                arrivals[load].append((at, seed))
+                found["scheduler", load].append(through_scheduler(bundle, encoded, at, new, seed))
+                found["server", load].append(
+                    asyncio.run(through_server(served.url, texts, at, new, served.model, seed))
+                )
+            steal, total = (now - then for now, then in zip(ticks(), before, strict=True))
+            print(f"repeat {number + 1}: steal time {steal / total:.1%}", flush=True)
+    service = service_from(nfe, rounds)
+    print(service)
+    overhead = max(0.0, statistics.median(overheads) - service.alone_ms)
+    print(f"The server adds {overhead:.2f} ms to a request")
+    rows = []
+    for (what, load), measured in found.items():
+        added = overhead if what == "server" else 0.0
+        slow, usual, fast = (
+            [
+                replay(each, 16, 1e3 * np.array(at), np.array(nfe)[choice(at, len(nfe), seed)])
+                for at, seed in arrivals[load]
+            ]
+            for each in (
+                at_pace(service, added, pace) for pace in (service.paces[1], 1.0, service.paces[0])
+            )
         )
-        most = service.most_per_s(16)
-        print(service)
-        print(
-            f"{statistics.mean(nfe):.2f} passes, {service.alone_ms:.2f} ms alone, {most:.1f} requests/s at most"
-        )
-        predicted = {}
-        for load in loads:
-            per_s = load * most
-            at = moments(per_s, arguments.seconds, SEED)
-            passes = np.array(nfe)[choice(at, len(nfe))]
-            predicted[load] = replay(service, 16, 1e3 * np.array(at), passes)
-            row = compared(predicted[load], through_scheduler(bundle, encoded, at, new))
-            show("scheduler", load, per_s, row)
-            rows.append({"what": "scheduler", "load": load, "per_s": per_s} | row)
-    with serving(arguments.bundle, "--threads", "1", "--no-log") as served:
-        spaced = [0.02 * number for number in range(100)]
-        alone = asyncio.run(through_server(served.url, texts, spaced, new, served.model))
-        overhead = max(0.0, statistics.median(alone[10:]) - service.alone_ms)
-        print(f"The server adds {overhead:.2f} ms to a request")
-        for load in loads:
-            per_s = load * most
-            at = moments(per_s, arguments.seconds, SEED)
-            found = asyncio.run(through_server(served.url, texts, at, new, served.model))
-            row = compared(predicted[load] + overhead, found)
-            show("server", load, per_s, row)
-            rows.append({"what": "server", "load": load, "per_s": per_s} | row)
+        row = {"what": what, "load": load, "per_s": load * most}
+        row |= compared(usual, measured)
+        row["low_p95_ms"] = compared(fast, measured)["predicted_p95_ms"]
+        row["high_p95_ms"] = compared(slow, measured)["predicted_p95_ms"]
+        show(row)
+        rows.append(row)
     if arguments.json is not None:
         result = {
             "machine": machine(),
             "date": date.today().isoformat(),
             "cores": os.cpu_count(),
-            "requests": measured,
+            "rounds": rounds,
             "scheduler_overhead_ms": service.overhead_ms,
             "server_overhead_ms": overhead,
             "rows": rows,

@@ -33,6 +33,7 @@ from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
 from dlm_export.planning import bench, cost, peer, prefix, roofline
+from dlm_export.planning.loads import ROUNDS
 from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
 from dlm_export.progress import Silent
 from dlm_runtime import Bundle, Generation, PassCost, RequestError
@@ -401,8 +402,10 @@ def test_prompts_are_requests_of_their_own_with_p50_and_p95(
     assert told["mean_nfe"] == sum(passes) / 3
     assert told["overhead_ms"] >= 0
     (load,) = told["loads"]
-    assert (load["running"], load["count"], load["shares"]) == (1, 4, 1)
-    assert load["passes"] == sum(passes) + passes[0]
+    assert (load["running"], load["count"], load["shares"]) == (1, 3 * ROUNDS, 1)
+    assert load["passes"] == ROUNDS * sum(passes)
+    assert len(told["paces"]) == ROUNDS
+    assert sum(told["paces"]) == pytest.approx(ROUNDS)
     shown = invoke(*arguments, "--samples", 2).stdout
     assert re.search(
         r"Requests: 2 prompts of .*: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms, [\d.]+ passes",

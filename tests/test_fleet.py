@@ -28,7 +28,7 @@ LOADS = [
     {"running": 1, "count": 8, "passes": 8, "shares": 1.0, "ms_per_pass": 10.0},
     {"running": 4, "count": 8, "passes": 3, "shares": 4.0, "ms_per_pass": 16.0},
 ]
-REQUESTS = {"nfe": [1, 2, 1, 4], "overhead_ms": 1.0, "loads": LOADS}
+REQUESTS = {"nfe": [1, 2, 1, 4], "overhead_ms": 1.0, "loads": LOADS, "paces": [0.9, 1.0, 1.1]}
 
 
 # ---- Queues ----
@@ -217,6 +217,8 @@ def test_wrong_usage_is_refused(arguments: tuple[object, ...], said: str) -> Non
         {"loads": [{}]},
         {"loads": [{"shares": 1.0}]},
         {"overhead_ms": None},
+        {"paces": []},
+        {"paces": None},
     ],
 )
 def test_damaged_requests_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:

@@ -426,6 +426,18 @@ def print_fleets(fleets: Sequence[Fleet], demand: Demand) -> None:
         "cost/M: cost of a million requests. -: not known, or no number of replicas keeps the target.\n"
         "Requests arrive at random times and go to random replicas."
     )
+    for each in fleets:
+        if each.p95_low_ms is not None:
+            click.echo(
+                f"{each.target} {each.precision}: the speed of the machine changed during the measurement. At the "
+                "highest\nand the lowest speed, the p95 is "
+                f"{_three(each.p95_low_ms)} ms and "
+                + (
+                    "unlimited: the replicas are too few."
+                    if each.p95_high_ms is None
+                    else f"{_three(each.p95_high_ms)} ms."
+                )
+            )
 
 
 def _print_predictions(

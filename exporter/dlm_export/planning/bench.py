@@ -37,7 +37,7 @@ from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
-from dlm_export.planning.loads import measure_loads, measure_overhead
+from dlm_export.planning.loads import measure_service
 from dlm_export.planning.peer import compare_with_peer
 from dlm_export.planning.prefix import (
     PrefixLoad,
@@ -152,9 +152,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
       of the fit.
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
       generation ends at its end token. A latency is the time that a whole request takes. ``nfe``
-      contains the number of passes of each prompt. ``overhead_ms`` is the result of
-      ``measure_overhead``, and ``loads`` the result of ``measure_loads`` for each number of
-      requests in ``batches``.
+      contains the number of passes of each prompt. ``overhead_ms``, ``loads`` and ``paces`` are
+      the result of ``measure_service`` for the numbers of requests in ``batches``.
     - ``prefix``: the result of ``measure_prefix``.
     - ``peer``: the result of ``compare_with_peer``.
 
@@ -212,8 +211,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             requests = _time_requests(bundle, options, preset, prompts, progress)
             how = {"preset": preset, **options.policy}
             how["max_new_tokens"] = requests["max_new_tokens"]
-            requests["overhead_ms"] = measure_overhead(bundle, prompts, how)
-            requests["loads"] = measure_loads(bundle, prompts, how, batches, progress)
+            requests |= measure_service(bundle, prompts, how, batches, progress)
         prefix = None if load is None else measure_prefix(bundle, load, rounds, progress)
         progress.start("passes", len(made))
         passes = []

@@ -21,7 +21,7 @@ from typing import Any
 from dlm_export.planning.measured import Measured
 from dlm_export.planning.plan import Plan, PlanError
 from dlm_export.planning.predict import Prediction
-from dlm_export.planning.queueing import Service, fewest_replicas
+from dlm_export.planning.queueing import Service, fewest_replicas, p95_range
 
 GIVEN, MEASURED, LOWER_LIMIT = "given", "measured", "lower limit"
 
@@ -55,6 +55,9 @@ class Fleet:
     - ``most_per_s``: largest number of requests per second that a replica can complete.
     - ``replicas``: number of replicas. ``None`` if even a replica without load is too slow.
     - ``load``: requests per second of each replica, divided by ``most_per_s``.
+    - ``p95_low_ms``, ``p95_high_ms``: the p95 for the fastest and for the slowest round of the
+      measurement. ``p95_high_ms`` is ``None`` if the replicas are too few at this speed. Both are
+      ``None`` if the times are not measured.
     - ``cost_per_hour``, ``cost_per_million_requests``: ``None`` if the target's price is unknown.
     """
 
@@ -69,6 +72,8 @@ class Fleet:
     load: float | None
     p50_ms: float | None
     p95_ms: float | None
+    p95_low_ms: float | None
+    p95_high_ms: float | None
     p99_ms: float | None
     cost_per_hour: float | None
     cost_per_million_requests: float | None
@@ -140,6 +145,9 @@ def _fleet(
     service = replace(service, overhead_ms=service.overhead_ms + demand.overhead_ms)
     found = fewest_replicas(service, demand.max_running, demand.per_s, demand.p95_ms)
     times = None if found is None else found.latencies
+    low = high = None
+    if found is not None and basis == MEASURED:
+        low, high = p95_range(service, demand.max_running, found.load)
     price = plan.request.prices.get(each.target)
     cost = None if found is None or price is None else price * found.count
     return Fleet(
@@ -154,6 +162,8 @@ def _fleet(
         None if found is None else found.load,
         None if times is None else times.p50_ms,
         None if times is None else times.p95_ms,
+        low,
+        high,
         None if times is None else times.p99_ms,
         cost,
         None if cost is None else cost / (3600 * demand.per_s) * 1e6,

@@ -107,6 +107,29 @@ class Measured:
         ]
 
 
+def service_of(
+    nfe: Sequence[int],
+    times: Sequence[tuple[float, float, int]],
+    overhead_ms: float,
+    paces: Sequence[float],
+) -> Service:
+    """Make a ``Service`` from the results of ``measure_service``.
+
+    ``times`` contains ``(shares, ms_per_pass, passes)`` for each number of running requests. If a
+    limit on tokens keeps passes small, different numbers of running requests lead to passes of the
+    same size. Such measurements are averaged, weighted by their number of passes.
+    """
+    groups: dict[int, list[tuple[float, float, int]]] = {}
+    for each in sorted(times):
+        groups.setdefault(round(each[0]), []).append(each)
+    pass_ms = []
+    for group in groups.values():
+        passes = sum(max(1, each[2]) for each in group)
+        shares, ms = (sum(each[i] * max(1, each[2]) for each in group) / passes for i in (0, 1))
+        pass_ms.append((shares, ms))
+    return Service(tuple(nfe), tuple(pass_ms), overhead_ms, (min(1.0, *paces), max(1.0, *paces)))
+
+
 def read_measured(path: Path) -> Measured:
     """Read a file that ``dlm-export bench --json`` has written.
 
@@ -161,19 +184,19 @@ def read_measured(path: Path) -> Measured:
             (
                 max(1.0, get(float, "requests", "loads", i, "shares")),
                 positive("requests", "loads", i, "ms_per_pass"),
+                get(int, "requests", "loads", i, "passes"),
             )
             for i in range(len(loads))
         ]
         passes_of = [get(int, "requests", "nfe", i) for i in range(len(nfe))]
-        if not times or not passes_of or min(passes_of) < 1:
+        paces = [
+            positive("requests", "paces", i) for i in range(len(get(list, "requests", "paces")))
+        ]
+        if not times or not passes_of or min(passes_of) < 1 or not paces:
             raise MeasuredError(
                 f"{path}: requests contains no passes: measure `dlm-export bench BUNDLE --data FILE --json` again"
             )
-        service = Service(
-            tuple(passes_of),
-            tuple(dict(sorted(times)).items()),
-            get(float, "requests", "overhead_ms"),
-        )
+        service = service_of(passes_of, times, get(float, "requests", "overhead_ms"), paces)
     return Measured(
         str(path),
         get(str, "bundle", "precision"),

@@ -38,11 +38,14 @@ class Service:
       milliseconds. The pairs are in ascending order. Times between two pairs are interpolated. The
       rounded number of requests in the last pair is the largest number of requests in a pass.
     - ``overhead_ms``: time that is added to each request. Other requests may run during this time.
+    - ``paces``: the smallest and the largest factor by which all pass times changed between the
+      rounds of a measurement.
     """
 
     nfe: tuple[int, ...]
     pass_ms: tuple[tuple[float, float], ...]
     overhead_ms: float = 0.0
+    paces: tuple[float, float] = (1.0, 1.0)
 
     @property
     def most_shares(self) -> int:
@@ -61,10 +64,12 @@ class Service:
         return self.overhead_ms + self.times(1)[0] * sum(self.nfe) / len(self.nfe)
 
     def most_per_s(self, max_running: int) -> float:
-        """Return the largest number of requests per second that a replica can complete."""
+        """Return the largest number of requests per second that a replica can complete.
+
+        At this load, requests always wait, so each pass contains as many requests as possible.
+        """
         times = self.times(max_running)
-        per_ms = max(count / ms for count, ms in enumerate(times, 1))
-        return 1e3 * per_ms * len(self.nfe) / sum(self.nfe)
+        return 1e3 * len(times) / times[-1] * len(self.nfe) / sum(self.nfe)
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,29 @@ def latencies_at(service: Service, max_running: int, load: float) -> Latencies:
     # Use the time of a pass with one request as the unit of time, so that devices that differ only
     # in speed share one cached simulation.
     pass_ms = tuple((shares, round(ms / alone, 6)) for shares, ms in service.pass_ms)
-    relative = replace(service, pass_ms=pass_ms, overhead_ms=0.0)
+    relative = replace(service, pass_ms=pass_ms, overhead_ms=0.0, paces=(1.0, 1.0))
     found = _simulated(relative, max_running, math.ceil(load * STEPS - 1e-9))
     return Latencies(*(service.overhead_ms + alone * value for value in found))
+
+
+def p95_range(service: Service, max_running: int, load: float) -> tuple[float, float | None]:
+    """Return the p95 in ms for the smallest and for the largest of the service's ``paces``.
+
+    The number of requests per second stays the same, so slower passes mean a higher load. The second
+    value is ``None`` if the replica cannot complete this number of requests per second.
+    """
+    low, high = (
+        None
+        if load * pace > (STEPS - 1) / STEPS
+        else latencies_at(_at_pace(service, pace), max_running, load * pace).p95_ms
+        for pace in service.paces
+    )
+    assert low is not None  # the smallest pace is at most 1
+    return low, high
+
+
+def _at_pace(service: Service, pace: float) -> Service:
+    return replace(service, pass_ms=tuple((shares, pace * ms) for shares, ms in service.pass_ms))
 
 
 @functools.lru_cache(maxsize=1 << 12)
