@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from test_plan import invoke, measurement
 
 from dlm_export.planning import queueing
+from dlm_export.planning.measured import service_of
 from dlm_export.planning.queueing import (
     Service,
     fewest_replicas,
     latencies_at,
+    p95_range,
     replay,
     simulate,
 )
@@ -115,6 +118,30 @@ def test_devices_that_differ_only_in_speed_have_latencies_that_do_too() -> None:
     assert other.p95_ms == pytest.approx(2 * one.p95_ms)
 
 
+def test_the_highest_load_is_that_of_full_passes_even_if_smaller_passes_look_faster() -> None:
+    # Two requests in 12 ms look faster than four in 40 ms. If requests always wait, passes are full.
+    service = Service((1,), ((1.0, 10.0), (2.0, 12.0), (4.0, 40.0)))
+    assert service.most_per_s(16) == pytest.approx(100)
+    overloaded = simulate(service, 16, 130, 4_000)
+    assert overloaded[-100:].mean() > 4_000
+
+
+def test_passes_of_equal_size_are_averaged_by_their_number() -> None:
+    found = service_of([1], [(1.0, 8.0, 10), (6.2, 40.0, 30), (6.4, 60.0, 10)], 1.0, [0.8, 1.2])
+    assert found.pass_ms == ((1.0, 8.0), (pytest.approx(6.25), pytest.approx(45.0)))
+    assert found.paces == (0.8, 1.2)
+
+
+def test_the_range_of_the_p95_has_no_end_if_slow_passes_overload_the_replica() -> None:
+    varying = replace(SHARED, paces=(0.9, 1.25))
+    usual = latencies_at(SHARED, 16, 0.6).p95_ms
+    low, high = p95_range(varying, 16, 0.6)
+    assert high is not None
+    assert low < usual < high
+    assert high == pytest.approx(1.25 * latencies_at(SHARED, 16, 0.75).p95_ms)
+    assert p95_range(varying, 16, 0.8)[1] is None
+
+
 # ---- Plans ----
 
 
@@ -172,6 +199,8 @@ def test_measured_requests_share_passes_in_the_plan(tmp_path: Path) -> None:
     assert row["alone_ms"] == 1 + 10 * 2
     assert row["most_per_s"] == pytest.approx(1000 * 4 / 16 / 2)
     assert row["p95_ms"] <= 90
+    assert row["p95_low_ms"] < row["p95_ms"]
+    assert row["p95_high_ms"] is None or row["p95_high_ms"] > row["p95_ms"]
     server = invoke(
         "plan", *memory, *arguments, "--fleet", 100, "--p95-ms", 90, "--overhead-ms", 9, "--json"
     )
@@ -185,6 +214,7 @@ def test_measured_requests_share_passes_in_the_plan(tmp_path: Path) -> None:
     path.write_text(json.dumps(measurement(requests=REQUESTS, bundle=bundle)))
     shown = invoke("plan", *memory, *arguments, "--fleet", 100, "--p95-ms", 90).stdout
     assert "Fleet for 100 requests/s with a p95 of at most 90 ms, 16 running per replica" in shown
+    assert "cpu int8: p95 at the highest measured speed: " in shown
     assert max(map(len, shown[shown.index("Fleet for") :].splitlines())) <= 100
 
 

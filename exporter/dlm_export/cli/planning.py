@@ -428,15 +428,14 @@ def print_fleets(fleets: Sequence[Fleet], demand: Demand) -> None:
     )
     for each in fleets:
         if each.p95_low_ms is not None:
+            slow = (
+                "the replicas are too few"
+                if each.p95_high_ms is None
+                else f"{_three(each.p95_high_ms)} ms"
+            )
             click.echo(
-                f"{each.target} {each.precision}: the speed of the machine changed during the measurement. At the "
-                "highest\nand the lowest speed, the p95 is "
-                f"{_three(each.p95_low_ms)} ms and "
-                + (
-                    "unlimited: the replicas are too few."
-                    if each.p95_high_ms is None
-                    else f"{_three(each.p95_high_ms)} ms."
-                )
+                f"{each.target} {each.precision}: p95 at the highest measured speed: "
+                f"{_three(each.p95_low_ms)} ms, at the lowest: {slow}"
             )
 
 
