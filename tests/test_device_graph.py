@@ -21,6 +21,7 @@ from checkpoints import dream_config, llada_config, write_checkpoint
 from engine_bundles import gpu_bundle
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from reference_ops import GatherElements
 from safetensors.numpy import load_file
 from slow_cases import slow_except
 
@@ -115,9 +116,9 @@ def _reference(
     wanted.CopyFrom(model)
     del wanted.graph.output[:]
     wanted.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    found: list[np.ndarray] = ReferenceEvaluator(wanted, new_ops=[TRT_FP4DynamicQuantize]).run(
-        names, feed
-    )
+    found: list[np.ndarray] = ReferenceEvaluator(
+        wanted, new_ops=[TRT_FP4DynamicQuantize, GatherElements]
+    ).run(names, feed)
     return found
 
 

@@ -24,6 +24,7 @@ from checkpoints import a2d_qwen3_config, write_checkpoint
 from click.testing import CliRunner
 from engine_bundles import SMALL, gpu_bundle
 from onnx.reference import ReferenceEvaluator
+from reference_ops import GatherElements
 from traces import trace_once
 
 from dlm_export import families, graph
@@ -113,7 +114,8 @@ def _in_onnxruntime(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 def _in_reference(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     names = [port.name for port in model.graph.output]
-    return dict(zip(names, ReferenceEvaluator(model).run(names, _feeds(model)), strict=True))
+    evaluator = ReferenceEvaluator(model, new_ops=[GatherElements])
+    return dict(zip(names, evaluator.run(names, _feeds(model)), strict=True))
 
 
 def _check_same(

@@ -291,44 +291,47 @@ def build(work: Path, checkpoint: Path, precision: str) -> Path:
     return bundle
 
 
-def compare(options: argparse.Namespace, work: Path, checkpoint: Path) -> list[dict[str, Any]]:
-    """Return a row for each contestant and loop.
+def ask(
+    options: argparse.Namespace, work: Path, checkpoint: Path, contestant: str
+) -> list[dict[str, Any]]:
+    """Run a contestant in a process of its own, and return a row for each loop.
 
-    If a contestant fails, the row contains the reason instead of figures.
+    If the contestant fails, the only row contains the reason instead of figures.
     """
-    rows, eager = [], {}
-    for contestant in options.contestants:
-        command = [sys.executable, __file__, "--contestant", contestant]
-        command += ["--checkpoint", str(checkpoint), "--device", options.device]
-        if contestant in NATIVE:
-            bundle = build(work, checkpoint, contestant.removeprefix("native-"))
-            command += ["--bundle", str(bundle)]
-        for name in ("prompt", "new", "block", "tokens_per_pass", "rounds"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        command += ["--batches", ",".join(map(str, options.batches))]
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True)
-        print(f"{contestant}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-            rows.append({"contestant": contestant, "failed": lines[-1]})
-            print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
-            continue
-        told = json.loads(done.stdout)
-        for figures in told.pop("loops"):
-            canvas = figures["canvas"] = figures["canvas"][-options.new :]
-            if contestant == "torch-eager":
-                eager[figures["cache"]] = canvas
-            rows.append({**told, **figures})
-        show(rows[-len(options.batches) * 2 :])
+    command = [sys.executable, __file__, "--contestant", contestant]
+    command += ["--checkpoint", str(checkpoint), "--device", options.device]
+    if contestant in NATIVE:
+        bundle = build(work, checkpoint, contestant.removeprefix("native-"))
+        command += ["--bundle", str(bundle)]
+    for name in ("prompt", "new", "block", "tokens_per_pass", "rounds"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += ["--batches", ",".join(map(str, options.batches))]
+    print("measure", contestant, file=sys.stderr, flush=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr, flush=True)
+        lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+        return [{"contestant": contestant, "failed": lines[-1]}]
+    told = json.loads(done.stdout)
+    loops = told.pop("loops")
+    return [{**told, **loop, "canvas": loop["canvas"][-options.new :]} for loop in loops]
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Replace the canvas of each row with the share of tokens that eager PyTorch generated, too."""
+    eager = {
+        row["cache"]: row["canvas"]
+        for row in rows
+        if row["contestant"] == TORCH[0] and "canvas" in row
+    }
+    found = []
     for row in rows:
-        canvas = row.pop("canvas", None)
-        other = eager.get(row.get("cache", ""))
-        if other is not None and canvas is not None:
-            row["equal"] = sum(one == two for one, two in zip(canvas, other, strict=True)) / len(
-                other
-            )
-    return rows
+        kept = {name: value for name, value in row.items() if name != "canvas"}
+        if row.get("cache") in eager:
+            pairs = zip(row["canvas"], eager[row["cache"]], strict=True)
+            kept["equal"] = statistics.fmean(one == two for one, two in pairs)
+        found.append(kept)
+    return found
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -420,21 +423,22 @@ def main() -> int:
                 if contestant in NATIVE:
                     build(work, checkpoint, contestant.removeprefix("native-"))
             return 0
-        rows = compare(options, work, checkpoint)
-    show(rows)
-    if options.json:
         request = {
             name: getattr(options, name)
             for name in ("prompt", "new", "block", "tokens_per_pass", "rounds")
         }
-        shape = "tiny" if options.tiny else f"LLaDA-8B's, {options.layers} layers"
         told = {
             "machine": machine(options.device),
-            "shape": shape,
+            "shape": "tiny" if options.tiny else f"LLaDA-8B's, {options.layers} layers",
             "request": request,
-            "rows": rows,
         }
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        measured: list[dict[str, Any]] = []
+        for contestant in options.contestants:
+            measured += ask(options, work, checkpoint, contestant)
+            rows = compared(measured)
+            if options.json:  # a run that is stopped early leaves the results so far
+                options.json.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+    show(rows)
     return 1 if any("failed" in row for row in rows) else 0
 
 
