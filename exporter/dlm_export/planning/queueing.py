@@ -56,7 +56,10 @@ class Service:
         """Return the times in ms of passes with 1, 2, ... requests."""
         counts = np.arange(1, min(self.most_shares, max_running) + 1)
         shares, times = zip(*self.pass_ms, strict=True)
-        return [float(ms) for ms in np.interp(counts, shares, times)]
+        # The last pair may have fewer requests than the largest pass, because a measured number is a
+        # mean. A pass with more requests takes more time in proportion.
+        more = np.maximum(1, counts / shares[-1])
+        return [float(ms) for ms in np.interp(counts, shares, times) * more]
 
     @property
     def alone_ms(self) -> float:
