@@ -200,7 +200,9 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             built = dict(zip(cases, pool.map(lambda case: build(work, *case), cases), strict=True))
         print(f"built {len(cases)} bundles in {time.monotonic() - began:.0f} s", flush=True)
-        for family, precision in [] if options.build_only else cases:
+        if options.build_only:
+            return 0
+        for family, precision in cases:
             checkpoint, bundle, error = built[family, precision]
             row: dict[str, Any] = {"family": family, "precision": precision}
             if error:

@@ -294,7 +294,7 @@ def build(work: Path, checkpoint: Path, precision: str) -> Path:
 def ask(
     options: argparse.Namespace, work: Path, checkpoint: Path, contestant: str
 ) -> list[dict[str, Any]]:
-    """Run a contestant in a process of its own, and return a row for each loop.
+    """Run a contestant in a separate process, and return a row for each loop.
 
     If the contestant fails, the only row contains the reason instead of figures.
     """
