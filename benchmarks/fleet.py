@@ -1,12 +1,15 @@
 """Compare the latencies that `dlm-export plan --fleet` predicts with measured latencies.
 
-    python benchmarks/fleet.py BUNDLE --data FILE.jsonl [--loads 0.3,0.6,0.8] [--seconds 6] [--repeats 4]
-                              [--json FILE]
+    python benchmarks/fleet.py [BUNDLE] [--data FILE.jsonl] [--samples 64] [--max-new-tokens 64]
+        [--steps 0] [--layers 12] [--loads 0.3,0.6,0.8] [--seconds 6] [--repeats 4] [--json FILE]
 
-Each line of the file has a `prompt`. The script measures the bundle as `dlm-export bench BUNDLE
---data FILE --batch 1,2,4,8,16` does, but only the prompts. The bundle runs on one thread, so that
-the server and its clients have a core of their own on a machine with two cores. A load of 0.5 means
-half of the highest number of requests per second that `plan` predicts from this measurement.
+Without BUNDLE, the denoiser is the random INT8 denoiser of `text_bundle`, with the given number of
+layers. Each line of the file has a `prompt`. With --steps N, each request takes N passes of the
+preset `llada`. With 0, the bundle's default loop decides how many passes a request takes. The
+script measures the bundle as `dlm-export bench BUNDLE --data FILE --batch 1,2,4,8,16` does, but
+only the prompts. The bundle runs on one thread, so that the server and its clients have a core of
+their own on a machine with two cores. A load of 0.5 means half of the highest number of requests
+per second that `plan` predicts from this measurement.
 
 The speed of a machine changes over time. The script therefore repeats these steps:
 
@@ -38,7 +41,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from shapes import machine
+from shapes import DEMO, machine, text_bundle
 
 import dlm_runtime
 from dlm_export.planning.loads import measure_service
@@ -61,7 +64,11 @@ def moments(per_s: float, seconds: float, seed: int) -> list[float]:
 
 
 def through_scheduler(
-    bundle: dlm_runtime.Bundle, prompts: list[list[int]], at: list[float], new: int, seed: int
+    bundle: dlm_runtime.Bundle,
+    prompts: list[list[int]],
+    at: list[float],
+    options: dict[str, Any],
+    seed: int,
 ) -> list[float]:
     """Submit prompts at the given times. Returns the latencies in ms, in the order of arrival."""
     chosen = choice(at, len(prompts), seed)
@@ -76,7 +83,7 @@ def through_scheduler(
         began = time.perf_counter()
         for number, moment in enumerate(at):
             time.sleep(max(0.0, began + moment - time.perf_counter()))
-            job = scheduler.submit(tokens=prompts[chosen[number]], max_new_tokens=new)
+            job = scheduler.submit(tokens=prompts[chosen[number]], **options)
             threads.append(threading.Thread(target=wait, args=(number, job)))
             threads[-1].start()
         for thread in threads:
@@ -85,7 +92,7 @@ def through_scheduler(
 
 
 async def through_server(
-    url: str, texts: list[str], at: list[float], new: int, model: str, seed: int
+    url: str, texts: list[str], at: list[float], fields: dict[str, Any], seed: int
 ) -> list[float]:
     """Send prompts at the given times. Returns the latencies in ms, in the order of arrival."""
     chosen = choice(at, len(texts), seed)
@@ -95,7 +102,7 @@ async def through_server(
 
         async def send(number: int) -> float:
             await asyncio.sleep(max(0.0, began + at[number] - time.perf_counter()))
-            body = {"model": model, "prompt": texts[chosen[number]], "max_tokens": new}
+            body = {"prompt": texts[chosen[number]], **fields}
             (await client.post("/v1/completions", json=body)).raise_for_status()
             return 1e3 * (time.perf_counter() - began - at[number])
 
@@ -160,10 +167,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("bundle", type=Path, nargs="?")
+    parser.add_argument("--data", type=Path, default=DEMO / "calibration.jsonl")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--loads", default="0.3,0.6,0.8")
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--repeats", type=int, default=4)
@@ -174,7 +183,9 @@ def main() -> None:
     ]
     loads = list(map(float, arguments.loads.split(",")))
     new = arguments.max_new_tokens
-    how = {"max_new_tokens": new}
+    loop = {"preset": "llada", "steps": arguments.steps} if arguments.steps else {}
+    how = {"max_new_tokens": new, **loop}
+    path = arguments.bundle or text_bundle(arguments.layers)
     rounds: list[dict[str, Any]] = []
     overheads: list[float] = []
     arrivals: dict[float, list[tuple[list[float], int]]] = {load: [] for load in loads}
@@ -182,12 +193,13 @@ def main() -> None:
         (what, load): [] for what in ("scheduler", "server") for load in loads
     }
     with (
-        dlm_runtime.open(arguments.bundle, threads=1) as bundle,
-        serving(arguments.bundle, "--threads", "1", "--no-log") as served,
+        dlm_runtime.open(path, threads=1) as bundle,
+        serving(path, "--threads", "1", "--no-log") as served,
     ):
+        fields = {"model": served.model, "max_tokens": new, "dlm": loop}
         assert bundle.tokenizer is not None
         encoded = [bundle.tokenizer.encode(text) for text in texts]
-        nfe = tuple(bundle.generate(tokens=each, max_new_tokens=new).nfe for each in encoded)
+        nfe = tuple(bundle.generate(tokens=each, **how).nfe for each in encoded)
         rounds = [measure_service(bundle, encoded, how, RUNNING, Silent(), 1) for _ in range(3)]
         most = service_from(nfe, rounds).most_per_s(16)
         print(f"{statistics.mean(nfe):.2f} passes, {most:.1f} requests/s at most", flush=True)
@@ -195,15 +207,17 @@ def main() -> None:
             before = ticks()
             rounds.append(measure_service(bundle, encoded, how, RUNNING, Silent(), 1))
             seed = SEED + number
-            spaced = [0.02 * count for count in range(50)]
-            alone = asyncio.run(through_server(served.url, texts, spaced, new, served.model, seed))
+            # Requests that do not overlap.
+            space_s = max(0.02, 3e-3 * service_from(nfe, rounds).alone_ms)
+            spaced = [space_s * count for count in range(50)]
+            alone = asyncio.run(through_server(served.url, texts, spaced, fields, seed))
             overheads.append(statistics.median(alone[10:]))
             for load in loads:
                 at = moments(load * most, arguments.seconds, seed)
                 arrivals[load].append((at, seed))
-                found["scheduler", load].append(through_scheduler(bundle, encoded, at, new, seed))
+                found["scheduler", load].append(through_scheduler(bundle, encoded, at, how, seed))
                 found["server", load].append(
-                    asyncio.run(through_server(served.url, texts, at, new, served.model, seed))
+                    asyncio.run(through_server(served.url, texts, at, fields, seed))
                 )
             steal, total = (now - then for now, then in zip(ticks(), before, strict=True))
             print(f"repeat {number + 1}: steal time {steal / total:.1%}", flush=True)

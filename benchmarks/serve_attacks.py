@@ -1,7 +1,7 @@
 """Attack ``dlm-export serve`` and measure how long other requests wait during the attack.
 
-    python benchmarks/serve_attacks.py [BUNDLE] [--only NAME ...] [--before 5] [--kept]
-        [--elsewhere] [--json FILE]
+    python benchmarks/serve_attacks.py [BUNDLE] [--only NAME ...] [--before 5] [--threads 0]
+        [--kept] [--elsewhere] [--json FILE]
 
 Without BUNDLE, the server has a random INT8 denoiser with 89 million parameters, as in
 ``text_bundle``, and each chat takes one pass over 128 new tokens.
@@ -10,10 +10,11 @@ All attacks are made on the same server, one after another. A polite client send
 another. First, the polite client uses the server alone for a few seconds. Then the attack begins,
 and the polite client continues. Each chat uses a new connection. With --kept, all chats use the
 same connection. With --elsewhere, the attacker attacks a second server on the same machine, so that
-the polite client is delayed only because the servers share the processor. Each attack runs in a
-separate process with the lowest priority, so that the attacker's own processor time hardly delays
-the polite client. All attackers except "wrong keys" have a valid API key. The script prints a
-Markdown table with a row for each attack:
+the polite client is delayed only because the servers share the processor. --threads is the number
+of threads that compute the passes; with 0, the server uses all cores for the passes. Each attack
+runs in a separate process with the lowest priority, so that the attacker's own processor time
+hardly delays the polite client. All attackers except "wrong keys" have a valid API key. The script
+prints a Markdown table with a row for each attack:
 
 - got: how often the attacker got each status or other result.
 - p50 and longest: latencies of the polite client, without and during the attack.
@@ -439,6 +440,7 @@ def main() -> int:
     parser.add_argument("bundle", type=Path, nargs="?")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of attacks")
     parser.add_argument("--before", type=float, default=5, help="seconds without an attack")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the passes")
     parser.add_argument("--kept", action="store_true", help="keep the polite client's connection")
     parser.add_argument("--elsewhere", action="store_true", help="attack a second server")
     parser.add_argument("--json", type=Path)
@@ -448,7 +450,7 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text(f"{KEY}\n")
-        options = ("--api-key-file", str(keys), "--no-log")
+        options = ("--api-key-file", str(keys), "--no-log", "--threads", str(arguments.threads))
         with ExitStack() as stack:
             bundle = arguments.bundle or text_bundle()
             served = stack.enter_context(serving(bundle, *options))

@@ -137,20 +137,22 @@ def bundle_of(size: str, precision: str) -> Path:
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 
 
-def text_bundle() -> Path:
-    """Return a bundle with the layers of the 134 M denoiser and the tokenizer of the demo. The
-    weights are random, in INT8. The bundle is built once.
+def text_bundle(layers: int = 12) -> Path:
+    """Return a bundle with layers of the 134 M denoiser and the tokenizer of the demo. The weights
+    are random, in INT8. The bundle is built once.
     """
     from checkpoints import llada_config
 
     shape = {name: value for name, value in SHAPES["134M"].items() if name != "vocab"}
     demo = json.loads((DEMO / "config.json").read_text())
-    names = ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: demo[name] for name in names}
-    source = random_checkpoint("text", llada_config(**shape, **ids, max_sequence_length=512))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, source)
-    return built(source, "text-int8", "--precision", "int8", *QUICKLY)
+    kinds = ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")
+    ids = {kind: demo[kind] for kind in kinds}
+    shape["n_layers"] = layers
+    name = "text" if layers == 12 else f"text-{layers}"
+    source = random_checkpoint(name, llada_config(**shape, **ids, max_sequence_length=512))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, source)
+    return built(source, f"{name}-int8", "--precision", "int8", *QUICKLY)
 
 
 def machine() -> dict[str, Any]:

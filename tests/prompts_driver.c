@@ -1,8 +1,8 @@
 /* Answers many prompts with one bundle, to compare processors. Usage:
  *   prompts_driver BUNDLE PRESET NEW_TOKENS LOGITS < PROMPTS
- * For each line of stdin, prints a line with the number of passes and the text. Also writes logits
- * of the first pass to the file LOGITS, as float32 [new tokens, vocabulary]. Uses one thread, so
- * that sums are always added in the same order. */
+ * For each line of stdin, prints a line with the number of passes and the text. Also writes the
+ * logits of each prompt's first pass to the file LOGITS, as float32 [new tokens, vocabulary]. Uses
+ * one thread, so that sums are always added in the same order. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

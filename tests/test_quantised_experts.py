@@ -86,7 +86,7 @@ def calibrated(source: Source, recipe: Recipe, count: int = 24, **options: Any) 
 def entering(source: Source, seen: list[State]) -> tuple[torch.Tensor, ...]:
     """Run the denoiser, and return the inputs of its mixture of experts.
 
-    For each token, the inputs include the chosen experts and their factors.
+    The inputs are the tokens' vectors, the experts chosen for each token, and the experts' weights.
     """
     denoiser, found = families.load(source.parameters, source.network), []
     mixture = dict(denoiser.named_modules())[MIXTURE]

@@ -9,9 +9,10 @@
 //     the cached rows of all other positions. With `prefix`, they run the positions from the start
 //     of the block to the end of the canvas. With `dual`, they run only the block.
 //   - `prefix` and `dual` with `refresh`: only the opening pass of the first block runs the whole
-//     canvas. The opening pass of a later block starts at the preceding block, or `refresh` tokens
-//     before the later block, whichever comes first in the canvas. So the opening pass recomputes
-//     the rows that were stored while the preceding block still contained mask tokens.
+//     canvas. The opening pass of a later block starts at the start of the preceding block. If
+//     that is less than `refresh` tokens earlier, it starts `refresh` tokens before the later
+//     block. So the opening pass recomputes the rows that were stored while the preceding block
+//     still contained mask tokens.
 //   - `prefix` with `next_block` below 1 (d3LLM, arXiv:2601.07568): passes run from the first
 //     position that is not cached to the end of the canvas. Request::choose_rows chooses the rows
 //     of each pass.
@@ -40,8 +41,8 @@
 //     reads the positions before `rows`. With `read` and `refresh`, a stage reads all positions
 //     except `rows`. With block-causal attention, a stage never reads positions after the end of
 //     its block.
-//   - Each undecided position of a block is in the `decided` range of one of the block's repeated
-//     stages. This stage repeats until the position is decided.
+//   - Each undecided position of a block belongs to the range `decided` of one of the block's
+//     repeated stages. This stage repeats until it has decided the position.
 #pragma once
 
 #include <cstdint>

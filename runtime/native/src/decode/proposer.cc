@@ -33,8 +33,8 @@ class Argmax final : public Proposer {
   const Policy policy_;
 };
 
-// Proposes a sampled token for each undecided position. When the request checks whether to replace
-// decided tokens, proposes the most likely token.
+// Proposes a sampled token for each undecided position. For positions whose
+// token may be replaced, proposes the most likely token.
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)

@@ -122,8 +122,8 @@ class Request {
   int32_t row_of(int32_t position) const {
     return std::max(position - stage().shift, 0) - stage().rows.first;
   }
-  // Returns the outputs that the next pass must return. If the pass scores no rows, the request
-  // needs no outputs.
+  // Returns the outputs that the next pass must return. If the request needs no
+  // logits of the pass, it needs no outputs.
   Needs needs() const;
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.

@@ -122,7 +122,7 @@ class Sampler {
 
   std::vector<double> weights_;  // [V], the weights exp((logit - best logit) / temperature)
   double total_ = 0;             // sum of weights_
-  std::vector<int32_t> kept_;    // the tokens that are not cut; unused if no token is cut
+  std::vector<int32_t> kept_;    // the tokens that cut() keeps; unused if it keeps all
 };
 
 }  // namespace dlm
