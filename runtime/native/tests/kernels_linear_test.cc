@@ -172,12 +172,22 @@ void test_int8(Tally& tally, const dlm::Kernels& kernels) {
 
 constexpr int64_t kGroupSizes[] = {8, 24, 32, 40, 64, 96, 128, 288};
 
+// Returns all numbers from 1 to `last`, or only those around the sizes of the kernels' tiles.
+std::vector<int64_t> counts_up_to(int64_t last, bool all) {
+  std::vector<int64_t> found;
+  for (int64_t count = 1; count <= last; ++count)
+    if (all || count <= 5 || count % 6 <= 1 || count % 16 <= 1 || count == last)
+      found.push_back(count);
+  return found;
+}
+
 void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(13);
   for (const int64_t size : kGroupSizes) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
-    for (int64_t rows = 1; rows <= 40; ++rows) {
+    const bool all = size == 32;
+    for (const int64_t rows : counts_up_to(40, all)) {
       // Some of these numbers of inputs are not multiples of the group size.
       for (const int64_t K : {8, 32, 40, 136, 264}) {
         std::vector<Weight> weights;
@@ -187,7 +197,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
         check_linear(tally, kernels, numbers.normals(rows * K), rows, weights);
       }
     }
-    for (int64_t columns = 1; columns <= 100; ++columns) {
+    for (const int64_t columns : counts_up_to(100, all)) {
       tally.about = about + std::to_string(columns) + " columns";
       for (const int64_t rows : {3, 18})
         check_linear(tally, kernels, numbers.normals(rows * 48), rows,
@@ -303,10 +313,10 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
 void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels& kernels) {
   tally.about = kernels.name;
   Numbers numbers(10);
-  const Floats x = numbers.normals(300 * 344);
+  const Floats x = numbers.normals(300 * 104);
   for (const int64_t size : {0, 32, 64}) {
-    const std::vector<Weight> weights = {make_weight(numbers, 344, 170, size),
-                                         make_weight(numbers, 344, 170, size)};
+    const std::vector<Weight> weights = {make_weight(numbers, 104, 170, size),
+                                         make_weight(numbers, 104, 170, size)};
     for (const bool is_gated : {false, true})
       check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
         return run_linear(kernels, parallel, x, 300, weights, is_gated);

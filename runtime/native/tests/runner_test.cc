@@ -1205,7 +1205,7 @@ std::shared_ptr<const dlm::Automaton> barred_alone() {
 // The second job fails as it ends. The third job is cancelled. The fourth job has a proposer that
 // throws. The fifth job has a constraint whose tokens the denoiser rules out. These jobs must not
 // affect the other jobs. All other jobs must give the same result as when they run alone.
-void test_ten_thousand_jobs(bool shares, int count) {
+void test_many_jobs(bool shares, int count) {
   enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, shares), other(shape(), 0, false);
@@ -1280,14 +1280,14 @@ void test_ten_thousand_jobs(bool shares, int count) {
 
 }  // namespace
 
-// The argument is the number of jobs of the largest test.
+// With the argument `all`, the tests with random numbers run more often.
 int main(int argc, char** argv) {
-  const int jobs = argc > 1 ? std::atoi(argv[1]) : 1000;
-  for (const bool shares : {true, false}) test_ten_thousand_jobs(shares, jobs);
-  for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
-  for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
-  for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);
-  for (uint32_t seed = 0; seed < 120; ++seed) test_prefixes(seed);
+  const bool all = argc > 1 && std::string(argv[1]) == "all";
+  for (const bool shares : {true, false}) test_many_jobs(shares, all ? 10000 : 1000);
+  for (uint32_t seed = 0; seed < (all ? 60u : 20u); ++seed) test_random_requests(seed, true);
+  for (uint32_t seed = 0; seed < (all ? 20u : 8u); ++seed) test_random_requests(seed, false);
+  for (uint32_t seed = 0; seed < (all ? 40u : 20u); ++seed) test_costs(seed);
+  for (uint32_t seed = 0; seed < (all ? 120u : 40u); ++seed) test_prefixes(seed);
   for (const bool reuses : {true, false})
     for (const char* const cache : {"prefix", "dual"})
       test_full_attention_reuses_prompts_if_asked(reuses, cache);
@@ -1304,17 +1304,17 @@ int main(int argc, char** argv) {
     test_requests_at_once_share_their_prompt(shift);
     test_long_prompts_are_split(shift);
   }
-  for (uint32_t seed = 0; seed < 1000; ++seed) test_pages(seed);
+  for (uint32_t seed = 0; seed < (all ? 1000u : 200u); ++seed) test_pages(seed);
   test_passes_are_shared();
   test_admission_by_cost();
   for (const bool shares : {true, false}) {
     test_failures_stay_with_their_requests(shares);
-    test_threads(shares, 250);
+    test_threads(shares, all ? 250 : 100);
     for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign,
                               Fault::end_memory, Fault::step})
       test_faults_stay_with_their_requests(shares, fault);
     test_an_error_of_nobody_ends_all(shares);
-    test_mixed_requests(shares, 125);
+    test_mixed_requests(shares, all ? 125 : 60);
   }
   test_faults_as_a_scheduler_is_destroyed();
   test_limits();
