@@ -15,8 +15,9 @@ BENCH ?=
 # Who is measured at 1.03 B parameters.
 LARGE := native-int8,native-int4-rtn,torch-bf16,llama.cpp-Q8_0,llama.cpp-Q4_0
 FUZZ_SECONDS ?= 600
-# Tests that share what takes long to make stay on one worker.
-WORKERS := -n $(shell nproc) --dist loadgroup
+# Tests that share what takes long to make stay on one worker. There is one worker more than cores,
+# because some tests wait for servers.
+WORKERS := -n $(shell expr $$(nproc) + 1) --dist loadgroup
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

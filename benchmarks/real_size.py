@@ -167,7 +167,7 @@ def forget(folder: Path) -> None:
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
     """Run a command of dlm-export in a separate process and print its row.
 
-    Returns the row with the JSON output of the command.
+    Returns a row of the results, which contains the JSON that the command prints.
     """
     forget(reads)
     text, moved = watched([*DLM_EXPORT, *arguments, "--json"])

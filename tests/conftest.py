@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from traces import trace_once
 from dlm_export.graph import trace
 
 # For tiny denoisers, a second thread costs more time than it saves, especially on a busy machine.
+# The variable sets the number of torch's threads in programs that tests start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # pytest-xdist runs all tests of a group in the same process. Test files that share slow fixtures
 # or a traced graph (engines, the demo) form a group. Each other test file is a separate group. All processes use the

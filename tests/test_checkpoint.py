@@ -584,8 +584,8 @@ def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
 
 
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
-    """In LLaDA's config, vocab_size is the size of the tokenizer, and embedding_size is the size of
-    the matrices. The denoiser's vocabulary has the size of the matrices.
+    """In LLaDA's config, vocab_size is the number of tokens of the tokenizer, and embedding_size is
+    the number of rows of the embedding. The denoiser's vocabulary has embedding_size tokens.
     """
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
     assert _network(path).vocab_size == 160

@@ -92,7 +92,7 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
     """Return the quantised matrices of all experts. The keys are "gate", "up" and "down".
 
-    In NVFP4, all experts' matrices with the same key have the same global scale.
+    In NVFP4, the matrices of all experts that have the same name in an expert share a global scale.
     """
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
     ranges = {

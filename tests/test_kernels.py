@@ -389,7 +389,7 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
 
 
 def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
-    """Return an edit of a graph that replaces the operator of all attention nodes by ``name``.
+    """Return an edit. It replaces the operator of all attention nodes of a graph by ``name``.
 
     The new nodes have the attribute ``attribute`` with the given value (no attribute if None), and
     ``weights`` as additional inputs.

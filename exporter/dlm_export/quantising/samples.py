@@ -201,7 +201,7 @@ def trajectories(
     passes instead. The first canvas of a generation is the sample's prompt, followed by masks. Each
     pass adds one canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
     ``lockstep.courses`` explains ``memory_bytes``. For n samples, ``on_done`` is called n times:
-    each time that another n-th of all masked positions is decided.
+    once for every 1/n of the masked positions that has been decided.
     """
     # Import ``lockstep`` here, because reading data and comparing bundles must work without torch.
     from dlm_export.network import lockstep

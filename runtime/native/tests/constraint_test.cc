@@ -826,7 +826,7 @@ void test_requests(std::mt19937& random) {
 
 }  // namespace
 
-// The argument is the number of random constraints with extreme logits.
+// The argument is the number of random constraints that are tested with extreme logits.
 int main(int count, char** arguments) {
   std::mt19937 random(7);
   test_extreme_logits(random, count > 1 ? std::atoi(arguments[1]) : 600);

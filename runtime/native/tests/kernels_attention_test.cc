@@ -314,7 +314,8 @@ struct Attention {
 };
 
 // Attention scores are sums of D products. Their absolute error is about sqrt(D) * 2^-24 times the
-// score, which is at most 100 here. The softmax weights have the same relative error. All other
+// score, which is at most 100 here. The relative error of a softmax weight is the absolute error of
+// its score. All other
 // errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 

@@ -513,7 +513,8 @@ void test_a_window_limits_the_cache() {
                   "scheduler has room for 48") == 0);
 }
 
-// If a page of the layers with a window is missing, a request uses a shorter part of its prompt.
+// In layers with a sliding window, a cached page may be missing. Then a request reuses a shorter
+// part of its prompt.
 void test_a_window_limits_reuse() {
   constexpr int32_t kWindow = 16, kPage = 16;
   const dlm::Denoiser whole = noised_denoiser();

@@ -543,7 +543,7 @@ class Minimiser {
   // These lists describe the current component. The number of a member is its index in members_.
   std::vector<int32_t> members_, local_, class_;
   std::vector<std::vector<int32_t>> parts_;  // the members of each class
-  std::vector<size_t> place_;                // for each member: its index in the list of its class
+  std::vector<size_t> place_;  // for each element: its index in the list of its equivalence class
   std::vector<uint32_t> begins_;
   std::vector<int32_t> sources_;
 };

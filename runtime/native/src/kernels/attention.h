@@ -349,7 +349,8 @@ class QueryTiles {
   void hold(int64_t count, const int64_t* positions, Copy copy) {
     for (int64_t row = 0; row < count; ++row, ++held_) {
       copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
-      // Every query sees all cached rows, so cached rows get position 0, which every query sees.
+      // Without positions, every query sees all cached rows: they get position 0, which every query
+      // sees.
       held_positions_[held_] = positions == nullptr ? 0 : positions[row];
     }
     if (held_ == group_) finish();
