@@ -315,8 +315,7 @@ struct Attention {
 
 // Attention scores are sums of D products. Their absolute error is about sqrt(D) * 2^-24 times the
 // score, which is at most 100 here. The relative error of a softmax weight is the absolute error of
-// its score. All other
-// errors are smaller.
+// its score. All other errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
