@@ -401,7 +401,11 @@ class Rotary(nn.Module):
 
     def __init__(self, table: RotaryTable, positions: int, copies: int) -> None:
         super().__init__()
-        cos, sin = cosines_and_sines(table, positions, copies)
+        if torch.get_default_device().type == "meta":
+            # Computing the tables on this device would import torch._dynamo, which takes a second.
+            cos, sin = (torch.empty(copies * positions, table.size // 2) for _ in range(2))
+        else:
+            cos, sin = cosines_and_sines(table, positions, copies)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

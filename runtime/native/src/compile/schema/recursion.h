@@ -31,7 +31,8 @@ class Recursion {
   // are still too many combinations, the counted targets of the group share one number.
   void count(uint32_t max_depth);
 
-  // Returns the index of a target among the counted targets, or kNotCounted if the target is not counted.
+  // Returns the index of a target among the counted targets, or kNotCounted if the target is not
+  // counted.
   uint32_t number(const json::Value& target) const;
   // Returns the numbers of the counted targets to which the references inside a value lead,
   // directly or through other references. The numbers are in ascending order.
