@@ -393,6 +393,15 @@ def mask_share(
     return out
 
 
+def _random_block(origin: int, end: int, block_length: int, rng: np.random.Generator) -> int:
+    """Return the first position of a random block.
+
+    The first block starts at ``origin``, and all other blocks start before ``end``.
+    """
+    blocks = max(1, -(-(end - origin) // block_length))
+    return origin + int(rng.integers(blocks)) * block_length
+
+
 def noise_block(
     tokens: np.ndarray,
     noise_ratio: float,
@@ -429,8 +438,7 @@ def noise_block(
         raise ValueError(f"block_length {block_length} is below 1")
     origin = protected or len(tokens) // 2
     _check_maskable(tokens, noise_ratio, origin)
-    blocks = max(1, -(-((len(tokens) if end is None else end) - origin) // block_length))
-    start = origin + int(rng.integers(blocks)) * block_length
+    start = _random_block(origin, len(tokens) if end is None else end, block_length, rng)
     clean = np.array(tokens[: start + block_length], dtype=np.int64)
     is_noised = mask_share(clean, noise_ratio, -1, rng, start) == -1
     noise = random_tokens(len(clean), vocab_size, (), rng)
@@ -474,8 +482,8 @@ def mask_draft_block(
         raise ValueError(f"block_length {block_length} is below 2")
     origin = max(1, protected)
     _check_maskable(tokens, mask_ratio, origin)
-    blocks = max(1, -(-((len(tokens) if end is None else end) - origin) // block_length))
-    start = origin - 1 + int(rng.integers(blocks)) * block_length
+    # Each block starts one position earlier, because its first token is not masked.
+    start = _random_block(origin, len(tokens) if end is None else end, block_length, rng) - 1
     own = tokens[: start + block_length]
     return mask_share(own, mask_ratio, mask_token_id, rng, start + 1), start
 
