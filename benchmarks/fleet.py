@@ -1,14 +1,14 @@
 """Compare the latencies that `dlm-export plan --fleet` predicts with measured latencies.
 
     python benchmarks/fleet.py [BUNDLE] [--data FILE.jsonl] [--samples 64] [--max-new-tokens 64]
-        [--steps 0] [--layers 12] [--loads 0.3,0.6,0.8] [--seconds 6] [--repeats 4] [--json FILE]
+        [--steps 0] [--layers N] [--loads 0.3,0.6,0.8] [--seconds 6] [--repeats 4] [--json FILE]
 
-Without BUNDLE, the denoiser is the random INT8 denoiser of `text_bundle`, with the given number of
-layers. Each line of the file has a `prompt`. With --steps N, each request takes N passes of the
-preset `llada`. With 0, the bundle's default loop decides how many passes a request takes. The
+Without BUNDLE, the denoiser is the random INT8 denoiser of `text_bundle`. With --layers N, it has
+only N layers. Each line of the file has a `prompt`. With --steps N, each request takes N passes of
+the preset `llada`. With 0, the bundle's default loop decides how many passes a request takes. The
 script measures the bundle as `dlm-export bench BUNDLE --data FILE --batch 1,2,4,8,16` does, but
-only the prompts. The bundle runs on one thread, so that the server and its clients have a core of
-their own on a machine with two cores. A load of 0.5 means half of the highest number of requests
+only the prompts. The bundle runs on one thread, so that the server and its clients can use the
+other core of a machine with two cores. A load of 0.5 means half of the highest number of requests
 per second that `plan` predicts from this measurement.
 
 The speed of a machine changes over time. The script therefore repeats these steps:
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--loads", default="0.3,0.6,0.8")
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--repeats", type=int, default=4)
@@ -207,7 +207,7 @@ def main() -> None:
             before = ticks()
             rounds.append(measure_service(bundle, encoded, how, RUNNING, Silent(), 1))
             seed = SEED + number
-            # Requests that do not overlap.
+            # A request starts after three times the latency of a request, so requests do not overlap.
             space_s = max(0.02, 3e-3 * service_from(nfe, rounds).alone_ms)
             spaced = [space_s * count for count in range(50)]
             alone = asyncio.run(through_server(served.url, texts, spaced, fields, seed))

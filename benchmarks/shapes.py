@@ -137,9 +137,10 @@ def bundle_of(size: str, precision: str) -> Path:
     return built(checkpoint(size), f"{size}-{precision}", "--precision", precision, *options)
 
 
-def text_bundle(layers: int = 12) -> Path:
-    """Return a bundle with layers of the 134 M denoiser and the tokenizer of the demo. The weights
-    are random, in INT8. The bundle is built once.
+def text_bundle(layers: int | None = None) -> Path:
+    """Return a bundle with the layers of the 134 M denoiser and the tokenizer of the demo. The
+    weights are random, in INT8. ``layers`` may change the number of layers. The bundle is built
+    once.
     """
     from checkpoints import llada_config
 
@@ -147,8 +148,8 @@ def text_bundle(layers: int = 12) -> Path:
     demo = json.loads((DEMO / "config.json").read_text())
     kinds = ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")
     ids = {kind: demo[kind] for kind in kinds}
-    shape["n_layers"] = layers
-    name = "text" if layers == 12 else f"text-{layers}"
+    shape["n_layers"] = layers or shape["n_layers"]
+    name = "text" if layers is None else f"text-{layers}"
     source = random_checkpoint(name, llada_config(**shape, **ids, max_sequence_length=512))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, source)

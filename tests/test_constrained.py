@@ -366,7 +366,7 @@ def large() -> tuple[list[str], Constraint]:
 
 
 def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
-    """Return the tokens of a text. The text is the one whose tokens' weights have the largest sum.
+    """Return the tokens of the text whose token weights have the largest sum.
 
     ``weights`` is float64 ``[N, V]``. Among texts with equal sums, the text with the lowest ids is
     returned.

@@ -267,7 +267,7 @@ def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
         (str(folders[page]), [PLACEHOLDERS.get(word, word) for word in words])
         for page, words in steps
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(package.parent), json.dumps(given)],
         capture_output=True,

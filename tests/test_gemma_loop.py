@@ -280,17 +280,20 @@ def test_a_scheduler_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window
     assert KEPT * WINDOW_ROW <= sizes[0] < (KEPT + 16) * WINDOW_ROW
 
 
+@pytest.mark.parametrize(
+    "lengths", [(1040, 1100), pytest.param((1100, 1700), marks=pytest.mark.slow)]
+)
 def test_a_session_does_not_keep_more_of_a_long_canvas_in_layers_with_a_window(
-    tmp_path: Path,
+    lengths: tuple[int, int], tmp_path: Path
 ) -> None:
     config = diffusion_gemma_config(max_position_embeddings=2048)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config)
     build(checkpoint, tmp_path / "bundle", BuildOptions(check_parity=False))
     torch_denoiser = load(checkpoint)
-    ids = np.random.default_rng(3).integers(2, 160, 1100).tolist()
+    ids = np.random.default_rng(3).integers(2, 160, lengths[-1]).tolist()
     with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
         policy = bundle.policy().with_fields(FIELDS)
-        for length in (1040, 1100):
+        for length in lengths:
             made = bundle.generate(tokens=ids[:length], max_new_tokens=2 * CANVAS, **FIELDS)
             wanted = reference.generate(torch_denoiser, ids[:length], policy, 2 * CANVAS)
             assert made.tokens == wanted.tokens

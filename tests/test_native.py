@@ -246,6 +246,15 @@ def test_requests_that_share_passes_come_to_what_each_comes_to_alone_under_sanit
     )
 
 
+@pytest.mark.slow
+def test_many_more_requests_that_share_passes_under_sanitizers(sanitized: Path) -> None:
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$",
+        succeed(sanitized / "runner_test", "all"),
+        flags=re.MULTILINE,
+    )
+
+
 def test_constraints_are_read_and_kept_to_under_sanitizers(sanitized: Path) -> None:
     assert re.search(
         r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test"), flags=re.MULTILINE
