@@ -634,8 +634,12 @@ def by_tokens(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
 
 
-def test_kernels_agree_with_plain_loops_under_sanitizers(sanitized: Path) -> None:  # noqa: F811
-    out = succeed(sanitized / "kernels_test")
+@pytest.mark.parametrize("arguments", [[], pytest.param(["all"], marks=pytest.mark.slow)])
+def test_kernels_agree_with_plain_loops_under_sanitizers(
+    sanitized: Path,  # noqa: F811
+    arguments: list[str],
+) -> None:
+    out = succeed(sanitized / "kernels_test", *arguments)
     assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
 
 

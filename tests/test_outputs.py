@@ -366,10 +366,7 @@ def _check(found: dict[str, Any]) -> None:
 
 def _ended_builds(*arguments: object) -> list[dict[str, Any]]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=1200, check=False, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

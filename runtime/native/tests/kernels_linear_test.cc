@@ -186,7 +186,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   for (const int64_t size : kGroupSizes) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
-    const bool all = size == 32;
+    const bool all = tally.all || size == 32;
     for (const int64_t rows : counts_up_to(40, all)) {
       // Some of these numbers of inputs are not multiples of the group size.
       for (const int64_t K : {8, 32, 40, 136, 264}) {

@@ -3,6 +3,8 @@
 // the processor does not support a kernel set, the program tests this set only if it can emulate
 // the missing instructions.
 //
+// With the argument `all`, INT4 layers are tested with every number of rows and columns.
+//
 // Prints one line for each set, and "N passed, N failed". The exit status is 1 if a check failed.
 #include "kernels_test.h"
 
@@ -14,8 +16,9 @@ extern const Kernels kAvxVnniStandIn, kAmxEmulated, kAmxStandIn;
 }
 #endif
 
-int main() {
+int main(int argc, char** argv) {
   kernels_test::Tally tally;
+  tally.all = argc > 1 && std::string(argv[1]) == "all";
   std::vector<const dlm::Kernels*> all = dlm::list_kernels();
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))

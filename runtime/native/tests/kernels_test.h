@@ -24,6 +24,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
 
 struct Tally {
   int passed = 0, failed = 0;
+  bool all = false;   // with the argument `all`: test every number of rows and columns
   std::string about;  // description of the current test
   void note(bool holds, const char* file, int line, const char* what) {
     ++(holds ? passed : failed);
