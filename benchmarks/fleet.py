@@ -13,15 +13,16 @@ per second that `plan` predicts from this measurement.
 
 The speed of a machine changes over time. The script therefore repeats these steps:
 
-1. Measure one round of `measure_service`.
-2. For each load, submit prompts to a scheduler at random times.
-3. Measure the time that a server adds to a request, with requests that are sent one at a time. Then,
-   for each load, send requests to the server at random times.
+1. Measure the time that a server adds to a request, with requests that are sent one at a time.
+2. For each load, measure one round of `measure_service`. Then submit prompts to a scheduler at
+   random times, and send requests to the server at random times.
 
-The prediction uses the mean pass times of all repeats, and the same times of arrival as the
-measurement. The script prints the medians of p50 and p95 over the repeats, and the lowest and the
-highest p95. It also prints the share of time in which the host ran other virtual machines instead
-of this one (steal time).
+The prediction uses the mean pass times of all rounds, multiplied by the pace of the two rounds that
+were measured just before and just after the load, and the same times of arrival as the measurement.
+The script prints the medians of p50 and p95 over the repeats, the lowest and the highest measured
+p95, and the p95 that is predicted at the paces of the fastest and of the slowest round. It also
+prints the share of time in which the host ran other virtual machines instead of this one (steal
+time).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import statistics
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,38 @@ def choice(at: list[float], count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(count, size=len(at))
 
 
+@dataclass(frozen=True)
+class Run:
+    """The latencies of one load in one repeat."""
+
+    what: str
+    load: float
+    at: list[float]
+    seed: int
+    latencies_ms: list[float]
+    round: int  # the number of the round that was measured just before
+
+
+@dataclass
+class Measured:
+    """Everything that the script measures."""
+
+    nfe: tuple[int, ...]
+    rounds: list[dict[str, Any]]
+    most_per_s: float
+    overheads_ms: list[float]  # latencies of requests that run alone on the server, in every repeat
+    runs: list[Run]
+
+
+def cost(measured_round: dict[str, Any]) -> float:
+    """Return the mean ms of a pass per request in it."""
+    return statistics.mean(row["ms_per_pass"] / row["shares"] for row in measured_round["loads"])
+
+
 def service_from(nfe: tuple[int, ...], rounds: list[dict[str, Any]]) -> Service:
     """Make a ``Service`` from the results of several calls of ``measure_service``."""
     rows = [row for each in rounds for row in each["loads"]]
     times = [(row["shares"], row["ms_per_pass"], row["passes"]) for row in rows]
-
-    def cost(each: dict[str, Any]) -> float:
-        return statistics.mean(row["ms_per_pass"] / row["shares"] for row in each["loads"])
-
     mean = statistics.mean(map(cost, rounds))
     overhead = statistics.median(each["overhead_ms"] for each in rounds)
     return service_of(nfe, times, overhead, [cost(each) / mean for each in rounds])
@@ -163,6 +188,79 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def measure(arguments: argparse.Namespace) -> Measured:
+    texts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][
+        : arguments.samples
+    ]
+    loads = list(map(float, arguments.loads.split(",")))
+    new = arguments.max_new_tokens
+    loop = {"preset": "llada", "steps": arguments.steps} if arguments.steps else {}
+    how = {"max_new_tokens": new, **loop}
+    path = arguments.bundle or text_bundle(arguments.layers)
+    with (
+        dlm_runtime.open(path, threads=1) as bundle,
+        serving(path, "--threads", "1", "--no-log") as served,
+    ):
+        fields = {"model": served.model, "max_tokens": new, "dlm": loop}
+        assert bundle.tokenizer is not None
+        encoded = [bundle.tokenizer.encode(text) for text in texts]
+        nfe = tuple(bundle.generate(tokens=each, **how).nfe for each in encoded)
+        found = Measured(nfe, [], 0.0, [], [])
+
+        def measure_round() -> None:
+            found.rounds.append(measure_service(bundle, encoded, how, RUNNING, Silent(), 1))
+
+        for _ in range(3):
+            measure_round()
+        most = found.most_per_s = service_from(nfe, found.rounds).most_per_s(16)
+        print(f"{statistics.mean(nfe):.2f} passes, {most:.1f} requests/s at most", flush=True)
+        for number in range(arguments.repeats):
+            before, seed = ticks(), SEED + number
+            # A request starts after three times the latency of a request, so requests do not overlap.
+            space_s = max(0.02, 3e-3 * service_from(nfe, found.rounds).alone_ms)
+            spaced = [space_s * count for count in range(50)]
+            alone = asyncio.run(through_server(served.url, texts, spaced, fields, seed))
+            found.overheads_ms.append(statistics.median(alone[10:]))
+            for load in loads:
+                measure_round()
+                at = moments(load * most, arguments.seconds, seed)
+                by = len(found.rounds) - 1
+                took = through_scheduler(bundle, encoded, at, how, seed)
+                found.runs.append(Run("scheduler", load, at, seed, took, by))
+                took = asyncio.run(through_server(served.url, texts, at, fields, seed))
+                found.runs.append(Run("server", load, at, seed, took, by))
+            steal, total = (now - then for now, then in zip(ticks(), before, strict=True))
+            print(f"repeat {number + 1}: steal time {steal / total:.1%}", flush=True)
+        measure_round()
+    return found
+
+
+def compare(found: Measured, service: Service, overhead_ms: float) -> list[dict[str, Any]]:
+    """Return one row for each load of the scheduler and of the server."""
+    mean = statistics.mean(map(cost, found.rounds))
+    paces = [cost(each) / mean for each in found.rounds]
+    nfe = np.array(found.nfe)
+
+    def predict(run: Run, pace: float) -> np.ndarray:
+        at_this_pace = at_pace(service, overhead_ms if run.what == "server" else 0.0, pace)
+        return replay(
+            at_this_pace, 16, 1e3 * np.array(run.at), nfe[choice(run.at, len(nfe), run.seed)]
+        )
+
+    rows = []
+    for what, load in sorted({(run.what, run.load) for run in found.runs}):
+        runs = [run for run in found.runs if (run.what, run.load) == (what, load)]
+        measured = [run.latencies_ms for run in runs]
+        usual = [predict(run, statistics.mean(paces[run.round : run.round + 2])) for run in runs]
+        row = {"what": what, "load": load, "per_s": load * found.most_per_s}
+        row |= compared(usual, measured)
+        for name, pace in (("low_p95_ms", min(paces)), ("high_p95_ms", max(paces))):
+            other = compared([predict(run, pace) for run in runs], measured)
+            row[name] = other["predicted_p95_ms"]
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,77 +276,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    texts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][
-        : arguments.samples
-    ]
-    loads = list(map(float, arguments.loads.split(",")))
-    new = arguments.max_new_tokens
-    loop = {"preset": "llada", "steps": arguments.steps} if arguments.steps else {}
-    how = {"max_new_tokens": new, **loop}
-    path = arguments.bundle or text_bundle(arguments.layers)
-    rounds: list[dict[str, Any]] = []
-    overheads: list[float] = []
-    arrivals: dict[float, list[tuple[list[float], int]]] = {load: [] for load in loads}
-    found: dict[tuple[str, float], list[list[float]]] = {
-        (what, load): [] for what in ("scheduler", "server") for load in loads
-    }
-    with (
-        dlm_runtime.open(path, threads=1) as bundle,
-        serving(path, "--threads", "1", "--no-log") as served,
-    ):
-        fields = {"model": served.model, "max_tokens": new, "dlm": loop}
-        assert bundle.tokenizer is not None
-        encoded = [bundle.tokenizer.encode(text) for text in texts]
-        nfe = tuple(bundle.generate(tokens=each, **how).nfe for each in encoded)
-        rounds = [measure_service(bundle, encoded, how, RUNNING, Silent(), 1) for _ in range(3)]
-        most = service_from(nfe, rounds).most_per_s(16)
-        print(f"{statistics.mean(nfe):.2f} passes, {most:.1f} requests/s at most", flush=True)
-        for number in range(arguments.repeats):
-            before = ticks()
-            rounds.append(measure_service(bundle, encoded, how, RUNNING, Silent(), 1))
-            seed = SEED + number
-            # A request starts after three times the latency of a request, so requests do not overlap.
-            space_s = max(0.02, 3e-3 * service_from(nfe, rounds).alone_ms)
-            spaced = [space_s * count for count in range(50)]
-            alone = asyncio.run(through_server(served.url, texts, spaced, fields, seed))
-            overheads.append(statistics.median(alone[10:]))
-            for load in loads:
-                at = moments(load * most, arguments.seconds, seed)
-                arrivals[load].append((at, seed))
-                found["scheduler", load].append(through_scheduler(bundle, encoded, at, how, seed))
-                found["server", load].append(
-                    asyncio.run(through_server(served.url, texts, at, fields, seed))
-                )
-            steal, total = (now - then for now, then in zip(ticks(), before, strict=True))
-            print(f"repeat {number + 1}: steal time {steal / total:.1%}", flush=True)
-    service = service_from(nfe, rounds)
+    found = measure(arguments)
+    service = service_from(found.nfe, found.rounds)
     print(service)
-    overhead = max(0.0, statistics.median(overheads) - service.alone_ms)
+    overhead = max(0.0, statistics.median(found.overheads_ms) - service.alone_ms)
     print(f"The server adds {overhead:.2f} ms to a request")
-    rows = []
-    for (what, load), measured in found.items():
-        added = overhead if what == "server" else 0.0
-        slow, usual, fast = (
-            [
-                replay(each, 16, 1e3 * np.array(at), np.array(nfe)[choice(at, len(nfe), seed)])
-                for at, seed in arrivals[load]
-            ]
-            for each in (
-                at_pace(service, added, pace) for pace in (service.paces[1], 1.0, service.paces[0])
-            )
-        )
-        row = {"what": what, "load": load, "per_s": load * most}
-        row |= compared(usual, measured)
-        row["low_p95_ms"] = compared(fast, measured)["predicted_p95_ms"]
-        row["high_p95_ms"] = compared(slow, measured)["predicted_p95_ms"]
+    rows = compare(found, service, overhead)
+    for row in rows:
         show(row)
-        rows.append(row)
     if arguments.json is not None:
         result = {
             "machine": machine(),
             "date": date.today().isoformat(),
             "cores": os.cpu_count(),
-            "rounds": rounds,
+            "rounds": found.rounds,
             "scheduler_overhead_ms": service.overhead_ms,
             "server_overhead_ms": overhead,
             "rows": rows,

@@ -7,12 +7,16 @@ block and the dual cache. The first pass of a block is a pass over the whole can
 --refresh N a pass that begins at least N tokens before the block. Each run is a new process, whose
 largest resident set is measured. A run may allocate at most --memory GiB. If a run needs more, the
 table shows the error.
+
+`limit s` is the time that the multiply-adds of the request's first pass would take alone. As in
+first_pass.py, the script measures the speed of the processor just before each run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -21,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from first_pass import multiply_adds, rate
 from shapes import QUICKLY, built, machine, random_checkpoint
 
 NEW_TOKENS, BLOCK_LENGTH, PASSES_PER_BLOCK = 128, 32, 4
@@ -84,6 +89,22 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
     }
 
 
+def first_pass_limit(path: Path, length: int, threads: int) -> float:
+    """Return the seconds that the multiply-adds of a pass over the whole canvas take at least."""
+    from dlm_export.bundle.manifest import network_of, read_manifest
+    from dlm_export.planning import roofline
+
+    manifest = read_manifest(path)
+    formats = manifest["precision"].get("layers", {})
+    linear, attention = multiply_adds(
+        network_of(manifest), formats, length, BLOCK_LENGTH, length * length
+    )
+    fp32 = rate("fma", threads)
+    return (
+        linear / (roofline.measure(threads).int8_macs_per_s if formats else fp32) + attention / fp32
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -91,7 +112,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="4096,16384,32768")
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--refresh", default="0,32,64")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--memory", type=float, default=8, help="GiB that a run may allocate.")
     parser.add_argument("--json", type=Path)
     # Arguments of the new process: BUNDLE LENGTH REFRESH.
@@ -104,7 +125,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     print(
-        "canvas  precision  refresh  first pass s  opening ms  other ms  a block ms  moving ms  cache MiB  peak RSS MiB"
+        "canvas  precision  refresh  first pass s  limit s  opening ms  other ms  a block ms  moving ms  cache MiB  peak MiB"
     )
     for length in map(int, arguments.lengths.split(",")):
         for precision in arguments.precisions.split(","):
@@ -118,11 +139,13 @@ def main() -> None:
                     str(arguments.memory),
                 ]
                 command += ["--one", str(bundle_of(precision)), str(length), refresh]
+                limit = first_pass_limit(bundle_of(precision), length, arguments.threads)
                 done = subprocess.run(command, capture_output=True, text=True)
                 row: dict[str, Any] = {
                     "length": length,
                     "precision": precision,
                     "refresh": int(refresh),
+                    "limit_s": round(limit, 3),
                 }
                 label = f"{length:6}  {precision:9}  {refresh:>7}"
                 if done.returncode:
@@ -136,9 +159,10 @@ def main() -> None:
                     row |= json.loads(done.stdout)
                     block_ms = row["opening_ms"] + (PASSES_PER_BLOCK - 1) * row["other_ms"]
                     sizes = (row["cache_bytes"] / 2**20, row["peak_rss_bytes"] / 2**20)
-                    times = f"{row['first_pass_s']:12.2f}  {row['opening_ms']:10.1f}  {row['other_ms']:8.1f}  {block_ms:10.1f}"
+                    times = f"{row['first_pass_s']:12.2f}  {limit:7.2f}  {row['opening_ms']:10.1f}"
                     print(
-                        f"{label}  {times}  {row['moving_ms']:9.2f}  {sizes[0]:9.1f}  {sizes[1]:12.1f}",
+                        f"{label}  {times}  {row['other_ms']:8.1f}  {block_ms:10.1f}  {row['moving_ms']:9.2f}"
+                        f"  {sizes[0]:9.1f}  {sizes[1]:8.1f}",
                         flush=True,
                     )
                 rows.append(row)

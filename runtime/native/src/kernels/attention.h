@@ -49,10 +49,10 @@ class Softmax {
   // The number of keys whose dot products are computed in parallel. This hides the latency of
   // multiply-add instructions.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
-  // The number of keys whose attention scores are stored at a time. With few queries, memory
-  // bandwidth limits the speed. So the first-level cache must have room for the current keys and
-  // values and for the prefetched keys and values.
-  static constexpr int kKeys = kVectors == 1 ? 16 : 64 / kBlock * kBlock;
+  // The number of keys whose attention scores are stored at a time. These keys and their values
+  // must fit into the first-level cache. With few queries, memory bandwidth limits the speed, so
+  // the prefetched keys and values must fit as well.
+  static constexpr int kKeys = kVectors == 1 ? 16 : 36 / kBlock * kBlock;
 
   // `scores` points to scratch memory for kKeys * kQueries floats, which several tiles may share.
   // `queries` and `sums` point to scratch memory for head_size * kQueries floats each.
@@ -95,9 +95,15 @@ class Softmax {
   template <class Between>
   void add(const float* keys, const float* values, int64_t count, const void* next_values,
            const void* next_keys, Between between) {
-    score<false>(keys, next_values, nullptr, count);
+    score<false>(keys, nullptr, count, Prefetched{next_values});
     between();
-    weigh(values, next_keys, count);
+    weigh(values, count, Prefetched{next_keys});
+  }
+
+  // Like add(), for keys and values that are in the processor's caches. Prefetches nothing.
+  void add_recent(const float* keys, const float* values, int64_t count) {
+    score<false>(keys, nullptr, count, Nothing{});
+    weigh(values, count, Nothing{});
   }
 
   // Adds the keys and values of the positions in `positions` [count]. `count` is at most kKeys, and
@@ -112,10 +118,10 @@ class Softmax {
     for (int64_t i = first; i < end; ++i) is_seen_by_all &= all_see_.contain(positions[i]);
     const float *const from = keys + first * head_size_, *const to = values + first * head_size_;
     if (is_seen_by_all)
-      score<false>(from, to, nullptr, end - first);
+      score<false>(from, nullptr, end - first, Nothing{});
     else
-      score<true>(from, to, positions + first, end - first);
-    weigh(to, keys + end * head_size_, end - first);
+      score<true>(from, positions + first, end - first, Nothing{});
+    weigh(to, end - first, Nothing{});
   }
 
   // Writes the result [D] of the query in the given lane.
@@ -126,11 +132,23 @@ class Softmax {
   }
 
  private:
-  // Computes the attention scores of `count` keys. At the same time, prefetches the rows at `next`,
-  // because the denoiser's weights have displaced these rows from the processor's caches. If kHides
-  // is true, each lane ignores keys at positions that its query does not see.
-  template <bool kHides>
-  void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
+  // The rows that are prefetched during a computation, because the denoiser's weights have
+  // displaced them from the processor's caches. fetch() prefetches rows[number] of an array of
+  // floats. `number` may be past the end of the array.
+  struct Prefetched {
+    const void* rows;
+    [[gnu::always_inline]] void fetch(int64_t number) const {
+      fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
+    }
+  };
+  struct Nothing {
+    [[gnu::always_inline]] void fetch(int64_t) const {}
+  };
+
+  // Computes the attention scores of `count` keys, and prefetches `next`. If kHides is true, each
+  // lane ignores keys at positions that its query does not see.
+  template <bool kHides, class Next>
+  void score(const float* keys, const int64_t* positions, int64_t count, Next next) {
     F largest[kVectors];
     for (int v = 0; v < kVectors; ++v) largest[v] = largest_[v];
     for (int64_t from = 0; from < count; from += kBlock) {
@@ -144,7 +162,7 @@ class Softmax {
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
       for (int64_t d = 0; d < head_size_; ++d) {
-        fetch(next, from * head_size_ + d * kBlock);
+        next.fetch(from * head_size_ + d * kBlock);
         F queries[kVectors];
         unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
           queries[v] = simd::load(queries_ + d * kQueries + v * kLanes);
@@ -190,23 +208,19 @@ class Softmax {
     }
   }
 
-  // Prefetches rows[number] of an array of floats. `number` may be past the end of the array.
-  [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
-    fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
-  }
-
-  // Multiplies `count` values by their softmax weights, and adds them to the result. At the same
-  // time, prefetches the rows at `next`.
-  void weigh(const float* values, const void* next, int64_t count) {
+  // Multiplies `count` values by their softmax weights, and adds them to the result. Prefetches
+  // `next`.
+  template <class Next>
+  void weigh(const float* values, int64_t count, Next next) {
     int64_t d = 0;
-    for (; d + kBlock <= head_size_; d += kBlock) weigh<kBlock>(values, next, count, d);
+    for (; d + kBlock <= head_size_; d += kBlock) weigh<kBlock>(values, count, next, d);
     if (d == head_size_) return;
     with_constant<kBlock - 1>(head_size_ - d,
-                              [&](auto rest) { weigh<rest>(values, next, count, d); });
+                              [&](auto rest) { weigh<rest>(values, count, next, d); });
   }
 
-  template <int kTogether>
-  void weigh(const float* values, const void* next, int64_t count, int64_t d) {
+  template <int kTogether, class Next>
+  void weigh(const float* values, int64_t count, Next next, int64_t d) {
     constexpr int kSums = kTogether * kVectors;
     F sums[kSums];
     float* const out = sums_ + d * kQueries;
@@ -216,7 +230,7 @@ class Softmax {
     const float* value = values + d;
     const float* weight = scores_;
     for (int64_t j = 0; j < count; ++j, value += head_size_, weight += kQueries) {
-      fetch(next, d * count + j * kTogether);
+      next.fetch(d * count + j * kTogether);
       F weights[kVectors];
       unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
         weights[v] = simd::load(weight + v * kLanes);
@@ -317,8 +331,7 @@ class QueryTiles {
       tiles_[0].add(wide_keys, wide_values, count, values, keys + count * bytes,
                     [&]() __attribute__((always_inline)) { widen(values, count, wide_values); });
       if constexpr (kVectors > 1)
-        for (int64_t i = 1; i < count_; ++i)
-          tiles_[i].add(wide_keys, wide_values, count, wide_values, wide_keys, [] {});
+        for (int64_t i = 1; i < count_; ++i) tiles_[i].add_recent(wide_keys, wide_values, count);
     }
   }
 
@@ -357,11 +370,12 @@ class QueryTiles {
   }
 
   void add_group(const float* keys, const float* values, const int64_t* positions, int64_t count) {
-    for (int64_t i = 0; i < count_; ++i)
-      if (positions != nullptr)
-        tiles_[i].add_seen(keys, values, positions, count);
-      else
-        tiles_[i].add(keys, values, count, values, keys + count * head_size_, [] {});
+    if (positions != nullptr) {
+      for (int64_t i = 0; i < count_; ++i) tiles_[i].add_seen(keys, values, positions, count);
+      return;
+    }
+    tiles_[0].add(keys, values, count, values, keys + count * head_size_, [] {});
+    for (int64_t i = 1; i < count_; ++i) tiles_[i].add_recent(keys, values, count);
   }
 
   const int64_t head_size_, count_, group_;
