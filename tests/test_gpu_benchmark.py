@@ -34,6 +34,7 @@ def _run(*options: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_rehearsal_measures_both_loops_of_both_contestants_and_they_agree(
     tmp_path: Path,
 ) -> None:

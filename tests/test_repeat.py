@@ -105,7 +105,7 @@ def described(graph: ir.Graph) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("network", "precision", "is_plain"),
     [
-        pytest.param(LLADA, "fp32", False, id="llada"),
+        pytest.param(LLADA, "fp32", False, id="llada", marks=pytest.mark.slow),
         pytest.param(DREAM, "bf16", False, id="dream", marks=pytest.mark.slow),
         pytest.param(
             replace(DREAM, tied_head=True),
