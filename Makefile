@@ -22,7 +22,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
-# Python compiles each module when it is first imported, so pip need not compile all modules.
+# Python compiles each module when it is first imported, so pip need not compile all modules. Python
+# must store the compiled modules, because the tests start hundreds of programs that import torch.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 NATIVE := $(shell find runtime/native -type f -not -path '*/tests/*' -not -path '*/fuzz/*')
 # C and C++ sources that clang-format checks.
