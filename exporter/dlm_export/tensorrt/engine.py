@@ -347,8 +347,8 @@ def _make_config(
             for port in ("past_key", "past_value"):
                 profile.set_shape(layer[port], *shapes)
         if (width := loop.get("conditioning_size")) is not None:
-            shapes = [(1, size, width) for size in ranges["tokens"]]
-            profile.set_shape(ports["conditioning"], *shapes)
+            embedded = [(1, size, width) for size in ranges["tokens"]]
+            profile.set_shape(ports["conditioning"], *embedded)
             profile.set_shape(ports["temperature"], *((1, size) for size in ranges["rows"]))
         if config.add_optimization_profile(profile) < 0:
             raise BuilderError(f"TensorRT {trt.__version__} rejects the profile {ranges}")
