@@ -7,6 +7,7 @@ tests/test_native_tensorrt.py tests the runtime with mock libraries.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import numpy as np
 import onnxruntime
 import pytest
 from checkpoints import diffusion_gemma_config, write_checkpoint
-from engine_bundles import check_audits, dlm_export, gpu_bundle, read_manifest, refused
+from engine_bundles import SMALL, check_audits, dlm_export, gpu_bundle, read_manifest, refused
 from slow_cases import slow_except
+from test_gemma_quantised import write_calm
 
 import dlm_runtime
+from dlm_export.build import BuildOptions, build
+from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.sources import open_source
 
 VOCAB, LONGEST, HIDDEN, WINDOW = 160, 256, 64, 7
@@ -103,6 +107,25 @@ def test_layers_with_a_window_may_read_the_rows_of_all_positions(
     for name in ("logits", "next_conditioning"):
         # fp16 sums of different lengths may round differently.
         assert np.abs(near[name] - whole[name]).max() <= 2e-3 * np.ptp(whole[name]), name
+
+
+@pytest.mark.parametrize("precision", slow_except(["fp16"], ["fp16", "fp8"]))
+def test_a_build_compares_the_graph_with_torch(tmp_path: Path, precision: str) -> None:
+    """The router has a norm, and computes in fp32 from inputs that the graph rounds to fp16."""
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    options = BuildOptions(
+        ("rtx5090",),
+        precision,
+        engine=None,
+        quantise=replace(SMALL, effort=Effort("default", judged=1)),
+    )
+    report = build(write_calm(tmp_path, **sizes), tmp_path / "bundle", options)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    rows = {row.layer: row for row in report.parity.layers}
+    router = rows["blocks.1.mlp.router"]
+    assert router.output_relative is not None
+    assert router.output_relative <= 2e-5 < router.input_relative
 
 
 # ---- Engines ----
