@@ -18,8 +18,10 @@ from click.testing import CliRunner, Result
 
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.bundle.folder import finish
+from dlm_export.bundle.manifest import network_of
 from dlm_export.cli import main
 from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.tensorrt.audit import differs
 from dlm_export.tensorrt.estimate import EngineOptions
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-denoiser"
@@ -75,6 +77,21 @@ def gpu_bundle(
 def demo_engines(precision: str) -> Path:
     """The demo's bundle with the engines of ``BUILDS``. Tests must not change the bundle."""
     return gpu_bundle(precision, *BUILDS[precision], engines=True)
+
+
+def check_audits(bundle: Path, names: Sequence[str]) -> None:
+    """Check that each engine holds every layer in the format that the manifest lists."""
+    manifest = read_manifest(bundle)
+    precision, network = manifest["precision"], network_of(manifest)
+    full = {"fp16": "float16", "bf16": "bfloat16"}
+    asked = dict.fromkeys(network.quantisable(), full.get(precision["name"], "high"))
+    asked |= precision.get("layers", {})
+    assert sorted(manifest["loop"]["engines"]) == sorted(manifest["audits"]) == sorted(names)
+    for audit in manifest["audits"].values():
+        assert audit["fallbacks"] == {}
+        assert audit["layers"].keys() >= asked.keys()
+        for layer, wanted in asked.items():
+            assert not differs(wanted, audit["layers"][layer]), layer
 
 
 def copy_of(bundle: Path, to: Path) -> Path:

@@ -21,12 +21,13 @@ from typing import Any
 import jsonschema
 import onnx
 import pytest
-from checkpoints import llada_config, write_checkpoint
+from checkpoints import llada_config, stable_diffcoder_config, wedlm_config, write_checkpoint
 from engine_bundles import (
     BLOCK,
     BUILDS,
     DEMO,
     LONGEST,
+    check_audits,
     contents,
     copy_of,
     demo_engines,
@@ -81,6 +82,18 @@ def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(
     assert sorted(manifest["loop"]["engines"]) == sorted(manifest["audits"]) == sorted(names)
     for audit in manifest["audits"].values():
         assert (audit["method"], audit["layers"], audit["fallbacks"]) == ("network", asked, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [wedlm_config, stable_diffcoder_config])
+def test_engines_of_further_families_hold_every_layer_as_asked(
+    config: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", config())
+    bundle = gpu_bundle("fp8", "rtx5090", source=source, engines=True)
+    check_audits(bundle, ["rtx5090"])
+    held = set(read_manifest(bundle)["audits"]["rtx5090"]["layers"].values())
+    assert "fp8" in held
 
 
 def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], Path]) -> None:

@@ -29,7 +29,12 @@ VOCABULARY, MASK, TOP_K = 50, 49, 2
 LAYERS = ((3, 4), (3, 4))  # for each layer: (number of key and value heads, head size)
 MIXED = ((3, 4), (1, 16), (3, 4), (2, 2))
 CANVAS, BLOCK = 64, 32
+WIDTH, WINDOW = 5, 3  # of the denoiser with self-conditioning
+# The policy of this denoiser: 6 passes over each block of 8 random tokens.
+NOISE = {"cache": "block", "remask": "noise", "commit": "entropy_bound", "score": "entropy"}
+NOISE |= {"block": "8", "steps": "6"}
 PORTS = ("input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits")
+CONDITIONING_PORTS = ("conditioning", "temperature", "next_conditioning")
 LAYER_PORTS = ("past_key", "past_value", "present_key", "present_value")
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # the numbers of nvinfer1::DataType
 
@@ -52,10 +57,13 @@ def plan(
     cache: str = "float16",
     *more: str,
     layers: tuple[tuple[int, int], ...] = LAYERS,
+    conditioning: int = 0,
 ) -> str:
     """Return the content of an engine file for the mock TensorRT library."""
-    lines = ["mock-engine", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
+    mask = VOCABULARY if conditioning else MASK
+    lines = ["mock-engine", f"denoiser {VOCABULARY} {mask} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
+    lines += [f"conditioning {conditioning}"] if conditioning else []
     for profile in sizes.values():
         lines.append(
             "profile "
@@ -76,12 +84,17 @@ def write_bundle(
     layers: tuple[tuple[int, int], ...] = LAYERS,
     names: Callable[[str], str] = str,
     graphs: tuple[str, str] = ("judged", "device"),
+    conditioning: int = 0,
+    longest: int = 256,
 ) -> Path:
     """Write a bundle with only the fields that the native reader needs.
 
     ``engines`` maps targets to changes of the engine's entry in the manifest. The key "plan" sets
     the content of the engine file. ``names`` renames inputs and outputs. ``graphs`` are the
-    contents of denoiser.onnx and denoiser.device.onnx, which a TensorRT engine never reads.
+    contents of denoiser.onnx and denoiser.device.onnx, which a TensorRT engine never reads. If
+    ``conditioning`` is above 0, the denoiser starts from random tokens, has self-conditioning of
+    this width, and all its layers except the last have a window. ``longest`` is the length of the
+    longest canvas.
     """
     folder.mkdir(exist_ok=True)
     judged, device = (text.encode() for text in graphs)
@@ -94,7 +107,8 @@ def write_bundle(
     for target, changes in ({"rtx5090": {}} if engines is None else engines).items():
         sizes = changes.get("profiles", profiles())
         name = f"engines/{target}.engine"
-        contents[name] = changes.get("plan", plan(sizes, cache, layers=layers)).encode()
+        usual = plan(sizes, cache, layers=layers, conditioning=conditioning)
+        contents[name] = changes.get("plan", usual).encode()
         entry = {
             "file": name,
             "builder": "tensorrt",
@@ -113,11 +127,13 @@ def write_bundle(
     (folder / "engines").mkdir(exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    ports: dict[str, Any] = {name: names(name) for name in PORTS}
+    own = PORTS + (CONDITIONING_PORTS if conditioning else ())
+    ports: dict[str, Any] = {name: names(name) for name in own}
     ports["layers"] = [
         {
             "kv_heads": kv_heads,
             "head_size": head_size,
+            **({"window": WINDOW} if conditioning and i < len(layers) - 1 else {}),
             **{kind: names(f"{kind}.{i}") for kind in LAYER_PORTS},
         }
         for i, (kv_heads, head_size) in enumerate(layers)
@@ -132,9 +148,12 @@ def write_bundle(
         "vocab_size": VOCABULARY,
         "mask_token_id": MASK,
         "eos_token_ids": [],
-        "max_canvas_length": 256,
+        "max_canvas_length": longest,
         "shift": shift,
     }
+    if conditioning:
+        loop |= {"mask_token_id": VOCABULARY, "noise": "uniform", "conditioning_size": conditioning}
+        loop |= {"visible_block": 1, "draft_block": 8}
     loop |= {
         "graph": graph | {"cache_dtype": cache, "ports": ports},
         "presets": {"llada": {}},
@@ -319,6 +338,80 @@ def test_logits_are_copied_whole_and_in_as_many_passes_as_the_engine_needs(
     assert told.all_same()
     passes = 1 if rows <= BLOCK else 2
     assert told.made("pageable_copies") == passes
+
+
+# ---- Self-conditioning ----
+
+
+@pytest.fixture
+def conditioned(tmp_path: Path) -> Path:
+    return write_bundle(tmp_path / "bundle", conditioning=WIDTH)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"given": 1, "new": 24}, {"given": 0}, {"new": 21}, {"threads": 3}],
+    ids=str,
+)
+def test_a_pass_reads_the_self_conditioning_of_the_last_pass_over_the_block(
+    conditioned: Path, drive: Drive, options: dict[str, Any]
+) -> None:
+    """In the callback engine, the loop passes self-conditioning on in host memory."""
+    told = drive(conditioned, rounds=3, **NOISE | options)
+    assert told.opened[0] == "OK"
+    assert told.all_same(), told.rounds
+
+
+def test_self_conditioning_stays_on_the_device(conditioned: Path, drive: Drive) -> None:
+    told = drive(conditioned, rounds=3, **NOISE)
+    # One pass stores the prompt of 5 tokens, 3 blocks take 6 passes each, and 2 blocks are stored.
+    assert told.counts[0]["nfe"] == 1 + 3 * 6 + 2
+    queued = told.made("enqueueV3", 0)
+    # A pass copies ids, positions, scored rows and temperatures to the device.
+    assert told.made("cuMemcpyHtoDAsync", 0) == 4 * queued
+    assert told.made("cuMemcpyDtoHAsync", 0) == 3 * queued
+    copied, cleared = (told.made(call, 0) for call in ("cuMemcpyDtoDAsync", "cuMemsetD8Async"))
+    assert copied + cleared == queued
+    assert min(copied, cleared) > 0
+    # From the third request on, all passes replay CUDA graphs.
+    assert told.made("enqueueV3", 2) == 0
+    assert told.made("cuStreamSynchronize", 2) == told.made("cuGraphLaunch", 2) == 21
+    assert told.counts[2].get("pageable_copies", 0) == 0
+
+
+def test_a_long_prompt_is_stored_in_one_pass_although_layers_have_a_window(
+    tmp_path: Path, drive: Drive
+) -> None:
+    sizes = profiles(canvas=640)
+    engines = {"rtx5090": {"profiles": sizes}}
+    bundle = write_bundle(tmp_path / "bundle", engines, conditioning=WIDTH, longest=700)
+    told = drive(bundle, given=600, new=16, **NOISE)
+    assert told.all_same(), told.rounds
+    assert told.counts[0]["nfe"] == 1 + 2 * 6 + 1
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyDtoDAsync", "cuMemsetD8Async"])
+def test_a_request_that_fails_leaves_no_self_conditioning(
+    conditioned: Path, drive: Drive, call: str
+) -> None:
+    told = drive(conditioned, {"MOCK_CUDA_FAIL": f"{call}:2"}, rounds=2, **NOISE)
+    assert told.rounds[0][0] == "ENGINE_FAILED"
+    assert f"CUDA: {call} failed" in told.rounds[0][1]
+    assert told.rounds[1] == ("OK", "same")
+
+
+def test_an_engine_without_self_conditioning_is_refused(tmp_path: Path, drive: Drive) -> None:
+    for line, sentence in (
+        ("without next_conditioning", 'the output "next_conditioning" is missing'),
+        ("without temperature", 'the input "temperature" is missing'),
+        ("type conditioning 1", 'the input "conditioning" is float16 [any, any, 5], but'),
+    ):
+        file = plan(profiles(), "float16", line, conditioning=WIDTH)
+        engines = {"rtx5090": {"plan": file}}
+        bundle = write_bundle(tmp_path / "bundle", engines, conditioning=WIDTH)
+        status, message = opening(drive, bundle)
+        assert status == "BAD_BUNDLE"
+        assert sentence in message
 
 
 # ---- The work of a pass ----

@@ -21,7 +21,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from test_native import HAS_MOCKS, SOURCE, run, sanitized, tool  # noqa: F401
-from test_native_tensorrt import LAYERS, MASK, MIXED, TOP_K, VOCABULARY, Drive, drive, write_bundle  # noqa: F401
+from test_native_tensorrt import (
+    LAYERS,
+    MASK,
+    MIXED,
+    NOISE,
+    TOP_K,
+    VOCABULARY,
+    WIDTH,
+    Drive,
+    drive,  # noqa: F401
+    write_bundle,
+)
 
 import dlm_runtime
 from dlm_export.cli import main
@@ -44,12 +55,17 @@ needs_mocks = pytest.mark.skipif(
 )
 
 
-def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...] = LAYERS) -> str:
+def graph(
+    *more: str,
+    cache: str = "float16",
+    layers: tuple[tuple[int, int], ...] = LAYERS,
+    mask: int = MASK,
+) -> str:
     """Return the content of a graph file for the mock ONNX Runtime library.
 
     The graph has three nodes, which all providers can run.
     """
-    lines = ["mock-graph", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
+    lines = ["mock-graph", f"denoiser {VOCABULARY} {mask} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     lines += [f"node mlp_{i} MatMul {' '.join(REGISTERED)}" for i in range(3)]
     return "\n".join([*lines, *more]) + "\n"
@@ -117,6 +133,18 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(tmp_path: Path, dri
     made = bundle_of(tmp_path / "bundle", layers=MIXED)
     shown = ",".join(f"{kv_heads}x{head_size}" for kv_heads, head_size in MIXED)
     assert drive(made, layers=shown, cache="dual", refresh=9, infill=1, rounds=3, **CUDA).all_same()
+
+
+@needs_mocks
+@pytest.mark.parametrize("options", [{}, {"batch": 3, "max_batch": 3}], ids=str)
+def test_self_conditioning_goes_through_host_memory(
+    tmp_path: Path, drive: Drive, options: dict[str, Any]
+) -> None:
+    device = graph(f"conditioning {WIDTH}", mask=VOCABULARY)
+    bundle = bundle_of(tmp_path / "bundle", device, conditioning=WIDTH)
+    told = drive(bundle, rounds=2, **CUDA, **NOISE, **options)
+    assert told.all_same(), (told.opened, told.rounds)
+    assert told.made("next_conditioning_on_host") > 0
 
 
 @needs_mocks

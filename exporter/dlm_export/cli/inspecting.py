@@ -156,7 +156,8 @@ def _window_words(c: NetworkSpec) -> str | None:
     further = format_bytes(c.cache_bytes_of(1, 0, 4))
     return (
         f"{windowed} of {len(c.layers)} layers have a window, and store at most {c.window_tokens:,} tokens of a "
-        f"canvas: {c.cache_window:,} in the window, and those of one pass. In fp32, each further token takes {further}"
+        f"canvas: {c.cache_window:,} in the window, and those of one pass. In fp32, each further token takes {further}. "
+        "On GPUs, these layers store all tokens"
     )
 
 

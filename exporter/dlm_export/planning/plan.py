@@ -30,7 +30,7 @@ from dlm_export.planning.predict import (
     predict,
 )
 from dlm_export.planning.roofline import cache_bytes_by_type
-from dlm_export.planning.shapes import Shape, precisions_of, refusal
+from dlm_export.planning.shapes import Shape, precisions_of, refusal, shape_on_gpus
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
@@ -234,6 +234,8 @@ def make_plan(
     a denoiser does not support the policy. Raises RecipeError if a precision names a recipe that
     does not exist.
     """
+    if all(target.is_gpu for target in targets):
+        shapes = [shape_on_gpus(shape) for shape in shapes]
     policies = {shape.name: _policies(shape, request) for shape in shapes}
     for shape in shapes:
         _check_request(shape, targets, request, policies[shape.name])

@@ -37,7 +37,7 @@ from dlm_export.planning.roofline import (
     limit_s,
     weights_bytes,
 )
-from dlm_export.planning.shapes import Precision, Shape
+from dlm_export.planning.shapes import Precision, Shape, shape_on_gpus
 from dlm_export.targets import Target
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
 from dlm_runtime import Policy
@@ -334,6 +334,8 @@ def predict(
     measured rates apply to all precisions. The measured ratios of real times to limits apply only
     to the measured precision.
     """
+    if target.is_gpu:
+        shape = shape_on_gpus(shape)
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)
     is_calibrated = measured is not None and measured.precision in (

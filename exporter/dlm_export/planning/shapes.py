@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,6 @@ def refusal(network: NetworkSpec, target: Target) -> str | None:
     """Explain why no bundle of a network can be built for a target. ``None`` if it can."""
     if not target.is_gpu:
         return None
-    if network.conditioning is not None:
-        return (
-            f"{network.architecture} has self-conditioning, and the runtime's engines for GPUs do not pass the predictions "
-            "of a draft pass on to the next one yet"
-        )
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             return (
@@ -81,6 +77,22 @@ class Shape:
     precision: str | None = None
     layers: Mapping[str, str] | None = None
     table_bytes: int = 4
+
+
+@functools.lru_cache(maxsize=1 << 6)
+def shape_on_gpus(shape: Shape) -> Shape:
+    """Return the shape that a denoiser with draft passes and windows has on GPUs.
+
+    On GPUs, a layer with a window stores the keys and values of all tokens, and attends to all of
+    them with a mask. It takes as much time and memory as a layer without a window.
+    """
+    network = shape.network
+    if network.cache_window is None:
+        return shape
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, window=None)) for layer in network.layers
+    )
+    return replace(shape, network=replace(network, layers=layers))
 
 
 def scaled_shape(size: str) -> Shape:

@@ -163,9 +163,7 @@ def build_engine(
         denoiser.quantisable(), loop["graph"]["cache_dtype"]
     )
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(
-        trt, trt_builder, network, loop["graph"]["ports"], builder, limits, options
-    )
+    config = _make_config(trt, trt_builder, network, loop, builder, limits, options)
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
     _raise_logged(
@@ -317,11 +315,12 @@ def _make_config(
     trt: Any,
     trt_builder: Any,
     network: Any,
-    ports: Mapping[str, Any],
+    loop: Mapping[str, Any],
     builder: Builder,
     limits: Limits,
     options: EngineOptions,
 ) -> Any:
+    ports = loop["graph"]["ports"]
     config = trt_builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
     if builder.kind == RTX.name:
@@ -347,6 +346,10 @@ def _make_config(
             shapes = [(1, layer["kv_heads"], size, layer["head_size"]) for size in ranges["cached"]]
             for port in ("past_key", "past_value"):
                 profile.set_shape(layer[port], *shapes)
+        if (width := loop.get("conditioning_size")) is not None:
+            embedded = [(1, size, width) for size in ranges["tokens"]]
+            profile.set_shape(ports["conditioning"], *embedded)
+            profile.set_shape(ports["temperature"], *((1, size) for size in ranges["rows"]))
         if config.add_optimization_profile(profile) < 0:
             raise BuilderError(f"TensorRT {trt.__version__} rejects the profile {ranges}")
     return config

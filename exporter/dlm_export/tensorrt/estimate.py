@@ -117,12 +117,15 @@ def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estima
     is counted twice, because a pass takes one copy as input and writes a second copy. A pass needs
     the activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP,
     and their product. For each scored row, a pass also needs fp32 logits, fp32 probabilities and a
-    sorted copy.
+    sorted copy. With self-conditioning, it needs the fp32 embeddings of all tokens, and for each
+    scored row, an fp32 embedding and probabilities in fp32 and in 2 bytes.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
     width = 4 * network.hidden_size + max(_inner_width(layer) for layer in network.layers)
     passes = canvas * width * 2 + 4 * rows * network.vocab_size * 4
+    if network.conditioning is not None:
+        passes += (canvas + rows) * network.hidden_size * 4 + rows * network.vocab_size * 6
     device = weights_bytes + cache + passes + DEVICE_OVERHEAD_BYTES
     return Estimate(
         weights_bytes, cache, passes, device, int(HOST_FACTOR * weights_bytes) + HOST_OVERHEAD_BYTES

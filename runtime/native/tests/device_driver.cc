@@ -13,8 +13,9 @@
 //     alternate         1: every second round generates as many tokens as round 0
 //     batch             number of requests per call, all with the same tokens
 //     max_batch         number of these requests that run at the same time
-//     cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits, engine,
-//     provider, device, allow_fallback
+//     steps             passes per block; 0: one pass per position
+//     cache, refresh, commit, score, remask, block, given, new, infill, rounds, threads, logits,
+//     engine, provider, device, allow_fallback
 //
 // The first line of the output is "open STATUS text". Then each thread prints a line "round STATUS
 // text" per round. Its text is "same" if both engines gave the same canvas or logits. The line
@@ -41,7 +42,8 @@ std::map<std::string, std::string> options = {
     {"block", "8"},      {"given", "5"},    {"new", "24"},           {"infill", "0"},
     {"rounds", "1"},     {"threads", "1"},  {"logits", "0"},         {"engine", "tensorrt"},
     {"provider", "cpu"}, {"device", "0"},   {"allow_fallback", "0"}, {"cycle", "1"},
-    {"alternate", "0"},  {"refresh", "0"},  {"batch", "0"},          {"max_batch", "1"}};
+    {"alternate", "0"},  {"refresh", "0"},  {"batch", "0"},          {"max_batch", "1"},
+    {"remask", "none"},  {"steps", "0"}};
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
@@ -88,6 +90,12 @@ dlm_status run_pass(void* user, const dlm_pass* p) {
     pass.top_probs = p->top_probs + row * shape.top_k;
     pass.entropy = p->entropy == nullptr ? nullptr : p->entropy + row;
     pass.logits = p->logits == nullptr ? nullptr : p->logits + row * shape.vocab;
+    if (const int32_t width = shape.conditioning; width > 0) {
+      pass.conditioning = p->conditioning + token * width;
+      pass.temperature = p->temperature + row;
+      if (p->next_conditioning != nullptr)
+        pass.next_conditioning = p->next_conditioning + row * width;
+    }
     // Past and present keys and values of every layer.
     std::vector<std::vector<uint8_t>> pasts, presents;
     for (size_t i = 0; i < shape.layers.size(); ++i)
@@ -128,6 +136,8 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
   policy.score = options["score"].c_str();
   policy.block_length = number("block");
   policy.refresh = number("refresh");
+  policy.remask = options["remask"].c_str();
+  policy.steps_per_block = number("steps");
   policy.threshold = 0.7;
   generate.policy = &policy;
   const int more = number("alternate") == 0 ? round : round % 2 == 0 ? 0 : round / 2;
@@ -207,7 +217,11 @@ int main(int argc, char** argv) {
               opened == DLM_OK ? dlm_bundle_describe(bundle)->engine : message);
   if (opened == DLM_OK) {
     dlm_denoiser denoiser = *dlm_bundle_describe(bundle)->denoiser;
-    mock::Shape shape = {{}, denoiser.vocab_size, denoiser.mask_token_id, denoiser.top_k};
+    mock::Shape shape = {{},
+                         denoiser.vocab_size,
+                         denoiser.mask_token_id,
+                         denoiser.top_k,
+                         static_cast<int32_t>(denoiser.conditioning_size)};
     std::istringstream layers(options["layers"]);
     for (std::string layer; std::getline(layers, layer, ',');) {
       int32_t kv_heads = 0, head_size = 0;

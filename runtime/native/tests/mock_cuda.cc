@@ -327,6 +327,23 @@ CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream st
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  CALL(cuMemcpyDtoDAsync, CUDA_ERROR_LAUNCH_FAILED);
+  void* const target = mock::view(to, bytes);
+  const void* const source = mock::view(from, bytes);
+  if (target == nullptr || source == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  mock::submit(stream, [=] { std::memcpy(target, source, bytes); });
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+  CALL(cuMemsetD8Async, CUDA_ERROR_LAUNCH_FAILED);
+  void* const target = mock::view(to, bytes);
+  if (target == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  mock::submit(stream, [=] { std::memset(target, value, bytes); });
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* copy, CUstream stream) {
   CALL(cuMemcpy2DAsync, CUDA_ERROR_LAUNCH_FAILED);
   const CUDA_MEMCPY2D what = *copy;

@@ -1,11 +1,12 @@
-// A mock denoiser. Its outputs are hashes of everything that a pass reads: ids, positions, and
-// every byte of the cached rows. As in attention, the cached rows of a head may be in any order
-// that is the same for keys and values. The mock of TensorRT runs this denoiser on mock device
-// memory, and the test driver's callback engine runs it on host memory. Both give the same canvases
-// only if every byte is in the right place.
+// A mock denoiser. Its outputs are hashes of everything that a pass reads: ids, positions,
+// self-conditioning, and every byte of the cached rows. As in attention, the cached rows of a head
+// may be in any order that is the same for keys and values. The mock of TensorRT runs this denoiser
+// on mock device memory, and the test driver's callback engine runs it on host memory. Both give
+// the same canvases only if every byte is in the right place.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace mock {
@@ -19,6 +20,7 @@ struct Layer {
 struct Shape {
   std::vector<Layer> layers;
   int32_t vocab, mask, top_k;
+  int32_t conditioning = 0;  // C; 0: the denoiser has no self-conditioning
 };
 
 struct Pass {
@@ -29,7 +31,9 @@ struct Pass {
   // pass stores no rows.
   std::vector<uint8_t*> present;
   int32_t* top_tokens;
-  float *top_probs, *entropy, *logits;  // entropy and logits may be NULL
+  float *top_probs, *entropy, *logits;      // entropy and logits may be NULL
+  const float *conditioning, *temperature;  // [T, C] and [R] if C is above 0
+  float* next_conditioning;                 // [R, C]; may be NULL
 };
 
 inline uint64_t mix(uint64_t state, uint64_t value) {
@@ -42,6 +46,13 @@ inline void denoise(const Shape& shape, const Pass& pass) {
   for (int32_t i = 0; i < pass.tokens; ++i)
     seen = mix(mix(seen, static_cast<uint64_t>(pass.ids[i])),
                static_cast<uint64_t>(pass.positions[i]));
+  const auto bits = [](float number) {
+    uint32_t all = 0;
+    std::memcpy(&all, &number, sizeof all);
+    return all;
+  };
+  for (int64_t i = 0; i < int64_t{pass.tokens} * shape.conditioning; ++i)
+    seen = mix(seen, bits(pass.conditioning[i]));
   for (size_t layer = 0; 2 * layer < pass.past.size(); ++layer) {
     const Layer& of = shape.layers[layer];
     for (int64_t head = 0; head < of.kv_heads; ++head) {
@@ -84,6 +95,10 @@ inline void denoise(const Shape& shape, const Pass& pass) {
       for (int32_t v = 0; v < shape.vocab; ++v)
         pass.logits[static_cast<int64_t>(r) * shape.vocab + v] =
             static_cast<float>(mix(word, static_cast<uint64_t>(v)) >> 44);
+    if (pass.next_conditioning != nullptr)
+      for (int64_t i = 0; i < shape.conditioning; ++i)
+        pass.next_conditioning[int64_t{r} * shape.conditioning + i] = static_cast<float>(
+            mix(mix(word, bits(pass.temperature[r])), static_cast<uint64_t>(i)) >> 44);
   }
 }
 

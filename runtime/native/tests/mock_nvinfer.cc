@@ -5,6 +5,7 @@
 //   mock-engine
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE               (once per layer)
+//   conditioning C                         (only if the denoiser has self-conditioning)
 //   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once per profile)
 //   rename PORT NAME                       (replaces the port's name)
 // To describe an invalid engine, the file may also have the lines "without PORT", "extra OUTPUT",
@@ -77,6 +78,11 @@ struct Plan {
         int32_t kv_heads = 0, head_size = 0;
         in >> kv_heads >> head_size;
         add_layer(kv_heads, head_size);
+      } else if (word == "conditioning") {
+        in >> shape.conditioning;
+        put("conditioning", true, DataType::kFLOAT, {-1, kT, shape.conditioning});
+        put("temperature", true, DataType::kFLOAT, {-1, kR});
+        put("next_conditioning", false, DataType::kFLOAT, {-1, kR, shape.conditioning});
       } else if (word == "rename") {
         std::string old;
         in >> old >> name;
@@ -250,6 +256,11 @@ class MockContext final : public nvinfer1::IExecutionContext,
       pass.top_probs = static_cast<float*>(data["top_prob"]);
       pass.entropy = static_cast<float*>(data["entropy"]),
       pass.logits = static_cast<float*>(data["logits"]);
+      if (plan.shape.conditioning > 0) {
+        pass.conditioning = static_cast<float*>(data["conditioning"]);
+        pass.temperature = static_cast<float*>(data["temperature"]);
+        pass.next_conditioning = static_cast<float*>(data["next_conditioning"]);
+      }
       for (size_t i = 0; i < plan.shape.layers.size(); ++i)
         for (const char* const what : {"key.", "value."}) {
           pass.past.push_back(static_cast<uint8_t*>(data["past_" + (what + std::to_string(i))]));

@@ -6,6 +6,7 @@
 //   mock-graph
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
+//   conditioning C                            (only if the denoiser has self-conditioning)
 //   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR for other domains; the CPU runs all)
 // For an invalid graph, the text may also have the line "nan".
 //
@@ -149,6 +150,8 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
       words >> kv_heads >> head_size;
       session->shape.layers.push_back(
           {kv_heads, head_size * static_cast<int32_t>(element_bytes(session->cache_type))});
+    } else if (word == "conditioning") {
+      words >> session->shape.conditioning;
     } else if (word == "nan") {
       session->is_nan = true;
     } else if (word == "node") {
@@ -187,6 +190,11 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
       port(outputs, "present_" + (what + std::to_string(i)), session->cache_type,
            {kAny, layer.kv_heads, kAny, head_size});
     }
+  }
+  if (const int64_t width = session->shape.conditioning; width > 0) {
+    port(inputs, "conditioning", kFloat, {kAny, kAny, width});
+    port(inputs, "temperature", kFloat, {kAny, kAny});
+    port(outputs, "next_conditioning", kFloat, {kAny, kAny, width});
   }
   for (OrtEpAssignedSubgraph& part : session->placement) {
     for (const OrtEpAssignedNode& node : part.nodes) part.pointers.push_back(&node);
@@ -267,6 +275,12 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* inp
     pass.top_probs = reinterpret_cast<float*>(at("top_prob", request * rows * shape.top_k * 4));
     pass.entropy = reinterpret_cast<float*>(at("entropy", request * rows * 4));
     pass.logits = reinterpret_cast<float*>(at("logits", request * rows * shape.vocab * 4));
+    if (const int64_t width = int64_t{4} * shape.conditioning; width > 0) {
+      pass.conditioning = reinterpret_cast<float*>(at("conditioning", request * tokens * width));
+      pass.temperature = reinterpret_cast<float*>(at("temperature", request * rows * 4));
+      pass.next_conditioning =
+          reinterpret_cast<float*>(at("next_conditioning", request * rows * width));
+    }
     for (size_t i = 0; i < shape.layers.size(); ++i)
       for (const char* const what : {"key.", "value."}) {
         const std::string number = what + std::to_string(i);

@@ -391,7 +391,7 @@ void test_host_contexts(Tally& tally) {
     dlm_pass pass{};
     pass.batch = batch, pass.tokens = last - first, pass.cached = reads ? length - pass.tokens : 0;
     pass.position_ids = positions.data() + first;
-    context->run(pass, use);
+    context->run(pass, use, false);
   };
   using dlm::CacheUse;
   for (const auto& [requests, length] :
@@ -420,8 +420,8 @@ void test_host_contexts(Tally& tally) {
   CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() &&
         engine->max_batch() == INT32_MAX);
   const auto none = dlm::make_none(rows.cache);
-  CHECK_ERROR(none->open_context(1 << 10)->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED,
-              "...opened with engine \"none\"");
+  CHECK_ERROR(none->open_context(1 << 10)->run(dlm_pass{}, dlm::CacheUse::none, false),
+              DLM_UNSUPPORTED, "...opened with engine \"none\"");
 }
 
 // Runs passes over random ranges of positions. Each pass reads some or all of the rows that are
@@ -442,7 +442,7 @@ void test_rows_through_random_ranges(Tally& tally) {
     const int length = random(2, 24);
     dlm_pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
-    context->run(pass, dlm::CacheUse::write);
+    context->run(pass, dlm::CacheUse::write, false);
     // The positions whose rows are not cached: `first` to `last` - 1. The next pass must include
     // them.
     int first = length, last = 0;
@@ -454,7 +454,7 @@ void test_rows_through_random_ranges(Tally& tally) {
       pass.tokens = last - first, pass.cached = length - pass.tokens,
       pass.position_ids = positions.data() + first;
       const bool is_kept = random(0, 2) > 0;
-      context->run(pass, is_kept ? dlm::CacheUse::refresh : dlm::CacheUse::read);
+      context->run(pass, is_kept ? dlm::CacheUse::refresh : dlm::CacheUse::read, false);
       if (is_kept) first = length, last = 0;
     }
     wrong += rows.wrong;

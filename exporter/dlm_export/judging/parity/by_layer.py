@@ -303,7 +303,8 @@ class _Beside:
             ((weights - theirs).abs(), weights),
         ):
             relative = float(wrong.amax() / right.abs().amax().clamp(min=1e-30))
-            self._note(_router_of(path), relative if math.isfinite(relative) else math.inf, None)
+            relative = relative if math.isfinite(relative) else math.inf
+            self._note(_router_of(path), 0.0, relative)
         return x, chosen, theirs
 
     def _after_experts(

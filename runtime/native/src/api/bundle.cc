@@ -44,6 +44,12 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
+// On GPUs, all layers keep the rows of all positions, in order. The graph masks the rows outside of
+// a layer's window.
+void drop_windows(dlm::CacheShape& cache) {
+  for (dlm::CacheLayer& layer : cache) layer.window = 0;
+}
+
 // The engines that a caller can choose by name. A caller can also choose "auto", which means the
 // engine that the manifest names.
 constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
@@ -51,15 +57,6 @@ constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
                                          int threads, const dlm::ProviderChoice& provider) {
   if (manifest.engine == "none") return dlm::make_none(manifest.denoiser.cache);
-  const bool is_for_cpu = manifest.engine == "onnxruntime" && !provider.is_gpu();
-  if (manifest.graph.conditioning_size > 0 && !is_for_cpu)
-    dlm::fail(DLM_UNSUPPORTED,
-              "GPUs do not support self-conditioning yet: open this bundle with engine "
-              "\"onnxruntime\" and provider \"cpu\"");
-  if (dlm::window_of(manifest.denoiser.cache) > 0 && !is_for_cpu)
-    dlm::fail(DLM_UNSUPPORTED,
-              "GPUs do not support layers with a window yet: open this bundle with engine "
-              "\"onnxruntime\" and provider \"cpu\"");
   if (manifest.engine == "onnxruntime")
     return dlm::open_onnxruntime(manifest.graph, library, threads, provider);
   if (manifest.engines.empty())
@@ -202,18 +199,24 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
+    const dlm::ProviderChoice provider = provider_of(chosen);
+    if (opened->manifest.engine == "tensorrt" || provider.is_gpu()) {
+      drop_windows(opened->manifest.denoiser.cache);
+      drop_windows(opened->manifest.graph.cache);
+    }
     // std::async may hash the files on a second thread while the engine opens them.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
+      opened->engine = open_engine(opened->manifest, library, threads, provider);
     } catch (...) {
       hashed.get();  // if a file is damaged, this throws an error that explains why the engine
                      // failed
       throw;
     }
     hashed.get();
+    opened->manifest.denoiser.keeps_conditioning = opened->engine->keeps_conditioning();
     finish_opening(*opened);
     return opened.release();
   });

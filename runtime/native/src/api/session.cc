@@ -359,7 +359,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
       dlm::prepare_scores(denoiser, pass, {}, buffers);
       pass.logits = logits + first * width;
       require_before_pass(*session);
-      session->passes.spare_context().run(pass, dlm::CacheUse::none);
+      session->passes.spare_context().run(pass, dlm::CacheUse::none, false);
     }
   });
 }

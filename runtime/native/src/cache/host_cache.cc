@@ -195,7 +195,7 @@ class HostContext final : public Context {
     }
   }
 
-  void run(const dlm_pass& wanted, CacheUse use) override {
+  void run(const dlm_pass& wanted, CacheUse use, bool) override {
     dlm_pass pass = wanted;
     for (LayerGroup& group : groups_) group.begin(pass, use, pointers_);
     pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));

@@ -160,7 +160,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   }
   {
     const Stopwatch timer(seconds.engine);
-    lane.context->run(pass, stage.use);
+    lane.context->run(pass, stage.use, members.front()->request.has_conditioning());
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
   // Before a request has stored its first cache row, the context may still contain cache rows of an

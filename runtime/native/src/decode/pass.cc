@@ -7,7 +7,7 @@ namespace {
 
 bool has_conditioning(const Denoiser& denoiser, const Piece& piece) {
   if (piece.conditioning == nullptr || piece.conditioning->empty()) return false;
-  const size_t wanted = static_cast<size_t>(piece.rows.tokens()) * denoiser.conditioning_size;
+  const size_t wanted = static_cast<size_t>(piece.rows.tokens()) * denoiser.passed_conditioning();
   if (piece.conditioning->size() != wanted)
     fail(DLM_INTERNAL, "a pass of %d rows with %zu numbers of self-conditioning, not %zu",
          piece.rows.tokens(), piece.conditioning->size(), wanted);
@@ -26,7 +26,7 @@ const float* join_conditioning(const Denoiser& denoiser, const std::vector<Piece
       joined.insert(joined.end(), piece.conditioning->begin(), piece.conditioning->end());
     else
       joined.resize(joined.size() +
-                    static_cast<size_t>(piece.rows.tokens()) * denoiser.conditioning_size);
+                    static_cast<size_t>(piece.rows.tokens()) * denoiser.passed_conditioning());
   }
   return joined.data();
 }
@@ -50,7 +50,7 @@ dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces
   pass.tokens = static_cast<int32_t>(buffers.input_ids.size()) / batch;
   pass.input_ids = buffers.input_ids.data();
   pass.position_ids = buffers.position_ids.data();
-  if (denoiser.conditioning_size > 0)
+  if (denoiser.passed_conditioning() > 0)
     pass.conditioning = join_conditioning(denoiser, pieces, buffers.conditioning);
   return pass;
 }
@@ -70,7 +70,7 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
     pass.temperature = buffers.temperature.data();
   }
   if (needs.conditioning) {
-    buffers.next_conditioning.resize(scored * denoiser.conditioning_size);
+    buffers.next_conditioning.resize(scored * denoiser.passed_conditioning());
     pass.next_conditioning = buffers.next_conditioning.data();
   }
   if (!needs.logits) return;
@@ -86,7 +86,7 @@ Predictions predictions_of(const Denoiser& denoiser, const Request& request, con
                           pass.logits == nullptr ? nullptr : pass.logits + first * width,
                           pass.next_conditioning == nullptr
                               ? nullptr
-                              : pass.next_conditioning + first * denoiser.conditioning_size};
+                              : pass.next_conditioning + first * denoiser.passed_conditioning()};
   if (request.guidance() == 0 || request.positions().empty()) return found;
   return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width,
                               request.positions().size());
@@ -140,7 +140,7 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
     buffers.score_rows.assign(made_up.size(), 0);
     prepare_scores(denoiser, full, {}, buffers);
     before_pass();
-    context.run(full, CacheUse::write);
+    context.run(full, CacheUse::write, false);
     context.keep_outside(cached, length);
   }
   dlm_pass pass = prepare({cached, length});
@@ -149,13 +149,13 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   for (int32_t request = 0; request < batch; ++request)
     for (int32_t row = 0; row < rows; ++row) buffers.score_rows.push_back(row);
   Needs needs;
-  needs.conditioning = denoiser.conditioning_size > 0;
+  needs.conditioning = denoiser.passed_conditioning() > 0;
   prepare_scores(denoiser, pass, needs, buffers);
   for (size_t i = 0; i < repeats; ++i) {
     before_pass();
     seconds[i] = 0;
     const Stopwatch timer(seconds[i]);
-    context.run(pass, cached > 0 ? CacheUse::read : CacheUse::none);
+    context.run(pass, cached > 0 ? CacheUse::read : CacheUse::none, false);
   }
 }
 

@@ -258,7 +258,7 @@ Needs Request::needs() const {
   if (positions_.empty()) return {};
   if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
-  found.conditioning = denoiser_.conditioning_size > 0;
+  found.conditioning = denoiser_.passed_conditioning() > 0;
   // If the caller wants at most top_k alternatives for each position, the candidates are enough,
   // and the pass need not return logits.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
@@ -419,13 +419,16 @@ void Request::renoise(const Predictions& predictions, Proposals& proposals) {
     std::iota(order_.begin(), order_.end(), 0);
     take(predictions, proposals, order_);
     conditioning_.clear();
-  } else if (predictions.next_conditioning != nullptr) {
-    // A denoiser with self-conditioning has no mask token. So all positions after the given tokens
-    // are undecided, and positions_ are all rows of the pass.
+    has_conditioning_ = false;
+    return;
+  }
+  // A denoiser with self-conditioning has no mask token. So all positions after the given tokens
+  // are undecided, and positions_ are all rows of the pass.
+  has_conditioning_ = denoiser_.conditioning_size > 0;
+  if (predictions.next_conditioning != nullptr)
     conditioning_.assign(
         predictions.next_conditioning,
         predictions.next_conditioning + positions_.size() * denoiser_.conditioning_size);
-  }
 }
 
 bool Request::is_stable(const Predictions& predictions, const Proposals& proposals) {

@@ -93,8 +93,11 @@ class Request {
   bool is_given(size_t position) const { return is_given_[position]; }
   // The self-conditioning of the rows of the next pass, [rows, C], which the last pass over the
   // same block returned. Empty if all numbers are 0: before the first pass over a block, in passes
-  // that only store rows, and if the denoiser has no self-conditioning.
+  // that only store rows, and if the denoiser has no self-conditioning. Also empty if contexts keep
+  // self-conditioning.
   const std::vector<float>& conditioning() const { return conditioning_; }
+  // Returns true if the last pass was over the same block and returned self-conditioning.
+  bool has_conditioning() const { return has_conditioning_; }
   // The temperature of the next pass. The graph uses it to compute self-conditioning.
   float graph_temperature() const;
   // Returns true if later passes may replace decided tokens.
@@ -235,6 +238,7 @@ class Request {
   std::vector<int32_t> best_;
   int32_t stable_ = 0;
   std::vector<float> conditioning_;
+  bool has_conditioning_ = false;
   // The alternatives of all positions, top_count_ for each position. See dlm_result.
   size_t top_count_;
   std::vector<int32_t> top_tokens_;

@@ -94,6 +94,12 @@ struct Denoiser {
   // The width of the self-conditioning that a draft pass returns for the next draft pass over the
   // same block; 0: the denoiser has no self-conditioning.
   int32_t conditioning_size = 0;
+  // True if contexts keep self-conditioning in their own memory, see Engine::keeps_conditioning.
+  bool keeps_conditioning = false;
+
+  // Returns the width of the self-conditioning in the arrays of a pass. The width is 0 if contexts
+  // keep self-conditioning.
+  int32_t passed_conditioning() const { return keeps_conditioning ? 0 : conditioning_size; }
 
   // Returns false if the denoiser has no mask token, and starts from random tokens. Then
   // mask_token_id is vocab_size. This number marks undecided positions in canvases, and is never an
@@ -161,9 +167,10 @@ class Context {
 
   // Runs one pass over consecutive positions, which are the same for all requests of the batch. The
   // context sets the field `layers` and the pointers to keys and values. The caller sets all other
-  // fields of the pass. Throws an Error with status DLM_ENGINE_FAILED, or another error that ends
-  // the request.
-  virtual void run(const dlm_pass& pass, CacheUse use) = 0;
+  // fields of the pass. If the context keeps self-conditioning, has_conditioning says whether the
+  // pass uses what the last pass returned. If it is false, all numbers are 0. Throws an Error with
+  // status DLM_ENGINE_FAILED, or another error that ends the request.
+  virtual void run(const dlm_pass& pass, CacheUse use, bool has_conditioning) = 0;
 
   // Selects the rows that later passes read: the rows of all positions before `first`, and of all
   // positions from `last` on. Each of these rows must be in the cache already, or must have been
@@ -188,6 +195,11 @@ class Engine {
   // context. `longest` is the denoiser's max_canvas_length, which limits how far the cache grows
   // with `append`.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
+
+  // Returns true if a context keeps the self-conditioning that a pass returns in its own memory,
+  // for the next pass. Then the fields conditioning and next_conditioning of all passes are NULL,
+  // and max_batch() is 1.
+  virtual bool keeps_conditioning() const { return false; }
 
   // Returns true if one pass can run several requests of different sizes, one per segment of the
   // pass. If this is false, only requests of the same size can share passes.

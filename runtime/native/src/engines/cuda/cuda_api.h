@@ -70,6 +70,8 @@ struct CUDA_MEMCPY2D {
   CALL(cuMemFreeHost, void*)                                        \
   CALL(cuMemcpyHtoDAsync_v2, CUdeviceptr, const void*, size_t, CUstream) \
   CALL(cuMemcpyDtoHAsync_v2, void*, CUdeviceptr, size_t, CUstream)  \
+  CALL(cuMemcpyDtoDAsync_v2, CUdeviceptr, CUdeviceptr, size_t, CUstream) \
+  CALL(cuMemsetD8Async, CUdeviceptr, unsigned char, size_t, CUstream) \
   CALL(cuMemcpy2DAsync_v2, const CUDA_MEMCPY2D*, CUstream)          \
   CALL(cuStreamBeginCapture_v2, CUstream, int)                      \
   CALL(cuStreamEndCapture, CUstream, CUgraph*)                      \

@@ -30,7 +30,7 @@ class DeviceContext final : public Context {
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;
 
-  void run(const dlm_pass& wanted, CacheUse use) override {
+  void run(const dlm_pass& wanted, CacheUse use, bool) override {
     dlm_pass pass = wanted;
     if (use == CacheUse::write) make_room(pass.batch, pass.tokens);
     if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);

@@ -38,6 +38,7 @@ class TensorRt final : public Engine {
   // The exporter builds engines that accept only one request per pass.
   int32_t max_batch() const override { return 1; }
   std::string limits() const override { return limits_text(spec_); }
+  bool keeps_conditioning() const override { return graph_.conditioning_size > 0; }
 
   const CudaDevice& device() const { return device_; }
   const Ports& ports() const { return ports_; }

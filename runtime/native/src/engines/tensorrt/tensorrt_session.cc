@@ -6,6 +6,9 @@
 // pass, the session copies the inputs from pinned host memory to the device, and the candidates
 // (the most likely tokens) back to pinned host memory. It copies logits only if a request needs
 // them. The host waits for the device once per pass.
+//
+// Self-conditioning stays on the device. Before a pass, the session copies the output of the last
+// pass to the input, or fills the input with zeros. Both are part of the CUDA graph of the pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -19,12 +22,14 @@
 namespace dlm::trt {
 namespace {
 
-// The sizes of a pass. Passes with the same sizes replay the same CUDA graph.
+// The sizes of a pass, and whether the pass uses the self-conditioning of the last pass. Passes
+// with the same key replay the same CUDA graph.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
+  bool has_conditioning;
   bool operator==(const PassKey& other) const {
     return profile == other.profile && tokens == other.tokens && cached == other.cached &&
-           rows == other.rows;
+           rows == other.rows && has_conditioning == other.has_conditioning;
   }
 };
 
@@ -56,15 +61,20 @@ class Session final : public Context {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  void run(const dlm_pass& pass, CacheUse use) override {
+  void run(const dlm_pass& pass, CacheUse use, bool has_conditioning) override {
     const CudaDevice::Use current(engine_.device());
     check_pass(pass);
     const EngineSpec& spec = engine_.spec();
-    PassKey key{choose_profile(spec, pass.tokens, pass.cached), pass.tokens, pass.cached, 0};
+    PassKey key{choose_profile(spec, pass.tokens, pass.cached), pass.tokens, pass.cached, 0,
+                has_conditioning};
     if (key.profile < 0 || pass.batch > engine_.max_batch() ||
         pass.rows > engine_.max_rows(pass.tokens, pass.cached))
       fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows, but the engine takes %s",
            pass.batch, pass.tokens, pass.cached, pass.rows, engine_.limits().c_str());
+    const int32_t conditioned = std::exchange(conditioned_, 0);
+    if (has_conditioning && pass.tokens != conditioned)
+      fail(DLM_INTERNAL, "a pass of %d tokens with the self-conditioning of %d", pass.tokens,
+           conditioned);
     key.rows =
         rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
     engine_.forget_errors();
@@ -86,6 +96,7 @@ class Session final : public Context {
     if (pass.entropy != nullptr) take(kEntropies, pass.entropy, rows);
     check_finite(pass.top_probs, rows * top_k);
     cache_.end(pass, use);
+    conditioned_ = pass.rows;
   }
 
   void keep_outside(int32_t first, int32_t last) override {
@@ -96,7 +107,7 @@ class Session final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // A PassKey (sizes of a pass) that occurs repeatedly. The first pass with these sizes runs on the
+  // A PassKey that occurs repeatedly. The first pass with these sizes runs on the
   // execution context of a profile, which can run all sizes of the profile. For the second pass,
   // the session creates an execution context for these sizes only. From the third pass on, the
   // session replays a CUDA graph.
@@ -116,8 +127,9 @@ class Session final : public Context {
   static constexpr size_t kMostRepeated = 32;
 
   // The parts of the staging memory (pinned host memory for copies): the first three inputs of the
-  // graph, then the first three outputs of the graph.
-  enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
+  // graph, then the first three outputs of the graph, then the input `temperature` if the denoiser
+  // has self-conditioning.
+  enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies, kTemperatures };
   // The index of the graph's output `logits`, which comes after the three outputs above.
   static constexpr size_t kLogits = 3;
 
@@ -141,7 +153,18 @@ class Session final : public Context {
     std::vector<size_t> bytes;
     for (size_t i = 0; i < 3; ++i) bytes.push_back(bytes_of(ports.inputs[i], sizes));
     for (size_t i = 0; i < 3; ++i) bytes.push_back(bytes_of(ports.outputs[i], sizes));
+    if (engine.graph().conditioning_size > 0)
+      bytes.push_back(bytes_of(ports.inputs[conditioning_input(engine.graph()) + 1], sizes));
     return lay_out(bytes);
+  }
+
+  // Returns the index of the graph's input `conditioning`. The input `temperature` follows it.
+  static size_t conditioning_input(const GraphSpec& graph) {
+    return kFirstPast + 2 * graph.cache.size();
+  }
+  // Returns the index of the graph's output `next_conditioning`.
+  static size_t conditioning_output(const GraphSpec& graph) {
+    return kFirstPresent + 2 * graph.cache.size();
   }
 
   CUdeviceptr input(size_t port) const { return memory_.device(offsets_[port]); }
@@ -185,22 +208,26 @@ class Session final : public Context {
   // Copies the inputs of the pass to the staging memory. If the pass scores fewer than `rows` rows,
   // fills up with the first scored row.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
-    const auto put = [&](Staged part, const int64_t* from, int32_t count) {
-      std::memcpy(staging_.host(staging_offsets_[part]), from, count * sizeof *from);
+    // Copies `given` numbers, and repeats the first of them until there are `count` numbers.
+    const auto put = [&](Staged part, const auto* from, int32_t given, int32_t count) {
+      std::byte* const to = staging_.host(staging_offsets_[part]);
+      std::memcpy(to, from, given * sizeof *from);
+      for (int32_t i = given; i < count; ++i)
+        std::memcpy(to + i * sizeof *from, from, sizeof *from);
     };
-    put(kIds, pass.input_ids, pass.tokens);
-    put(kPositions, pass.position_ids, pass.tokens);
-    put(kRows, pass.score_rows, pass.rows);
-    auto* const scored = reinterpret_cast<int64_t*>(staging_.host(staging_offsets_[kRows]));
-    std::fill(scored + pass.rows, scored + rows, scored[0]);
+    put(kIds, pass.input_ids, pass.tokens, pass.tokens);
+    put(kPositions, pass.position_ids, pass.tokens, pass.tokens);
+    put(kRows, pass.score_rows, pass.rows, rows);
+    if (engine_.graph().conditioning_size > 0)
+      put(kTemperatures, pass.temperature, pass.rows, rows);
   }
 
   // Queues all work of a pass on the stream. CUDA can capture this work as one graph.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const size_t tokens = key.tokens, rows = key.rows, candidates = rows * engine_.graph().top_k;
-    const auto put = [&](Staged part, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(input(part), staging_.host(staging_offsets_[part]),
-                                             bytes, stream_.get()),
+    const auto put = [&](Staged part, CUdeviceptr to, size_t bytes) {
+      cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(to, staging_.host(staging_offsets_[part]), bytes,
+                                             stream_.get()),
                   "cuMemcpyHtoDAsync");
     };
     const auto take = [&](Staged part, size_t bytes) {
@@ -208,13 +235,29 @@ class Session final : public Context {
                                              output(part - kTokens), bytes, stream_.get()),
                   "cuMemcpyDtoHAsync");
     };
-    put(kIds, tokens * sizeof(int64_t));
-    put(kPositions, tokens * sizeof(int64_t));
-    put(kRows, rows * sizeof(int64_t));
+    put(kIds, input(kIds), tokens * sizeof(int64_t));
+    put(kPositions, input(kPositions), tokens * sizeof(int64_t));
+    put(kRows, input(kRows), rows * sizeof(int64_t));
+    if (const GraphSpec& graph = engine_.graph(); graph.conditioning_size > 0) {
+      const size_t port = conditioning_input(graph);
+      put(kTemperatures, input(port + 1), rows * sizeof(float));
+      condition(input(port), tokens * graph.conditioning_size * sizeof(float),
+                key.has_conditioning);
+    }
     if (!context.enqueueV3(stream_.get())) engine_.fail_call("enqueueV3");
     take(kTokens, candidates * sizeof(int32_t));
     take(kProbs, candidates * sizeof(float));
     take(kEntropies, rows * sizeof(float));
+  }
+
+  // Queues a copy of the self-conditioning that the last pass returned, or zeros.
+  void condition(CUdeviceptr to, size_t bytes, bool has_conditioning) {
+    if (has_conditioning)
+      cuda_.check(cuda_.cuMemcpyDtoDAsync_v2(to, output(conditioning_output(engine_.graph())),
+                                             bytes, stream_.get()),
+                  "cuMemcpyDtoDAsync");
+    else
+      cuda_.check(cuda_.cuMemsetD8Async(to, 0, bytes, stream_.get()), "cuMemsetD8Async");
   }
 
   void launch(const PassKey& key) {
@@ -278,6 +321,8 @@ class Session final : public Context {
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
   DeviceCache cache_;
+  // The number of rows for which the last pass returned self-conditioning.
+  int32_t conditioned_ = 0;
   std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // one per profile
   std::list<Repeated> repeated_;  // the most recently used pass comes first
 };

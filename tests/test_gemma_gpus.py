@@ -1,0 +1,181 @@
+"""DiffusionGemma on GPUs: the device graph, and engines that TensorRT-RTX builds without a GPU.
+
+No test runs an engine, because that needs the GPU for which the engine was built.
+tests/test_native_tensorrt.py tests the runtime with mock libraries.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from checkpoints import diffusion_gemma_config, write_checkpoint
+from engine_bundles import SMALL, check_audits, dlm_export, gpu_bundle, read_manifest, refused
+from slow_cases import slow_except
+from test_gemma_quantised import write_calm
+
+import dlm_runtime
+from dlm_export.build import BuildOptions, build
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.sources import open_source
+
+VOCAB, LONGEST, HIDDEN, WINDOW = 160, 256, 64, 7
+CACHED = 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DiffusionGemma whose matrices can be divided into groups of 64 inputs."""
+    config = diffusion_gemma_config(intermediate_size=64, moe_intermediate_size=64)
+    return write_checkpoint(tmp_path_factory.mktemp("gemma") / "checkpoint", config, seed=3)
+
+
+def feed(source: Path, *, is_draft: bool, is_short: bool = False) -> dict[str, np.ndarray]:
+    """The inputs of a pass over a block of 8 tokens.
+
+    If ``is_short`` is true, layers with a window get the cached rows in the window only.
+    """
+    rng = np.random.default_rng(5)
+    positions = np.arange(CACHED, CACHED + 8)[None] + LONGEST * is_draft
+    network = open_source(source).network
+    found: dict[str, np.ndarray] = {
+        "input_ids": rng.integers(0, VOCAB, (1, 8)),
+        "position_ids": positions,
+        "score_rows": np.arange(8)[None],
+        "conditioning": is_draft * rng.standard_normal((1, 8, HIDDEN)).astype(np.float32),
+        "temperature": np.full((1, 8), 0.7, np.float32),
+    }
+    for i, (heads, size) in enumerate(network.cache_shapes()):
+        for kind in ("key", "value"):
+            rows = rng.standard_normal((1, heads, CACHED, size)).astype(np.float16)
+            is_near = is_short and network.cache_windows()[i] is not None
+            found[f"past_{kind}.{i}"] = rows[:, :, -WINDOW:] if is_near else rows
+    return found
+
+
+def outputs(graph: Path, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run a graph without optimisation, so that two forms of a graph round at the same places."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, given), strict=True))
+
+
+@pytest.mark.parametrize("is_draft", [True, False])
+def test_the_device_graph_computes_what_was_judged(checkpoint: Path, is_draft: bool) -> None:
+    bundle, given = (
+        gpu_bundle("fp16", "rtx5090", source=checkpoint),
+        feed(checkpoint, is_draft=is_draft),
+    )
+    device, judged = (outputs(bundle / name, given) for name in ("device.onnx", "denoiser.onnx"))
+    assert device.keys() == judged.keys() >= {"logits", "next_conditioning", "present_key.2"}
+    for name, array in device.items():
+        np.testing.assert_array_equal(array, judged[name], err_msg=name)
+    assert device["next_conditioning"].shape == (1, 8, HIDDEN)
+
+
+def test_self_conditioning_is_an_input_of_the_device_graph(checkpoint: Path) -> None:
+    graph = gpu_bundle("fp16", "rtx5090", source=checkpoint) / "device.onnx"
+    given = feed(checkpoint, is_draft=True)
+    found = outputs(graph, given)
+    without = outputs(graph, given | {"conditioning": np.zeros_like(given["conditioning"])})
+    assert np.abs(found["logits"] - without["logits"]).max() > 0.01 * np.ptp(found["logits"])
+    colder = outputs(graph, given | {"temperature": np.full((1, 8), 0.1, np.float32)})
+    np.testing.assert_array_equal(found["logits"], colder["logits"])
+    assert not np.allclose(found["next_conditioning"], colder["next_conditioning"], atol=1e-3)
+
+
+@pytest.mark.parametrize("is_draft", [True, False])
+def test_layers_with_a_window_may_read_the_rows_of_all_positions(
+    checkpoint: Path, is_draft: bool
+) -> None:
+    """On GPUs, the runtime keeps the rows of all positions. The graph masks those outside the
+    window.
+    """
+    graph = gpu_bundle("fp16", "rtx5090", source=checkpoint) / "device.onnx"
+    near, whole = (
+        outputs(graph, feed(checkpoint, is_draft=is_draft, is_short=is_short))
+        for is_short in (True, False)
+    )
+    for name in ("logits", "next_conditioning"):
+        # fp16 sums of different lengths may round differently.
+        assert np.abs(near[name] - whole[name]).max() <= 2e-3 * np.ptp(whole[name]), name
+
+
+def test_a_build_compares_the_graph_with_torch(tmp_path: Path) -> None:
+    """The router has a norm, and computes in fp32 from inputs that the graph rounds to fp16."""
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    options = BuildOptions(
+        ("rtx5090",),
+        "fp8",
+        engine=None,
+        quantise=replace(SMALL, effort=Effort("default", judged=1)),
+    )
+    report = build(write_calm(tmp_path, **sizes), tmp_path / "bundle", options)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    rows = {row.layer: row for row in report.parity.layers}
+    router = rows["blocks.1.mlp.router"]
+    assert router.output_relative is not None
+    assert router.output_relative <= 2e-5 < router.input_relative
+
+
+# ---- Engines ----
+
+
+PRECISIONS = ("fp16", "int8", "int4", "fp8", "nvfp4")
+
+
+@pytest.mark.parametrize("precision", slow_except(["fp8"], PRECISIONS))
+def test_an_engine_is_built_and_audited(checkpoint: Path, precision: str) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    bundle = gpu_bundle(precision, "rtx5090", source=checkpoint, engines=True)
+    check_audits(bundle, ["rtx5090"])
+    manifest = read_manifest(bundle)
+    held = manifest["audits"]["rtx5090"]["layers"]
+    assert {f"blocks.1.mlp.experts.{role}" for role in ("gate", "up", "down")} <= held.keys()
+    kind = {"fp16": "float16", "int8": "int8-weight", "int4": "int4-g64"}.get(precision, precision)
+    assert held["blocks.1.mlp.experts.down"] == kind
+    assert manifest["loop"]["engines"]["rtx5090"]["profiles"]["block"]["tokens"] == [1, 32, 32]
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        assert set(opened.manifest["loop"]["engines"]) == {"rtx5090"}
+
+
+def test_more_experts_than_a_gpu_computes_are_refused(tmp_path: Path) -> None:
+    many = write_checkpoint(tmp_path / "checkpoint", diffusion_gemma_config(num_experts=17))
+    out = tmp_path / "bundle"
+    for precision in ("fp16", "fp8"):
+        given = ("build", many, "--target", "rtx5090", "--precision", precision, "-o", out)
+        refused(dlm_export(*given), 2, ["layer 0 routes a token to 3 of 17 experts", "16 experts"])
+    assert not out.exists()
+
+
+def test_plan_predicts_gpus_without_windows(tmp_path: Path) -> None:
+    """On a CPU, a prompt of 600 tokens takes two passes, because layers have a window."""
+    config = diffusion_gemma_config(max_position_embeddings=1024)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", config)
+
+    def plan(*targets: str) -> dict[str, Any]:
+        size = ("--prompt-tokens", 600, "--new-tokens", 16, "--tokens-per-pass", 8)
+        told = dlm_export("plan", checkpoint, "--targets", ",".join(targets), *size, "--json")
+        assert told.exit_code == 0, told.output
+        found: dict[str, Any] = json.loads(told.stdout)
+        return found
+
+    both, gpu = plan("cpu", "rtx5090"), plan("rtx5090")
+    assert [found["passes"][0]["nfe"] for found in (both, gpu)] == [5, 4]
+    assert [found["passes"][0]["passes"][0]["tokens"] for found in (both, gpu)] == [512, 600]
+    rows = [row for row in both["predictions"] if row["target"] == "rtx5090"]
+    assert rows == gpu["predictions"]
+    assert {row["speeds"][0]["nfe"] for row in rows} == {4}
+    names = {name for row in rows for name in (row["precision"], *row["same_as"])}
+    assert {"fp16", "int8", "int4", "fp8", "nvfp4"} <= names
+    said = dlm_export("inspect", checkpoint).output
+    assert "On GPUs, these layers store all tokens" in said
