@@ -148,7 +148,7 @@ def sceptr_checkpoint(package: Path, folder: Path, variant: str, loops: Mapping[
     stored = torch.load(source / "state_dict.pt", map_location="cpu", weights_only=True)
     embedder, made = model["token_embedder"]["class"], {}
     places = [(name, at, length) for name, length in loops.items() for at in range(length)]
-    chosen = torch.tensor([0, *(_loop_index(embedder, name) for name, _, _ in places)])
+    chosen = torch.tensor([0, *(loop_index(embedder, name) for name, _, _ in places)])
     parts = {
         name.removeprefix("_token_embedder."): value
         for name, value in stored.items()
@@ -197,7 +197,7 @@ def sceptr_checkpoint(package: Path, folder: Path, variant: str, loops: Mapping[
     return write(folder, config, made, tokenizer)
 
 
-def _loop_index(embedder: str, loop: str) -> int:
+def loop_index(embedder: str, loop: str) -> int:
     """Return the index of a loop, such as CDR3B, in the table of loops of an embedder."""
     number, chain = int(loop[3]), loop[4]
     if embedder.startswith("SingleChain"):
