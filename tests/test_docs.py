@@ -74,7 +74,7 @@ LEFT_OUT = {
     "make": "takes minutes, and is what runs this test; the targets are in the Makefile",
     "pip install": "fetches packages; the extras and files are in the tree",
     "python3 -m venv": "the environment is there",
-    ". venv/bin/activate": "the environment is active",
+    ". .venv/bin/activate": "the environment is active",
     "dlm-export bench": "takes the time that it measures",
     "dlm-export capture": "needs transformers and a release's own code; tests of capture have one of their own",
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
