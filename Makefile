@@ -68,7 +68,7 @@ $(CLIENTS): $(STAMP) tests/requirements.txt
 	@touch $@
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(WORKERS)
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=search $(WORKERS)
 
 # The variable silences a notice about mkdocs 2, which this site does not use.
 docs: $(STAMP)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import dream_config, llada_config, write_checkpoint
@@ -20,6 +21,13 @@ from dlm_export.graph import trace
 # The variable sets the number of torch's threads in programs that tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Property tests draw the same examples on every machine and in every run, so that a first run of
+# `make test` fails only if the code is wrong. `make test-slow` selects the profile "search", which
+# draws new examples in each run.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile("fixed")
 
 # pytest-xdist runs all tests of a group in the same process. Test files that share slow fixtures
 # or a traced graph (engines, the demo) form a group. Each other test file is a separate group. All processes use the

