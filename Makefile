@@ -62,9 +62,8 @@ test: $(STAMP)
 # Clients of other projects, which tests run against the server. Without them, those tests are skipped.
 $(CLIENTS): $(STAMP) tests/requirements.txt
 	$(PIP_INSTALL) -c constraints.txt -r tests/requirements.txt
-	@# tritonserver, in a folder of its own, because it needs NumPy 1. Without it, tests of Triton are skipped.
-	$(PIP_INSTALL) --no-deps --only-binary=:all: --upgrade --target build/pytriton \
-	  nvidia-pytriton==0.7.0 numpy==1.26.4 || true
+	@# tritonserver. Without it, tests of Triton are skipped.
+	$(PIP_INSTALL) --no-deps --only-binary=:all: --upgrade --target build/pytriton nvidia-pytriton==0.7.0 || true
 	@touch $@
 
 test-slow: $(STAMP)

@@ -7,8 +7,7 @@ Each line of the file has a `prompt`. wrk and nvidia-pytriton must be installed 
 tests/triton_process.py). The contestants take turns:
 
 - "dlm-export serve": wrk sends requests to ``/v1/completions``.
-- "Triton, cpp" and "Triton, python": wrk sends requests to ``/v2/models/NAME/generate``. One
-  tritonserver runs both models: one model with the C++ backend, and one with the Python backend.
+- "Triton": wrk sends requests to ``/v2/models/NAME/generate`` of tritonserver.
 
 All contestants run the bundle's default loop with the same limits. The clients and the servers run
 on the same machine.
@@ -29,8 +28,6 @@ from shapes import machine
 from tables import table
 
 from dlm_export.triton.repository import Model, write
-
-BACKENDS = ("cpp", "python")
 
 
 def prepare(folder: Path, path: str, bodies: list[dict[str, Any]]) -> Path:
@@ -73,15 +70,12 @@ def main() -> None:
             )
         }
         bodies = [{"TEXT": each, "max_new_tokens": new_tokens} for each in prompts]
-        for backend in BACKENDS:
-            model = Model(name=backend, backend=backend, links=True)
-            write(arguments.bundle, folder / "repository", model, force=False)
-            files[f"Triton, {backend}"] = prepare(
-                folder / backend, f"/v2/models/{backend}/generate", bodies
-            )
+        model = Model(name=fields["model"], links=True)
+        write(arguments.bundle, folder / "repository", model, force=False)
+        files["Triton"] = prepare(folder / "triton", f"/v2/models/{model.name}/generate", bodies)
         with (
             serving(arguments.bundle, "--no-log") as served,
-            triton(folder / "repository", folder, *BACKENDS) as server,
+            triton(folder / "repository", folder, model.name) as server,
         ):
             ports = dict.fromkeys(files, int(server.http.split(":")[1]))
             ports["dlm-export serve"] = served.port

@@ -1,6 +1,6 @@
-"""Tests of ``dlm-export triton``, and of both backends in a real tritonserver.
+"""Tests of ``dlm-export triton``, and of the backend in a real tritonserver.
 
-The tests of the backends need nvidia-pytriton and tritonclient. tests/triton_process.py explains
+The tests of the backend need nvidia-pytriton and tritonclient. tests/triton_process.py explains
 how to install nvidia-pytriton.
 """
 
@@ -32,7 +32,6 @@ HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
 PROMPTS = [json.loads(line)["prompt"] for line in HELD_OUT.read_text().splitlines()]
 SOME = PROMPTS[::10]
 PROMPT = "turn on the kitchen lights"
-BACKENDS = ("cpp", "python")
 MANY_PASSES = {"commit": "sequential", "cache": "none"}  # one pass per token
 CLIENTS = 4
 WAIT_S = 30
@@ -45,29 +44,24 @@ def _write(bundle: Path, repository: Path, *arguments: str) -> Any:
 # ---- The repository ----
 
 
-@pytest.mark.parametrize(
-    ("backend", "files"),
-    [("cpp", {"libtriton_dlm.so", "libonnxruntime.so"}), ("python", {"model.py"})],
-)
-def test_a_version_has_the_bundle_and_the_files_of_the_backend(
-    demo_bundle: Path, tmp_path: Path, backend: str, files: set[str]
-) -> None:
-    done = _write(demo_bundle, tmp_path, "--backend", backend, "--name", "lights")
+def test_a_version_has_the_bundle_and_the_libraries(demo_bundle: Path, tmp_path: Path) -> None:
+    done = _write(demo_bundle, tmp_path, "--name", "lights")
     assert done.exit_code == 0, done.output
     version = tmp_path / "lights" / "1"
-    assert {each.name for each in version.iterdir()} == {"bundle", *files}
+    files = {each.name for each in version.iterdir()}
+    assert files == {"bundle", "libtriton_dlm.so", "libonnxruntime.so"}
     wanted = {each.name: each.read_bytes() for each in demo_bundle.iterdir()}
     assert {each.name: each.read_bytes() for each in (version / "bundle").iterdir()} == wanted
 
 
 def test_link_does_not_copy_the_bundle(demo_bundle: Path, tmp_path: Path) -> None:
-    done = _write(demo_bundle, tmp_path, "--backend", "python", "--link", "--name", "demo")
+    done = _write(demo_bundle, tmp_path, "--link", "--name", "demo")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "demo" / "1" / "bundle").readlink() == demo_bundle.resolve()
 
 
 def test_a_new_version_keeps_the_configuration(demo_bundle: Path, tmp_path: Path) -> None:
-    first = _write(demo_bundle, tmp_path, "--backend", "python", "--name", "demo")
+    first = _write(demo_bundle, tmp_path, "--name", "demo")
     config = tmp_path / "demo" / "config.pbtxt"
     assert first.exit_code == 0, first.output
     changed = config.read_text().replace("count: 1", "count: 2")
@@ -75,8 +69,6 @@ def test_a_new_version_keeps_the_configuration(demo_bundle: Path, tmp_path: Path
     second = [
         demo_bundle,
         tmp_path,
-        "--backend",
-        "python",
         "--name",
         "demo",
         "--model-version",
@@ -94,15 +86,17 @@ def test_a_new_version_keeps_the_configuration(demo_bundle: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--backend", "python"], "exists. Pass --force to replace it"),
-        (["--backend", "cpp", "--model-version", "2"], 'has the backend "python", not "dlm"'),
+        ([], "exists. Pass --force to replace it"),
+        (["--name", "other"], 'has the backend "python", not "dlm"'),
         (["--name", "a/b"], "'a/b' cannot name a model"),
     ],
 )
 def test_wrong_arguments_write_nothing(
     demo_bundle: Path, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
-    _write(demo_bundle, tmp_path, "--backend", "python", "--link", "--name", "demo")
+    _write(demo_bundle, tmp_path, "--link", "--name", "demo")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.pbtxt").write_text('backend: "python"\n')
     before = sorted(tmp_path.rglob("*"))
     done = _write(demo_bundle, tmp_path, "--name", "demo", *arguments)
     assert (done.exit_code, said in done.output) == (ExitCode.WRONG_INPUT, True), done.output
@@ -110,9 +104,9 @@ def test_wrong_arguments_write_nothing(
 
 
 def test_force_keeps_files_that_it_did_not_write(demo_bundle: Path, tmp_path: Path) -> None:
-    _write(demo_bundle, tmp_path, "--backend", "python", "--link", "--name", "demo")
+    _write(demo_bundle, tmp_path, "--link", "--name", "demo")
     (tmp_path / "demo" / "1" / "notes.txt").write_text("mine")
-    done = _write(demo_bundle, tmp_path, "--backend", "python", "--name", "demo", "--force")
+    done = _write(demo_bundle, tmp_path, "--name", "demo", "--force")
     assert done.exit_code == ExitCode.WRONG_INPUT
     assert "contains 'notes.txt'" in done.output
 
@@ -120,9 +114,9 @@ def test_force_keeps_files_that_it_did_not_write(demo_bundle: Path, tmp_path: Pa
 def test_a_link_never_replaces_the_bundle_that_it_points_to(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    _write(demo_bundle, tmp_path, "--backend", "python", "--name", "demo")
+    _write(demo_bundle, tmp_path, "--name", "demo")
     own = tmp_path / "demo" / "1" / "bundle"
-    done = _write(own, tmp_path, "--backend", "python", "--name", "demo", "--link", "--force")
+    done = _write(own, tmp_path, "--name", "demo", "--link", "--force")
     assert done.exit_code == ExitCode.WRONG_INPUT
     assert "which would be replaced" in done.output
     assert (own / "manifest.json").is_file()
@@ -134,32 +128,29 @@ def test_a_configuration_behind_a_broken_link_is_not_replaced(
     (tmp_path / "demo").mkdir()
     config = tmp_path / "demo" / "config.pbtxt"
     config.symlink_to(tmp_path / "missing")
-    done = _write(demo_bundle, tmp_path, "--backend", "python", "--name", "demo", "--link")
+    done = _write(demo_bundle, tmp_path, "--name", "demo", "--link")
     assert done.exit_code == ExitCode.WRONG_INPUT
     assert "is not a plain file" in done.output
     assert config.is_symlink()
     assert not (tmp_path / "demo" / "1").exists()
 
 
-# ---- The backends ----
+# ---- The backend ----
 
 
 @pytest.fixture(scope="module")
 def server(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    """A tritonserver with one loaded model per backend. The model has the name of the backend."""
+    """A tritonserver with the model ``demo``, and ``demo-single`` without streams, which is not loaded."""
     why = triton_process.missing()
     if why is not None:
         pytest.skip(why)
     pytest.importorskip("tritonclient.grpc")
     folder = tmp_path_factory.mktemp("triton")
     repository = folder / "repository"
-    for backend in BACKENDS:
-        done = _write(demo_bundle, repository, "--backend", backend, "--name", backend)
+    for name, *options in (("demo",), ("demo-single", "--no-stream")):
+        done = _write(demo_bundle, repository, "--name", name, *options)
         assert done.exit_code == 0, done.output
-        name = f"{backend}-single"
-        done = _write(demo_bundle, repository, "--backend", backend, "--name", name, "--no-stream")
-        assert done.exit_code == 0, done.output
-    with triton(repository, folder, *BACKENDS) as started:
+    with triton(repository, folder, "demo") as started:
         yield started
 
 
@@ -169,21 +160,16 @@ def bundle(demo_bundle: Path) -> Iterator[dlm_runtime.Bundle]:
         yield opened
 
 
-@pytest.fixture(params=BACKENDS)
-def model(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def _values(made: dlm_runtime.Generation) -> tuple[str | None, list[int], int, str]:
     return made.text, made.tokens[made.prompt_tokens :], made.nfe, made.finish
 
 
-def _ask(server: Triton, model: str, body: dict[str, Any]) -> Any:
-    return server.client.post(f"/v2/models/{model}/generate", json=body, timeout=WAIT_S)
+def _ask(server: Triton, body: dict[str, Any]) -> Any:
+    return server.client.post("/v2/models/demo/generate", json=body, timeout=WAIT_S)
 
 
-def _over_http(server: Triton, model: str, prompt: str) -> tuple[str, list[int], int, str]:
-    found = _ask(server, model, {"TEXT": prompt}).json()
+def _over_http(server: Triton, prompt: str) -> tuple[str, list[int], int, str]:
+    found = _ask(server, {"TEXT": prompt}).json()
     return found["TEXT"], found["OUTPUT_IDS"], found["NFE"], found["FINISH"]
 
 
@@ -198,12 +184,12 @@ class Grpc:
         self.results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.connection.start_stream(lambda result, error: self.results.put((result, error)))
 
-    def ask(self, model: str, name: str, **parameters: Any) -> None:
+    def ask(self, name: str, **parameters: Any) -> None:
         """Send a request. ``name`` is both the input text and the ID of the request."""
         tensor = self._client.InferInput("TEXT", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([name.encode()], dtype=object))
         self.connection.async_stream_infer(
-            model, [tensor], request_id=name, parameters=parameters or None
+            "demo", [tensor], request_id=name, parameters=parameters or None
         )
 
     def next(self) -> Any:
@@ -227,13 +213,11 @@ def _of_grpc(result: Any) -> tuple[str, list[int], int, str]:
     )
 
 
-def _over_grpc(
-    server: Triton, model: str, prompts: list[str]
-) -> list[tuple[str, list[int], int, str]]:
+def _over_grpc(server: Triton, prompts: list[str]) -> list[tuple[str, list[int], int, str]]:
     grpc = Grpc(server)
     try:
         for prompt in prompts:
-            grpc.ask(model, prompt)
+            grpc.ask(prompt)
         found = {}
         for _ in prompts:
             result = grpc.next()
@@ -243,26 +227,24 @@ def _over_grpc(
     return [found[prompt] for prompt in prompts]
 
 
-def _check_answers(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle, prompts: list[str]
-) -> None:
+def _check_answers(server: Triton, bundle: dlm_runtime.Bundle, prompts: list[str]) -> None:
     wanted = [_values(bundle.generate(prompt=prompt)) for prompt in prompts]
     with ThreadPoolExecutor(CLIENTS) as pool:
-        assert [*pool.map(lambda prompt: _over_http(server, model, prompt), prompts)] == wanted
-    assert _over_grpc(server, model, prompts) == wanted
+        assert [*pool.map(lambda prompt: _over_http(server, prompt), prompts)] == wanted
+    assert _over_grpc(server, prompts) == wanted
 
 
 def test_answers_over_http_and_grpc_are_those_of_generate(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle
+    server: Triton, bundle: dlm_runtime.Bundle
 ) -> None:
-    _check_answers(server, model, bundle, SOME)
+    _check_answers(server, bundle, SOME)
 
 
 @pytest.mark.slow
 def test_all_held_out_commands_are_answered_as_by_generate(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle
+    server: Triton, bundle: dlm_runtime.Bundle
 ) -> None:
-    _check_answers(server, model, bundle, PROMPTS)
+    _check_answers(server, bundle, PROMPTS)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -283,33 +265,31 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_parameters_mean_what_they_mean_in_python(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle, options: dict[str, Any]
+    server: Triton, bundle: dlm_runtime.Bundle, options: dict[str, Any]
 ) -> None:
     given = {
         name: json.loads(value) if name in ("stop_strings", "enum") else value
         for name, value in options.items()
     }
     wanted = _values(bundle.generate(prompt=PROMPT, **given))
-    response = _ask(server, model, {"TEXT": PROMPT, **options})
+    response = _ask(server, {"TEXT": PROMPT, **options})
     assert response.status_code == 200, response.text
     found = response.json()
     assert (found["TEXT"], found["OUTPUT_IDS"], found["NFE"], found["FINISH"]) == wanted
 
 
-def test_ids_and_messages_are_inputs_too(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle
-) -> None:
+def test_ids_and_messages_are_inputs_too(server: Triton, bundle: dlm_runtime.Bundle) -> None:
     chat = [{"role": "user", "content": PROMPT}]
     wanted = bundle.generate(chat=chat)
-    found = _ask(server, model, {"MESSAGES": json.dumps(chat)}).json()
+    found = _ask(server, {"MESSAGES": json.dumps(chat)}).json()
     assert (found["TEXT"], found["PROMPT_TOKENS"]) == (wanted.text, wanted.prompt_tokens)
     ids = wanted.tokens[: wanted.prompt_tokens]
-    assert _ask(server, model, {"INPUT_IDS": ids}).json()["TEXT"] == wanted.text
+    assert _ask(server, {"INPUT_IDS": ids}).json()["TEXT"] == wanted.text
     # If INPUT_IDS contains mask tokens, they are filled. With max_new_tokens 0, OUTPUT_IDS is the
     # whole canvas.
     masked = [*ids, *[bundle.mask_token_id] * 8]
     filled = bundle.generate(tokens=masked, max_new_tokens=0)
-    found = _ask(server, model, {"INPUT_IDS": masked, "max_new_tokens": 0}).json()
+    found = _ask(server, {"INPUT_IDS": masked, "max_new_tokens": 0}).json()
     assert found["OUTPUT_IDS"] == filled.tokens
 
 
@@ -344,18 +324,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_requests_get_one_sentence(
-    server: Triton, model: str, body: dict[str, Any], said: str
-) -> None:
-    response = _ask(server, model, body)
+def test_wrong_requests_get_one_sentence(server: Triton, body: dict[str, Any], said: str) -> None:
+    response = _ask(server, body)
     assert response.status_code == 400, response.text
     assert said in response.json()["error"]
     assert "\n" not in response.json()["error"]
 
 
-def test_streams_have_the_events_of_a_job(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle
-) -> None:
+def test_streams_have_the_events_of_a_job(server: Triton, bundle: dlm_runtime.Bundle) -> None:
     events = [*bundle.stream(prompt=PROMPT, **MANY_PASSES)]
     last = events[-1].result
     assert last is not None
@@ -373,7 +349,7 @@ def test_streams_have_the_events_of_a_job(
     ]
     grpc = Grpc(server)
     try:
-        grpc.ask(model, PROMPT, stream=True, **MANY_PASSES)
+        grpc.ask(PROMPT, stream=True, **MANY_PASSES)
         found = [_of_grpc(grpc.next())]
         while not found[-1][3]:
             found.append(_of_grpc(grpc.next()))
@@ -384,17 +360,17 @@ def test_streams_have_the_events_of_a_job(
     assert found[-1][1:] == _values(last)[1:]
 
     body = {"TEXT": PROMPT, "stream": True, **MANY_PASSES}
-    path = f"/v2/models/{model}/generate_stream"
+    path = "/v2/models/demo/generate_stream"
     lines = server.client.post(path, json=body, timeout=WAIT_S).text.split("\n")
     parts = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert [(part["TEXT"], part["OUTPUT_IDS"], part["NFE"]) for part in parts[:-1]] == wanted
     assert "".join(part["TEXT"] for part in parts) == last.text
 
 
-def _metric(server: Triton, name: str, model: str) -> float:
+def _metric(server: Triton, name: str) -> float:
     text = server.client.get(f"http://{server.metrics}/metrics").text
     [line] = [
-        line for line in text.splitlines() if line.startswith(f"{name}{{") and f'"{model}"' in line
+        line for line in text.splitlines() if line.startswith(f"{name}{{") and '"demo"' in line
     ]
     return float(line.split()[-1])
 
@@ -406,27 +382,27 @@ def _until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_cancelled_request_makes_no_more_passes(server: Triton, model: str) -> None:
+def test_a_cancelled_request_makes_no_more_passes(server: Triton) -> None:
     # without cancelling, the request would take 480 passes
     options = MANY_PASSES | {"max_new_tokens": 480, "stop": "none", "stream": True}
-    before = _metric(server, "dlm_passes_total", model)
+    before = _metric(server, "dlm_passes_total")
     grpc = Grpc(server)
     try:
-        grpc.ask(model, PROMPT, **options)
+        grpc.ask(PROMPT, **options)
         grpc.next()
     finally:
         grpc.close(cancels=True)
-    _until(lambda: _idle(server, model))
-    assert _metric(server, "dlm_passes_total", model) - before < 400
+    _until(lambda: _idle(server))
+    assert _metric(server, "dlm_passes_total") - before < 400
 
 
-def _idle(server: Triton, model: str) -> bool:
+def _idle(server: Triton) -> bool:
     """Return whether the model runs no requests.
 
     The function first sends a short request, because metrics are only updated when a request ends.
     """
-    assert _ask(server, model, {"TEXT": PROMPT}).status_code == 200
-    return _metric(server, "dlm_requests_running", model) == 0
+    assert _ask(server, {"TEXT": PROMPT}).status_code == 200
+    return _metric(server, "dlm_requests_running") == 0
 
 
 class Load:
@@ -462,17 +438,13 @@ class Load:
             thread.join()
 
 
-def test_a_new_version_is_loaded_without_a_lost_request(
-    server: Triton, model: str, demo_bundle: Path
-) -> None:
+def test_a_new_version_is_loaded_without_a_lost_request(server: Triton, demo_bundle: Path) -> None:
     repository = server.log.parent / "repository"
-    with Load(server, model) as load:
+    with Load(server, "demo") as load:
         _until(lambda: len(load.versions) > CLIENTS)
-        done = _write(
-            demo_bundle, repository, "--backend", model, "--name", model, "--model-version", "2"
-        )
+        done = _write(demo_bundle, repository, "--name", "demo", "--model-version", "2")
         assert done.exit_code == 0, done.output
-        server.load(model)
+        server.load("demo")
         reached = len(load.versions)
         _until(lambda: len(load.versions) > reached + 2 * CLIENTS)
     assert load.wrong == []
@@ -480,25 +452,23 @@ def test_a_new_version_is_loaded_without_a_lost_request(
     assert {*load.versions[-CLIENTS:]} == {"2"}
 
 
-def test_unload_finishes_running_requests(server: Triton, model: str) -> None:
-    server.load(f"{model}-single")
-    with Load(server, f"{model}-single") as load:
+def test_unload_finishes_running_requests(server: Triton) -> None:
+    server.load("demo-single")
+    with Load(server, "demo-single") as load:
         _until(lambda: len(load.versions) > CLIENTS)
-        server.unload(f"{model}-single")
+        server.unload("demo-single")
         _until(lambda: len(load.wrong) > CLIENTS)
     # Requests that started before the model was unloaded are answered. Triton itself refuses later
     # requests.
-    refusal = f"Request for unknown model: '{model}-single' has no available versions"
+    refusal = "Request for unknown model: 'demo-single' has no available versions"
     assert {*load.wrong} == {json.dumps({"error": refusal}, separators=(",", ":"))}
-    _until(lambda: f"successfully unloaded '{model}-single'" in server.said())
+    _until(lambda: "successfully unloaded 'demo-single'" in server.said())
 
 
-def test_a_model_without_streams_answers_infer(
-    server: Triton, model: str, bundle: dlm_runtime.Bundle
-) -> None:
+def test_a_model_without_streams_answers_infer(server: Triton, bundle: dlm_runtime.Bundle) -> None:
     import tritonclient.http
 
-    name = f"{model}-single"
+    name = "demo-single"
     server.load(name)
     with contextlib.closing(tritonclient.http.InferenceServerClient(server.http)) as client:
         tensor = tritonclient.http.InferInput("TEXT", [1], "BYTES")

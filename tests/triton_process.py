@@ -1,9 +1,8 @@
 """A ``tritonserver`` process for tests and benchmarks.
 
-The package nvidia-pytriton contains tritonserver and its Python backend. tritonserver 24.10 cannot
-use NumPy 2, so install nvidia-pytriton and NumPy 1 into a separate folder::
+The package nvidia-pytriton contains tritonserver. Install it into a separate folder::
 
-    pip install --no-deps --target build/pytriton nvidia-pytriton==0.7.0 numpy==1.26.4
+    pip install --no-deps --target build/pytriton nvidia-pytriton==0.7.0
 
 To use another folder, set $DLM_PYTRITON to its path.
 """
@@ -11,11 +10,9 @@ To use another folder, set $DLM_PYTRITON to its path.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -35,27 +32,7 @@ def missing() -> str | None:
     """The reason why tritonserver cannot run here, or None."""
     if not (PYTRITON / "pytriton").is_dir():
         return f"nvidia-pytriton is not in {PYTRITON}: see tests/triton_process.py"
-    if not _stub().is_file():
-        return f"nvidia-pytriton has no Python {_python()} stub"
     return None
-
-
-def _python() -> str:
-    return f"{sys.version_info[0]}.{sys.version_info[1]}"
-
-
-def _stub() -> Path:
-    stubs = PYTRITON / "pytriton" / "tritonserver" / "python_backend_stubs"
-    return stubs / _python() / "triton_python_backend_stub"
-
-
-def make_backends(folder: Path) -> None:
-    """Copy the Python backend to ``folder``, with the stub program for this version of Python."""
-    source = PYTRITON / "pytriton" / "tritonserver" / "backends" / "python"
-    shutil.copytree(source, folder / "python")
-    stub = folder / "python" / "triton_python_backend_stub"
-    shutil.copy(_stub(), stub)
-    stub.chmod(0o755)
 
 
 @dataclass
@@ -96,18 +73,13 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def triton(repository: Path, folder: Path, *models: str) -> Iterator[Triton]:
-    """Run tritonserver until the ``with`` block ends. ``folder`` is for backends and the log."""
-    make_backends(folder / "backends")
+    """Run tritonserver until the ``with`` block ends. ``folder`` is for the log."""
     ports = _free_ports(3)
     log = folder / "triton.log"
     libraries = [PYTRITON / "nvidia_pytriton.libs", Path(sysconfig.get_config_var("LIBDIR"))]
-    paths = {
-        "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    paths = {"LD_LIBRARY_PATH": ":".join(map(str, libraries))}
     arguments = [
         f"--model-repository={repository}",
-        f"--backend-directory={folder / 'backends'}",
         "--model-control-mode=explicit",
         *(f"--load-model={model}" for model in models),
         *("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"),
@@ -126,7 +98,6 @@ def triton(repository: Path, folder: Path, *models: str) -> Iterator[Triton]:
             stdout=file,
             stderr=file,
             env=os.environ | paths,
-            cwd=PYTRITON,  # the Python backend ignores $PYTHONPATH, but imports from here
         ) as process,
     ):
         made = Triton(process, http, grpc, metrics, log, client)

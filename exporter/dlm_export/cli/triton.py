@@ -9,7 +9,6 @@ import click
 
 from dlm_export.cli.options import (
     CHECKPOINT,
-    choice,
     command,
     flag,
     force_option,
@@ -31,7 +30,6 @@ from dlm_export.cli.values import opening
     group(
         "Common options",
         output_option("Folder of the model repository.", "REPOSITORY"),
-        choice("--backend", ["cpp", "python"], "cpp, or python.", default="cpp"),
         text("--name", "Name of the model.  [default: the name of the bundle's folder]"),
         number("--model-version", "Number of the model's version.", most=1 << 30, default=1),
         flag("--link", "links", help="Write a symbolic link to the bundle, instead of a copy."),
@@ -56,9 +54,8 @@ def triton(
 ) -> None:
     """Write BUNDLE as a model for Triton Inference Server.
 
-    The repository may already contain other models and other versions of the model. With --backend
-    cpp, the model needs no Python. With --backend python, dlm-export must be installed in Triton's
-    Python.
+    The repository may already contain other models and other versions of the model. The model needs
+    no Python.
 
     Example: dlm-export triton build/demo -o build/repository
     """
@@ -67,7 +64,6 @@ def triton(
     model = Model(
         name=bundle.resolve().name if name is None else name,
         version=values["model_version"],
-        backend=values["backend"],
         streams=values["streams"],
         links=values["links"],
         opening=opening(values),

@@ -5,9 +5,8 @@ folder::
 
     REPOSITORY/NAME/config.pbtxt
     REPOSITORY/NAME/1/bundle/             the bundle, or a symbolic link to it
-    REPOSITORY/NAME/1/model.py            backend "python"
-    REPOSITORY/NAME/1/libtriton_dlm.so    backend "cpp"
-    REPOSITORY/NAME/1/libonnxruntime.so   backend "cpp", on a CPU
+    REPOSITORY/NAME/1/libtriton_dlm.so
+    REPOSITORY/NAME/1/libonnxruntime.so   on a CPU
 
 Triton first looks for a backend's library in the folder of the version. Each version therefore runs
 with the library in its own folder.
@@ -31,8 +30,7 @@ from dlm_runtime.abi import native
 from dlm_runtime.errors import EngineError, RequestError
 
 CONFIG = "config.pbtxt"
-BACKENDS = {"cpp": "dlm", "python": "python"}
-"""For each value of the option --backend, the name of the backend in Triton."""
+BACKEND = "dlm"
 LIBRARY = "libtriton_dlm.so"
 ENGINE_LIBRARY = "libonnxruntime.so"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -55,7 +53,6 @@ class Model:
     Args:
         name: The name of the model.
         version: The number of the version.
-        backend: "cpp" or "python".
         streams: If True, a request may have several responses.
         links: If True, the repository contains a symbolic link to the bundle, not a copy.
         opening: How the backend opens the bundle.
@@ -64,7 +61,6 @@ class Model:
 
     name: str
     version: int = 1
-    backend: str = "cpp"
     streams: bool = True
     links: bool = False
     opening: Opening = field(default_factory=Opening)
@@ -84,7 +80,7 @@ class Model:
         lines = [
             "# `dlm-export triton` wrote this file.",
             f'name: "{self.name}"',
-            f'backend: "{BACKENDS[self.backend]}"',
+            f'backend: "{BACKEND}"',
             "max_batch_size: 0",
             f"model_transaction_policy {{ decoupled: {str(self.streams).lower()} }}",
             *_tensors("input", _INPUTS, " optional: true"),
@@ -139,7 +135,7 @@ def write(bundle: Path, repository: Path, model: Model, *, force: bool) -> Writt
         )
     is_kept = config.is_file() and not force
     if is_kept:
-        _check_backend(config, model.backend)
+        _check_backend(config)
     elif os.path.lexists(config) and (config.is_symlink() or not config.is_file()):
         raise TakenError(
             f"{config}: is not a plain file, so it is not replaced. Remove it, or choose another --name"
@@ -163,13 +159,11 @@ def write(bundle: Path, repository: Path, model: Model, *, force: bool) -> Writt
 
 def _files(model: Model, manifest: Mapping[str, Any]) -> dict[str, Path]:
     """Return the files that the version needs beside the bundle. Raises EngineError."""
-    if model.backend == "python":
-        return {"model.py": Path(__file__).with_name("model.py")}
     folders = native.package_folders()
     found = [path for folder in folders if (path := folder / "lib" / LIBRARY).is_file()]
     if not found:
         raise EngineError(
-            f"lib/{LIBRARY} is not in {', '.join(map(str, folders))}: reinstall dlm-export, or pass --backend python"
+            f"lib/{LIBRARY} is not in {', '.join(map(str, folders))}: reinstall dlm-export"
         )
     files = {LIBRARY: found[0]}
     is_for_gpus = model.opening.engine == "auto" and "device_file" in manifest["loop"]["graph"]
@@ -186,13 +180,13 @@ def _tensors(kind: str, tensors: dict[str, tuple[str, int]], more: str) -> list[
     ]
 
 
-def _check_backend(config: Path, backend: str) -> None:
+def _check_backend(config: Path) -> None:
     """Raise TakenError if an existing config.pbtxt is for a different backend."""
     found = _BACKEND.search(config.read_text(encoding="utf-8", errors="replace"))
-    if found is None or found[1] != BACKENDS[backend]:
+    if found is None or found[1] != BACKEND:
         said = "no backend" if found is None else f'the backend "{found[1]}"'
         raise TakenError(
-            f'{config}: exists and has {said}, not "{BACKENDS[backend]}". Pass --force to replace it, '
+            f'{config}: exists and has {said}, not "{BACKEND}". Pass --force to replace it, '
             "or choose another --name"
         )
 
@@ -201,7 +195,7 @@ def _kept_because(path: Path) -> str | None:
     """Return the reason why a path must never be replaced, or None."""
     if not path.is_dir() or path.is_symlink():
         return "is not a version of a model"
-    known = {"bundle", "model.py", "__pycache__", LIBRARY, ENGINE_LIBRARY}
+    known = {"bundle", LIBRARY, ENGINE_LIBRARY}
     others = sorted(each.name for each in path.iterdir() if each.name not in known)
     return f"contains {others[0]!r}, which dlm-export did not write" if others else None
 
