@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -527,12 +526,6 @@ def test_what_is_left_out_is_still_in_the_pages() -> None:
 # ---- The text of pages ----
 
 
-def test_readme_is_read_in_one_sitting() -> None:
-    lines = README.read_text().splitlines()
-    assert len(lines) < LINES
-    assert not [f"{number}: {line}" for number, line in enumerate(lines, 1) if len(line) > COLUMNS]
-
-
 def _slugs(page: Path) -> Iterator[str]:
     for heading in re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE):
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -586,19 +579,6 @@ def test_readme_lists_the_families() -> None:
     assert sorted(listed) == sorted(
         name for family in FAMILIES.values() for name in family.architectures
     )
-
-
-def test_the_figures_of_readme_are_those_of_benchmarks() -> None:
-    measured = (ROOT / "BENCHMARKS.md").read_text()
-    figures = [
-        figure
-        for row in _table(README, "milliseconds")
-        for cell in row[1:]
-        for figure in re.findall(r"[\d.]+", cell)
-    ]
-    assert len(figures) == 10
-    for figure in figures:
-        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", measured), figure
 
 
 def test_decoding_lists_the_policies() -> None:
@@ -676,12 +656,6 @@ def test_the_files_that_developing_names_exist() -> None:
         and not list(ROOT.glob(f"exporter/**/{name}"))
     )
     assert missing == []
-
-
-def test_the_chart_of_readme_shows_the_results() -> None:
-    tool = runpy.run_path(str(ROOT / "docs" / "tools" / "edge_chart.py"))
-    rows = json.loads(tool["RESULTS"].read_text())["rows"]
-    assert tool["draw"](rows) == tool["IMAGE"].read_text()
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
