@@ -17,18 +17,21 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from residues import ANTIBODY_MODELS, package_folder, write_model
 from shapes import ROOT, machine
 
 import dlm_runtime
 from dlm_calibration import metrics
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.quantising.samples import CalibrationOptions
+
+sys.path.insert(0, str(ROOT / "examples"))
+from residues import ANTIBODY_MODELS, package_folder, write_model
 
 OUTPUT = ROOT / "build" / "benchmarks" / "antibodies"
 SAMPLES = 24  # number of sequences for calibration

@@ -42,14 +42,6 @@ def figures(path: Path) -> dict[str, int]:
     return found
 
 
-def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """Run a command that must succeed, and return the same as ``watched``."""
-    text, row = watched(command)
-    if row["exit"]:
-        raise SystemExit(f"{' '.join(command)}: exit {row['exit']}")
-    return text, row
-
-
 class Watched:
     """Records the highest memory of a process and the bytes that it read and wrote.
 

@@ -499,11 +499,11 @@ def test_every_command_line_is_one_that_its_program_takes(
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
     known = {name for command in main.commands.values() for name in _options(command)}
-    service = ROOT / "examples" / "embed" / "serve" / "main.c"
-    others = {
-        "--quick",
-        *re.findall(r'"(--[\w-]+)"', service.read_text()),
-    }  # options of benchmarks/generation.py and of the example service
+    programs = [
+        ROOT / "examples" / "embed" / "serve" / "main.c",
+        *(ROOT / "benchmarks").glob("*.py"),
+    ]
+    others = {name for path in programs for name in re.findall(r'"(--[\w-]+)"', path.read_text())}
     for span in _quoted(_prose(page)):
         words = span.split()
         if words[0] == "dlm-export" and len(words) > 1 and words[1] != "COMMAND":

@@ -1,8 +1,8 @@
 """Writes checkpoints of antibody and T-cell receptor language models, whose tokens are residues.
 
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 sceptr==1.2.0
-    python benchmarks/residues.py antiberty|sapiens-heavy|sapiens-light|sceptr CHECKPOINT
-    python benchmarks/residues.py sceptr-tiny CHECKPOINT --loops CDR3A:14,CDR3B:15
+    python examples/residues.py antiberty|sapiens-heavy|sapiens-light|sceptr CHECKPOINT
+    python examples/residues.py sceptr-tiny CHECKPOINT --loops CDR3A:14,CDR3B:15
 
 The weights come from the three PyPI packages. The repository contains no files of these packages.
 
