@@ -57,7 +57,7 @@ build/sudoku/manifest.json: $(STAMP) $(wildcard examples/demo-sudoku/*) $(PACKAG
 
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint $(CLIENTS)
-	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS) --durations=40
 
 # Clients of other projects, which tests run against the server. Without them, those tests are skipped.
 $(CLIENTS): $(STAMP) tests/requirements.txt
