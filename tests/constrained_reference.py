@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores, scores_of_draw
-from dlm_export.network.turns import Canvas, Turn, gumbels, scored_by
+from dlm_export.network.turns import Canvas, Turn, gumbels, score_edits, scored_by
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.policy import Policy
 
@@ -296,14 +296,15 @@ class Constrained(Proposer):
         )
         last = int(turn.positions[-1]) + 1
         choices = [self._choices(canvas, position) for position in range(first, last)]
-        if turn.standing is not None:
-            for position, row in row_of.items():
-                if best_probs[row] > self.policy.edit_threshold:
-                    choices[position - first] = np.unique(
-                        [int(canvas.tokens[position]), int(best[row])]
-                    )
+        edited = [
+            (position - first, int(best[row]))
+            for position, row in row_of.items()
+            if not canvas.undecided[position] and best_probs[row] > self.policy.edit_threshold
+        ]
+        for at, token in edited:
+            choices[at] = np.unique([*choices[at], token])
         state, ends = self._state_before(canvas, first), self._ahead(canvas)[last]
-        is_drawn = self.policy.select == "sample" and turn.standing is None
+        is_drawn = self.policy.select == "sample"
         by, of = scored_by(turn, self.policy), self.policy.score_of
 
         def texts(temperature: float, is_cut: np.ndarray) -> Texts:
@@ -325,6 +326,10 @@ class Constrained(Proposer):
             )
 
         nothing = np.zeros(wide.shape, bool)
+        if edited:
+            pinned = texts(0, nothing).best()
+            for at, _ in edited:
+                choices[at] = pinned[[at]]
         if is_drawn:
             drawn = texts(self.policy.temperature, self._is_cut(wide, best))
             text = drawn.draw(self.policy.seed, turn.passes, first)
@@ -332,16 +337,14 @@ class Constrained(Proposer):
             text = texts(0, nothing).best()
         tokens = text[turn.positions - first]
         probs = best_probs * np.exp(wide[rows, tokens] - wide[rows, best])
-        if (
-            by == "random"
-            or turn.standing is not None
-            or not (of == "marginal" or (is_drawn and of == "draw"))
-        ):
-            return Proposals(tokens, self._scores(turn, logits, tokens, probs, best), probs)
-        marginals = (drawn if of == "draw" else texts(1, nothing)).marginals()[
-            turn.positions - first
-        ]
-        return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
+        if by == "random" or not (of == "marginal" or (is_drawn and of == "draw")):
+            found = self._scores(turn, logits, tokens, probs, best)
+        else:
+            marginals = (drawn if of == "draw" else texts(1, nothing)).marginals()[
+                turn.positions - first
+            ]
+            found = scores_of_draw(by, marginals, tokens)
+        return Proposals(tokens, score_edits(turn, found, probs), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
         """Return the tokens that ``top_p`` or ``top_k`` excludes, as an array bool ``[M, V]``."""

@@ -9,6 +9,8 @@ paths. If you do not pass a loop's path, the traces of this loop do not change:
     --sdar              generate.py of github.com/JetAstra/SDAR, commit c2041a8
     --llada2            modeling_llada2_moe.py of LLaDA2.0. The copy that was used is in
                         dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
+    --llada2.1          modeling_llada21_moe.py of LLaDA2.1. The copy that was used is in
+                        dllm/pipelines/llada21/models of the same commit
     --fast-dllm-v2      v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
     --rnd1              rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
     --d3llm             d3llm_LLaDA/d3llm_llada_generate_util.py of github.com/hao-ai-lab/d3LLM,
@@ -132,6 +134,19 @@ class Network:
         if store_kv:
             self.stored = self.store(present, self.stored)
         return SimpleNamespace(logits=logits)
+
+
+class Edited(Network):
+    """A random network for LLaDA2.1's loop, which also edits decided tokens of the last block."""
+
+    block, edit_threshold = 0, 0.0
+
+    def check(self, ids: Tensor, logits: Tensor) -> None:
+        super().check(ids, logits)
+        best = logits[-self.block :].softmax(-1).topk(2).values
+        gaps = torch.cat((best[:, 0] - best[:, 1], (best[:, 0] - self.edit_threshold).abs()))
+        if float(gaps.min()) < CLOSE:
+            raise UnsuitableError
 
 
 class KeysAndValues(list[Any]):
@@ -328,7 +343,12 @@ def run_sdar(
 
 
 def run_llada2(
-    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+    code: ModuleType,
+    network: Network,
+    prompt: list[int],
+    new: int,
+    options: dict[str, Any],
+    **edits: Any,
 ) -> list[int]:
     released = code.LLaDA2MoeModelLM
     for name in ("_top_k_logits", "_top_p_logits", "_get_num_transfer_tokens"):
@@ -341,13 +361,31 @@ def run_llada2(
         network,
         torch.tensor([prompt]),
         block_length=options["block"],
-        steps=options["steps"],
+        steps=options.get("steps", 32),
         gen_length=new,
         threshold=options["threshold"],
         eos_id=END,
         mask_id=MASK,
+        **edits,
     )
     return [*prompt, *out[0].tolist()]
+
+
+def run_llada21(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    assert isinstance(network, Edited)
+    network.block, network.edit_threshold = options["block"], options["edit_threshold"]
+    return run_llada2(
+        code,
+        network,
+        prompt,
+        new,
+        options,
+        editing_threshold=options["edit_threshold"],
+        max_post_steps=options["edit_passes"],
+        eos_early_stop=options.get("stop", "eos") == "eos",
+    )
 
 
 def run_fast_dllm_v2(
@@ -516,6 +554,18 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
         found.append(("sdar", length, 16 - length, options | {"ends": True}))
         del options["strategy"]
         found.append(("llada2", length, 16 - length, options | {"ends": True}))
+    for length, edit_threshold, edit_passes in (
+        (1, 0.5, 16),
+        (3, 0.8, 16),
+        (4, 0.0, 3),
+        (6, 0.3, 0),
+        (9, 0.5, 2),
+        (13, 0.9, 16),
+    ):
+        for threshold in (0.3, 0.6):
+            options = {"block": 8, "edit_threshold": edit_threshold, "edit_passes": edit_passes}
+            new = -(-length // 8) * 8 + 16 - length
+            found.append(("llada2.1", length, new, options | {"threshold": threshold}))
     for block, sub_block in ((8, 4), (8, 2), (16, 4)):
         for length in (1, 3, block - 2, block + 4, block + 5, 2 * block, 2 * block + 7):
             for block_cache in (False, True):
@@ -559,6 +609,7 @@ def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
 RUNS: dict[str, tuple[type[Network], Run]] = {
     "sdar": (Network, run_sdar),
     "llada2": (Network, run_llada2),
+    "llada2.1": (Edited, run_llada21),
     "fast-dllm-v2": (BlockCached, run_fast_dllm_v2),
     "rnd1": (Network, run_rnd1),
     "stable-diffcoder": (Cropped, run_stable_diffcoder),

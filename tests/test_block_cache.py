@@ -292,7 +292,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits always write the most likely token, even if the policy samples tokens.
+    """Edits write sampled tokens too.
 
     With classifier-free guidance, a second canvas, whose prompt is masked, has a separate cache.
     """

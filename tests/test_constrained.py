@@ -127,6 +127,15 @@ LOOPS: dict[str, dict[str, Any]] = {
         "edit_threshold": 0.02,
         "edit_passes": 5,
     },
+    "edits of draws": {
+        "preset": "llada",
+        "block_length": 8,
+        "remask": "edit",
+        "edit_threshold": 0.02,
+        "edit_passes": 2,
+        "temperature": 0.7,
+        "score_of": "marginal",
+    },
 }
 
 

@@ -112,14 +112,16 @@ def test_sdar_equals_the_authors_code(trace: dict[str, Any]) -> None:
     assert until_end(tokens, len(prompt)) == until_end(trace["tokens"], len(prompt))
 
 
-@pytest.mark.parametrize("trace", traces_of("llada2"))
+@pytest.mark.parametrize("trace", traces_of("llada2") + traces_of("llada2.1"))
 def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
     """The authors' code has no cache.
 
     Each pass of the authors' code computes the whole canvas up to the end of the current block.
     """
-    policy = PRESETS["llada2"].with_fields(
-        {"steps_per_block": trace["steps"], "threshold": trace["threshold"]}
+    fields = ("threshold", "edit_threshold", "edit_passes")
+    policy = PRESETS[trace["family"]].with_fields(
+        {name: trace[name] for name in fields if name in trace}
+        | {"steps_per_block": trace.get("steps", 0)}
     )
     prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
     tokens, passes = run(trace, policy, prompt, trace["new"])

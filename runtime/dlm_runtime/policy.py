@@ -44,9 +44,9 @@ class Policy:
             "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential", "verify" or
             "entropy_threshold".
         compare: How a score is compared with the threshold: ">=" or ">".
-        remask: "none": committed tokens do not change. "edit": extra passes may replace tokens of a
-            finished block. "noise": a block starts from random tokens, and each pass predicts all
-            its positions again.
+        remask: "none": committed tokens do not change. "edit": passes may also replace committed
+            tokens of their block, and extra passes run over a finished block. "noise": a block
+            starts from random tokens, and each pass predicts all its positions again.
         cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
             "block" or "block-dual".
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
@@ -72,8 +72,8 @@ class Policy:
         sub_block_length: Number of positions in a sub-block. The sub-blocks of a block are filled
             one after the other. 0 means that a block is not divided.
         edit_passes: For "edit", the largest number of extra passes over a finished block.
-        edit_threshold: For "edit", 0..1. A token is replaced if the probability of another token is
-            above this value.
+        edit_threshold: For "edit", 0..1. A committed token is replaced if a pass proposes another
+            token whose probability is above this value.
         top_p: For "sample", 0..1. The token is chosen from the smallest set of most likely tokens
             whose total probability is above this value.
         top_k: For "sample". The token is chosen from this number of most likely tokens. 0 means all

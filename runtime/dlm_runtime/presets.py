@@ -64,8 +64,8 @@ PRESETS = {
     # planned number of tokens. The planned number of tokens is the same in every block.
     "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
     "llada2": _BLOCKS,
-    # This is the loop of LLaDA2, with extra passes over each finished block. An extra pass replaces
-    # a token if another token is clearly more likely.
+    # Like LLaDA2, but each pass also replaces a committed token of its block if another token is
+    # clearly more likely. Extra passes run over a finished block until one changes nothing.
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(

@@ -22,6 +22,7 @@ from dlm_export.network.turns import (
     Turn,
     gumbels,
     random_scores,
+    score_edits,
     scored_by,
     temperature_of,
 )
@@ -64,14 +65,6 @@ class Proposer:
             tokens.cpu().numpy(), scores(turn, logits, self.policy), probs.double().cpu().numpy()
         )
 
-    def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Select the positions of ``chosen`` that may commit in the same step.
-
-        ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
-        turn edits tokens that were committed before.
-        """
-        return chosen
-
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions in ``[first, last)`` with only one possible token, and the tokens.
 
@@ -104,12 +97,11 @@ class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
     The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
-    temperature. For a turn that edits committed tokens, the proposed token is the most likely token
-    instead of a sample.
+    temperature. Edits write the proposed tokens too, as in LLaDA2.1's code.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
-        if turn.standing is not None or not len(turn.positions):
+        if not len(turn.positions):
             return super().propose(turn, canvas, logits)
         policy, logits = self.policy, self.masked(logits)
         best = logits.argmax(-1).cpu().numpy()
@@ -131,14 +123,14 @@ class Sampled(Proposer):
         )
         tokens = np.where(drawn > 0, behind + noise, -np.inf).argmax(-1)
         probs = best_probs[:, 0] * np.exp(wide[rows, tokens] - wide[rows, best])
-        by = scored_by(turn, policy)
+        by, confidence = scored_by(turn, policy), probs
         if by == "random":
             found = random_scores(turn, policy)
         elif policy.score_of == "draw":
-            found = scores_of_draw(by, drawn, tokens)
+            found, confidence = scores_of_draw(by, drawn, tokens), drawn[rows, tokens]
         else:
             found = probs if by == "confidence" else scores(turn, logits, policy)
-        return Proposals(tokens, found, probs)
+        return Proposals(tokens, score_edits(turn, found, confidence), probs)
 
 
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
@@ -200,13 +192,17 @@ def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
 
     ``logits`` fp32 ``[M, V]`` exclude the mask token.
     """
-    by = scored_by(turn, policy)
+    by, probs = scored_by(turn, policy), logits.softmax(-1)
+    best = probs.topk(2).values
     if by == "random":
-        return random_scores(turn, policy)
-    probs = logits.softmax(-1)
+        return score_edits(turn, random_scores(turn, policy), _doubles(best[:, 0]))
     if by == "entropy":
         found = (probs * (probs + 1e-10).log()).sum(-1)
     else:
-        best = probs.topk(2).values
         found = best[:, 0] - best[:, 1] if by == "margin" else best[:, 0]
-    return found.double().cpu().numpy()
+    return score_edits(turn, _doubles(found), _doubles(best[:, 0]))
+
+
+def _doubles(values: Tensor) -> np.ndarray:
+    found: np.ndarray = values.double().cpu().numpy()
+    return found

@@ -105,8 +105,7 @@ class Run:
             canvas = reserve_end(canvas, policy, network.eos_token_ids)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        # The tokens that the last pass proposed for undecided positions, and -1 for other
-        # positions.
+        # The tokens that the last pass proposed, and -1 for positions that it did not score.
         self.guess = np.full(len(self.tokens), -1)
         # For ``remask`` "noise": the positions that contain random tokens.
         self.is_noised = np.zeros(len(self.tokens), bool)
@@ -189,12 +188,9 @@ class Run:
         if is_verified and self.policy.stop == "eos":
             ends = np.isin(proposals.tokens, self.network.eos_token_ids)
             chosen &= np.cumsum(ends) - ends == 0  # nothing is decided after an end token
-        chosen = proposer.limit(turn, proposals, chosen)
-        assert turn.standing is not None or turn.span.is_draft or chosen.any() or not len(chosen)
         committed = turn.positions[chosen]
         self.guess[:] = -1
-        if turn.standing is None:
-            self.guess[turn.positions] = proposals.tokens
+        self.guess[turn.positions] = proposals.tokens
         if is_verified:
             # After a draft pass, write the drafted tokens to the canvas, because the next pass
             # verifies them. After the verifying pass, mask these positions again.

@@ -71,8 +71,8 @@ class Turn:
       the pass only fills the cache.
     - ``planned``: the number of positions that the schedule commits in this step.
     - ``is_forced``: True if the first position must commit, even with a low score.
-    - ``standing``: the current tokens of the positions, int64 ``[M]``, if the turn edits decided
-      tokens.
+    - ``standing``: if the turn may edit decided tokens, the current tokens of the positions, int64
+      ``[M]``, and -1 for undecided positions.
     - ``drafted``: the drafted tokens of the positions, int64 ``[M]``, if the turn verifies them. The
       last position has no drafted token, and contains -1.
     - ``first_end``: the end of the first unfinished block, if the turn decides positions of several
@@ -137,22 +137,25 @@ def turns(
         own = slice(stage.first, stage.last)
         while True:
             scaffold(stage.start, stage.end)
-            is_first = not is_made and (undecided[own].any() or not stage.is_repeated)
+            left = int(undecided[own].sum())
+            is_first = not is_made and (left > 0 or not stage.is_repeated)
             if not (is_first or undecided[stage.first : stage.awaited].any()):
                 break
-            positions = stage.first + np.flatnonzero(undecided[own])
             is_made = True
-            if not (len(positions) or (stage.span.is_stored and not is_for_block)):
+            if not (left or (stage.span.is_stored and not is_for_block)):
                 continue
+            positions, standing = np.zeros(0, np.int64), None
+            if left:
+                positions, standing = _scored(canvas, wanted, stage, policy)
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
-                planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
+                planned = timestep_count(left, step, stage.steps, policy.timestep_eps)
             elif policy.schedule == "floor":
-                planned = floor_count(masked, len(positions), stage.steps)
+                planned = floor_count(masked, left, stage.steps)
             # With ``shift`` 1, the row before the block predicts the block's first position. Only
             # the first pass of the block computes that row, so the position must commit in this
             # pass.
-            is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
+            is_opening = left > 0 and not stage.is_repeated and policy.cache in FULL_CACHES
             is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
             yield Turn(
                 stage.start,
@@ -163,6 +166,7 @@ def turns(
                 positions,
                 planned,
                 is_forced,
+                standing,
                 steps=stage.steps,
             )
             step, passes = step + 1, passes + 1
@@ -291,6 +295,25 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     undecided[:] = False
 
 
+def _scored(
+    canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the positions that a pass scores, and the field ``standing`` of its turn.
+
+    With ``remask`` "edit", a pass that computes the whole block also scores its decided positions,
+    except given ones (LLaDA2.1).
+    """
+    is_scored = np.zeros(len(wanted), bool)
+    is_scored[stage.first : stage.last] = canvas.undecided[stage.first : stage.last]
+    is_whole = stage.span.first <= stage.start and stage.end <= stage.span.last
+    if policy.remask != "edit" or not is_whole:
+        return np.flatnonzero(is_scored), None
+    block = slice(stage.start, stage.end)
+    is_scored[block] |= wanted[block] & ~canvas.undecided[block]
+    positions = np.flatnonzero(is_scored)
+    return positions, np.where(canvas.undecided[positions], -1, canvas.tokens[positions])
+
+
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
@@ -298,13 +321,12 @@ def _edits(
 
     If a turn changes no token, it is the last turn.
     """
-    positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
-        standing = canvas.tokens[positions]
+        positions, standing = _scored(canvas, wanted, stage, policy)
         yield Turn(
             stage.start, stage.end, step, passes + step, stage.span, positions, standing=standing
         )
-        if np.array_equal(canvas.tokens[positions], standing):
+        if not (canvas.tokens[positions] != standing).any():
             return
 
 
@@ -469,13 +491,19 @@ def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
 def scored_by(turn: Turn, policy: Policy) -> str:
     """Return the kind of score for a turn.
 
-    The result is ``policy.score``, with two exceptions. The rules entropy_bound and
-    entropy_threshold always use entropies. Turns that edit always use confidences.
+    The result is ``policy.score``, except that the rules entropy_bound and entropy_threshold always
+    use entropies.
     """
-    if turn.standing is not None:
-        return "confidence"
     is_entropy = policy.commit in ("entropy_bound", "entropy_threshold")
     return "entropy" if is_entropy else policy.score
+
+
+def score_edits(turn: Turn, found: np.ndarray, probs: np.ndarray) -> np.ndarray:
+    """Replace the scores ``found`` of decided positions by the probabilities of the proposed tokens.
+
+    Edits compare probabilities, whatever the policy's score is. All arrays are float64 ``[M]``.
+    """
+    return found if turn.standing is None else np.where(turn.standing >= 0, probs, found)
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
@@ -555,7 +583,10 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
     if policy.commit == "verify":
         return _verified(turn, guess)
     if turn.standing is not None:
-        changed: np.ndarray = (guess != turn.standing) & (score > policy.edit_threshold)
+        is_edit = turn.standing >= 0
+        changed: np.ndarray = is_edit & (guess != turn.standing) & (score > policy.edit_threshold)
+        if not is_edit.all():
+            changed[~is_edit] = choose(score[~is_edit], policy, turn.planned)
         return changed
     if not len(score):
         return np.zeros(0, bool)

@@ -107,12 +107,13 @@ def list_passes(
         )
         whole = turn.span.first, turn.span.last
         is_drafted = policy.commit == "verify" and turn.span.is_draft
-        is_idle = turn.standing is not None or is_drafted
+        wanted = turn.positions[canvas.undecided[turn.positions]]
+        is_idle = not len(wanted) or is_drafted
         for start, end in _parts(turn, loop) if is_filling else (whole,):
             is_last = end == turn.span.last
             rows = max(1, len(turn.positions)) if is_last else 1
             cached = _cached(turn, start, len(canvas.tokens), loop)
-            commits = is_last and len(turn.positions) > 0 and not is_idle
+            commits = is_last and not is_idle
             found.append(PlannedPass(PassSize(end - start, cached, rows), commits))
         if policy.remask == "noise":
             # The last pass over a block decides the whole block.
@@ -123,7 +124,7 @@ def list_passes(
             count = math.floor((turn.step + 1) * tokens_per_pass) - math.floor(
                 turn.step * tokens_per_pass
             )
-            decided = turn.positions[:count]
+            decided = wanted[:count]
             canvas.tokens[decided], canvas.undecided[decided] = _GIVEN, False
     return tuple(found)
 

@@ -188,8 +188,9 @@ typedef struct dlm_policy {
                           after the first undecided position, steps_per_block or
                           dlm_request.steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
-  const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided, more
-                          passes run and may replace tokens of the block; see edit_threshold |
+  const char* remask;  /* "none" (default) | "edit": each pass may also replace tokens of its block
+                          that earlier passes decided, and more such passes run when all positions
+                          of the block are decided; see edit_threshold |
                           "noise": a block starts from random tokens instead of mask tokens. Each
                           pass predicts all positions of the block. For the next pass, the positions
                           that `commit` chooses get their predicted tokens, and all others get new
@@ -242,11 +243,12 @@ typedef struct dlm_policy {
                                tokens. Each block is divided into sub-blocks, which are decided one
                                after another. block_length must be a multiple of sub_block_length. 0
                                (default): no sub-blocks */
-  int32_t edit_passes;      /* for remask "edit": largest number of passes over a finished block,
-                               0..16777216 (16). Editing stops earlier if a pass changes nothing */
-  double edit_threshold;    /* for remask "edit", 0..1 (0.9). A token of a finished block is
-                               replaced if the probability of another token is above
-                               edit_threshold */
+  int32_t edit_passes;   /* for remask "edit": largest number of passes over a block after all its
+                            positions are decided, 0..16777216 (16). The block ends earlier if
+                            such a pass changes nothing */
+  double edit_threshold; /* for remask "edit", 0..1 (0.9). The token of a decided position is
+                            replaced if a pass proposes another token whose probability is above
+                            edit_threshold */
   double top_p;  /* for select "sample", 0..1 (1). The token is drawn from the n most likely tokens.
                     n is the smallest number of tokens whose probabilities add up to more than
                     top_p */
@@ -671,7 +673,7 @@ typedef struct dlm_step {
   int32_t block_start, block_end; /* the block that the request fills now: positions
                                      block_start..block_end-1 */
   int32_t nfe;                    /* number of passes so far */
-  int32_t committed;              /* number of positions that this step committed */
+  int32_t committed;              /* number of positions that this step committed or edited */
   int32_t done;     /* 1 if this is the last step, because the request has ended; dlm_result.finish
                        gives the reason */
   const char* text; /* if dlm_request.text is DLM_TEXT_STEPS: the text that this step adds, then

@@ -569,8 +569,8 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes the least likely token for each position. Each pass commits only the last of the
-// positions that the policy chooses. Records the calls of note().
+// Proposes the least likely token for each position, with the highest score for the last position.
+// Records the calls of note().
 class Least final : public dlm::Proposer {
  public:
   Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
@@ -583,11 +583,8 @@ class Least final : public dlm::Proposer {
       const float* const logits = predictions.logits + row * static_cast<size_t>(vocab_size_);
       proposals.tokens[row] =
           static_cast<int32_t>(std::min_element(logits, logits + vocab_size_) - logits);
-      proposals.scores[row] = 1, proposals.probs[row] = 0.5;
+      proposals.scores[row] = 0.1 * turn.positions[row], proposals.probs[row] = 0.5;
     }
-  }
-  void limit(const dlm::Turn&, const dlm::Proposals&, std::vector<int32_t>& chosen) const override {
-    chosen = {*std::max_element(chosen.begin(), chosen.end())};
   }
   void note(int32_t position, int32_t token) override { told_[position] = token; }
 
@@ -618,8 +615,7 @@ void test_proposers_side_by_side(Tally& tally) {
   };
   const dlm::Denoiser denoiser{30, 9, 64, 2, 0, false, {{1, 2, 4}}, {}};
   const auto engine = dlm::make_callback(run, &seen, denoiser);
-  dlm_policy all = dlm::default_policy();
-  all.commit = "threshold";
+  const dlm::Policy policy = dlm::check_policy(dlm::default_policy());
   std::map<int32_t, int32_t> told;
   dlm::LockstepPasses passes(denoiser, *engine, {INT64_MAX, INT64_MAX}, 1);
   passes.set_together(2);
@@ -629,8 +625,7 @@ void test_proposers_side_by_side(Tally& tally) {
     std::unique_ptr<dlm::Proposer> own;
     if (is_own) own = std::make_unique<Least>(30, told);
     jobs.push_back(runner.submit(
-        dlm::Request(denoiser, *engine, dlm::check_policy(is_own ? all : dlm::default_policy()),
-                     std::vector<int32_t>{3, 9, 9, 9, 9},
+        dlm::Request(denoiser, *engine, policy, std::vector<int32_t>{3, 9, 9, 9, 9},
                      std::vector<uint8_t>{0, 1, 1, is_own, is_own}, 0, std::move(own)),
         {}));
   }

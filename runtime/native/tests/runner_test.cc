@@ -66,10 +66,6 @@ class Faulty final : public dlm::Proposer {
     throw_at(Fault::propose);
     own_->propose(turn, predictions, proposals);
   }
-  void limit(const dlm::Turn& turn, const dlm::Proposals& proposals,
-             std::vector<int32_t>& chosen) const override {
-    own_->limit(turn, proposals, chosen);
-  }
   void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
                 dlm::Range range, std::vector<dlm::Certain>& certain) override {
     own_->scaffold(canvas, undecided, range, certain);

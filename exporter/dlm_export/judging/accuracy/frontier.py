@@ -219,6 +219,7 @@ def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
         is_equal &= np.array_equal(chosen, changed) and np.array_equal(
             guess[chosen], tokens[chosen]
         )
-        is_count = len(turn.positions) and turn.standing is None
-        nfe += int((~after.undecided[turn.positions]).sum()) / int(chosen.sum()) if is_count else 1
+        is_open = before.undecided[turn.positions]
+        decided = int((is_open & ~after.undecided[turn.positions]).sum())
+        nfe += decided / int(chosen[is_open].sum()) if is_open.any() else 1
     return Followed(is_equal, float(run.nfe) if is_equal else nfe)

@@ -20,6 +20,7 @@ from dlm_export.network.turns import (
     Turn,
     random_scores,
     reserve_end,
+    score_edits,
     scored_by,
     start_canvas,
 )
@@ -149,14 +150,13 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     float64 confidences ``[M]``.
     """
     by = scored_by(turn, policy)
-    if by == "random":
-        return random_scores(turn, policy)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     probs = powers / powers.sum(-1, keepdims=True)
-    if by == "entropy":
+    best = np.partition(probs, -2, axis=-1)[:, -2:]
+    if by == "random":
+        found = random_scores(turn, policy)
+    elif by == "entropy":
         found = (probs * np.log(probs + np.float32(1e-10))).sum(-1)
     else:
-        best = np.partition(probs, -2, axis=-1)[:, -2:]
         found = best[:, 1] - best[:, 0] if by == "margin" else best[:, 1]
-    surer: np.ndarray = found.astype(np.float64)
-    return surer
+    return score_edits(turn, found.astype(np.float64), best[:, 1].astype(np.float64))

@@ -67,14 +67,14 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
     options_ = std::make_unique<OptionProbs>(*automaton_, range_.tokens());
 }
 
-Needs Constrained::needs(const Turn& turn) const {
-  return {!turn.is_editing && policy_.score == Score::entropy && !scores_texts(turn), true};
+Needs Constrained::needs(const Turn&) const {
+  return {policy_.score == Score::entropy && !scores_texts(), true};
 }
 
-bool Constrained::scores_texts(const Turn& turn) const {
-  if (turn.is_editing || policy_.score == Score::random) return false;
+bool Constrained::scores_texts() const {
+  if (policy_.score == Score::random) return false;
   return policy_.score_of == ScoreOf::marginal ||
-         (is_drawn(turn) && policy_.score_of == ScoreOf::draw);
+         (policy_.select == Select::sample && policy_.score_of == ScoreOf::draw);
 }
 
 double Constrained::score_of_texts(const Marginal& found) const {
@@ -93,15 +93,18 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     Place& place = places_[turn.positions[row] - first];
     place.logits = predictions.logits + row * width;
     place.best = predictions.tokens[row * top_k];
-    if (turn.is_editing && predictions.probs[row * top_k] > policy_.edit_threshold &&
-        place.best != place.token)
-      place.other = place.best;
   }
   if (options_ != nullptr && turn.block.first > answered_block_) {
     answered_block_ = turn.block.first;
     const int32_t state = state_before(first, turn.canvas);
     texts_.sum(state, places_, ends, {1, 1, 0});
     options_->add_block(state, range_.last - first, texts_, std::max(range_.last - last, 0));
+  }
+  for (size_t row = 0; row < turn.positions.size(); ++row) {
+    Place& place = places_[turn.positions[row] - first];
+    if (turn.is_edit(row) && predictions.probs[row * top_k] > policy_.edit_threshold &&
+        place.best != place.token)
+      place.other = place.best;
   }
   find_text(turn, state_before(first, turn.canvas), ends);
   for (size_t row = 0; row < turn.positions.size(); ++row) {
@@ -113,32 +116,38 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     // The margin of a row is the probability of the proposed token minus the highest probability of
     // any other token. So the margin can be negative.
-    if (scores_texts(turn))
+    if (scores_texts() && !turn.is_edit(row))
       proposals.scores[row] = score_of_texts(marginals_[at]);
     else
       proposals.scores[row] =
-          !turn.is_editing && policy_.score == Score::margin
+          !turn.is_edit(row) && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
               : score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
   }
 }
 
 // Finds a text that the constraint accepts, and writes this text to path_. If scores_texts() is
-// true, also fills marginals_.
+// true, also fills marginals_. The most likely text decides which tokens are replaced. All of these
+// edits commit, so random draws and marginals treat their tokens as decided.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
   const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
-  bool is_found;
-  if (is_drawn(turn)) {
+  const bool is_drawn = policy_.select == Select::sample;
+  const bool has_edits = std::any_of(places_.begin(), places_.end(),
+                                     [](const Place& place) { return place.other >= 0; });
+  bool is_found = true;
+  if (!is_drawn || has_edits) is_found = viterbi_.solve(state, places_, ends, path_);
+  if (is_found && has_edits)
+    for (Place& place : places_)
+      if (place.other >= 0) place.token = path_[&place - places_.data()], place.other = -1;
+  if (is_found && is_drawn) {
     is_found = texts_.sum(state, places_, ends, drawn);
     const int32_t first = turn.positions.back() + 1 - static_cast<int32_t>(places_.size());
     if (is_found)
       texts_.draw({policy_.seed, static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(first)},
                   path_);
-  } else {
-    is_found = viterbi_.solve(state, places_, ends, path_);
   }
   if (!is_found) refuse_without_text(turn.positions.back());
-  if (!scores_texts(turn)) return;
+  if (!scores_texts()) return;
   if (policy_.score_of == ScoreOf::marginal) texts_.sum(state, places_, ends, predicted);
   texts_.find_marginals(path_, policy_.score != Score::confidence, marginals_);
 }

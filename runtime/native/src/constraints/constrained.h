@@ -46,12 +46,9 @@ class Constrained final : public Proposer {
 
  private:
   void find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends);
-  bool is_drawn(const Turn& turn) const {
-    return policy_.select == Select::sample && !turn.is_editing;
-  }
   // Returns true if the score of a token is computed from the probabilities of whole texts. Returns
   // false if it is computed only from the prediction for the token's position.
-  bool scores_texts(const Turn& turn) const;
+  bool scores_texts() const;
   double score_of_texts(const Marginal& found) const;
   // Returns the first undecided position of the range. If no position of the range is undecided,
   // returns the end of the range.

@@ -14,9 +14,7 @@ class Argmax final : public Proposer {
   Argmax(const Denoiser& denoiser, const Policy& policy)
       : top_k_(denoiser.top_k), policy_(policy) {}
 
-  Needs needs(const Turn& turn) const override {
-    return {!turn.is_editing && policy_.score == Score::entropy, false};
-  }
+  Needs needs(const Turn&) const override { return {policy_.score == Score::entropy, false}; }
 
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
     for (size_t row = 0; row < turn.positions.size(); ++row) {
@@ -33,20 +31,16 @@ class Argmax final : public Proposer {
   const Policy policy_;
 };
 
-// Proposes a sampled token for each undecided position. For positions whose
-// token may be replaced, proposes the most likely token.
+// Proposes a sampled token for each position.
 class Sampled final : public Proposer {
  public:
-  Sampled(const Denoiser& denoiser, const Policy& policy)
-      : denoiser_(denoiser), policy_(policy), best_(denoiser, policy) {}
+  Sampled(const Denoiser& denoiser, const Policy& policy) : denoiser_(denoiser), policy_(policy) {}
 
-  Needs needs(const Turn& turn) const override {
-    if (turn.is_editing) return best_.needs(turn);
+  Needs needs(const Turn&) const override {
     return {policy_.score == Score::entropy && policy_.score_of != ScoreOf::draw, true};
   }
 
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
-    if (turn.is_editing) return best_.propose(turn, predictions, proposals);
     const size_t top_k = denoiser_.top_k, width = denoiser_.vocab_size;
     const Sampling sampling{turn.temperature, policy_.top_p, policy_.top_k};
     for (size_t row = 0; row < turn.positions.size(); ++row) {
@@ -75,6 +69,7 @@ class Sampled final : public Proposer {
                const Draw& draw) const {
     if (told() == Told::token)
       return score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
+    if (turn.is_edit(row)) return draw.prob;
     return policy_.score == Score::entropy  ? draw.entropy
            : policy_.score == Score::margin ? draw.margin
                                             : draw.prob;
@@ -82,7 +77,6 @@ class Sampled final : public Proposer {
 
   const Denoiser& denoiser_;
   const Policy policy_;
-  Argmax best_;
   Sampler sampler_;
 };
 
@@ -112,7 +106,7 @@ size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, 
 
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
                  int32_t top_k, size_t row, double prob) {
-  if (turn.is_editing) return prob;
+  if (turn.is_edit(row)) return prob;
   const float* const probs = predictions.probs + row * top_k;
   switch (policy.score) {
     case Score::confidence:

@@ -46,9 +46,10 @@ struct Turn {
   // Number of passes that the request made before this pass. With remask "noise", number of passes
   // over the block. Random numbers depend on this number.
   int32_t passes;
-  // True if the positions are already decided, and the pass may replace their tokens.
-  bool is_editing;
   double temperature;  // the temperature for draws, see temperature_of
+
+  // Returns true if the position of a row is already decided, and the pass may replace its token.
+  bool is_edit(size_t row) const { return undecided[positions[row]] == 0; }
 };
 
 // A proposer's results: one proposal per scored row.
@@ -81,14 +82,9 @@ class Proposer {
   virtual Needs needs(const Turn& turn) const = 0;
 
   // Fills `proposals` with one row for each position of the turn. There is at least one position.
-  // If a score or a probability is not finite, the request ends with an error. If turn.is_editing
-  // is true, each score must be the probability of the proposed token.
+  // If a score or a probability is not finite, the request ends with an error. If turn.is_edit(row)
+  // is true, the score of the row must be the probability of the proposed token.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
-
-  // `chosen` contains the rows that are about to commit, sorted by descending score. The function
-  // may remove rows from this list. At least one row must remain, unless the request is replacing
-  // decided tokens.
-  virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
   // Finds the undecided positions of `range` that have only one legal token, and appends them to
   // the last argument. The caller then commits these tokens. A request calls this function for the

@@ -121,7 +121,7 @@ void Request::check_limits(const Engine& engine) const {
     if (is_full && stage.is_repeated()) --rows;
     if (is_ahead()) rows = count_undecided({stage.decided.first, length});
     if (is_full && rows == 0) continue;
-    if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
+    if (may_edit(stage)) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
     const char* const advice =
         policy_.cache == Cache::block || policy_.cache == Cache::block_dual
@@ -221,10 +221,13 @@ int32_t Request::exact_after(int32_t exact) const {
 
 size_t Request::find_positions() {
   if (renoises() && stage().is_repeated() && step_ == 0) write_noise(0);
-  const Range range = is_editing_ ? stage().block : window();
+  const Range open = window();
+  const bool may_edit = this->may_edit(stage()) && (is_editing_ || count_undecided(open) > 0);
+  const Range range = may_edit ? stage().block : open;
   positions_.clear();
   for (int32_t i = range.first; i < range.last; ++i)
-    if (is_editing_ ? !is_given_[i] : undecided_[i] != 0) positions_.push_back(i);
+    if (undecided_[i] != 0 ? i >= open.first && i < open.last : may_edit && !is_given_[i])
+      positions_.push_back(i);
   return positions_.size();
 }
 
@@ -238,7 +241,8 @@ PassLoad Request::load_of(const Stage& stage, size_t rows) const {
 PassLoad Request::usual_load(const PassCost& cost) const {
   PassLoad most;
   const auto add = [&](const Stage& stage) {
-    const PassLoad load = load_of(stage, stage.decided.tokens());
+    const PassLoad load =
+        load_of(stage, may_edit(stage) ? stage.block.tokens() : stage.decided.tokens());
     if (cost.share(load) > cost.share(most)) most = load;
   };
   for (size_t number = stage_; number < plan_.size(); ++number)
@@ -273,8 +277,6 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
     propose(predictions, proposals);
     if (renoises())
       renoise(predictions, proposals);
-    else if (is_editing_)
-      edit(predictions, proposals);
     else if (!verifies())
       commit(predictions, proposals);
     else if (stage().is_draft)
@@ -327,9 +329,8 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   }
 }
 
-int32_t Request::planned() const {
+int32_t Request::planned(int32_t left) const {
   const int32_t steps = stage().steps;
-  const auto left = static_cast<int32_t>(positions_.size());
   if (policy_.commit == Commit::timestep)
     return timestep_count(left, step_, steps, policy_.timestep_eps);
   switch (policy_.schedule) {
@@ -349,15 +350,34 @@ void Request::commit(const Predictions& predictions, const Proposals& proposals)
     choose_ahead(policy_, proposals.scores, static_cast<size_t>(later - positions_.begin()),
                  order_);
   } else {
-    order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned(), order_)));
+    choose_commits(proposals);
   }
-  limit(proposals, order_);
   note_guesses(proposals);
   take(predictions, proposals, order_);
 }
 
+// Chooses the rows that commit, and the rows whose decided tokens are replaced (LLaDA2.1).
+void Request::choose_commits(const Proposals& proposals) {
+  std::vector<int32_t> rows;
+  std::vector<double> scores;
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    if (undecided_[positions_[row]] == 0) continue;
+    rows.push_back(static_cast<int32_t>(row));
+    scores.push_back(proposals.scores[row]);
+  }
+  order_.clear();
+  if (const auto left = static_cast<int32_t>(rows.size()); left > 0)
+    order_.resize(static_cast<size_t>(choose(policy_, scores, planned(left), order_)));
+  for (int32_t& row : order_) row = rows[row];
+  for (size_t row = 0; row < positions_.size(); ++row)
+    if (undecided_[positions_[row]] == 0 && proposals.tokens[row] != canvas_[positions_[row]] &&
+        proposals.scores[row] > policy_.edit_threshold)
+      order_.push_back(static_cast<int32_t>(row));
+}
+
 void Request::note_guesses(const Proposals& proposals) {
   for (size_t row = 0; row < positions_.size(); ++row) {
+    if (undecided_[positions_[row]] == 0) continue;
     guess_[positions_[row]] = proposals.tokens[row];
     score_[positions_[row]] = static_cast<float>(proposals.scores[row]);
   }
@@ -449,26 +469,6 @@ bool Request::is_stable(const Predictions& predictions, const Proposals& proposa
 
 float Request::graph_temperature() const {
   return static_cast<float>(std::clamp(temperature(), 1e-30, 1e30));
-}
-
-// Replaces decided tokens for which another token is clearly more likely (as in LLaDA2.1).
-void Request::edit(const Predictions& predictions, const Proposals& proposals) {
-  order_.clear();
-  for (size_t row = 0; row < positions_.size(); ++row)
-    if (proposals.tokens[row] != canvas_[positions_[row]] &&
-        proposals.scores[row] > policy_.edit_threshold)
-      order_.push_back(static_cast<int32_t>(row));
-  std::stable_sort(order_.begin(), order_.end(),
-                   [&](int32_t a, int32_t b) { return proposals.scores[a] > proposals.scores[b]; });
-  limit(proposals, order_);
-  take(predictions, proposals, order_);
-}
-
-void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) const {
-  const size_t before = chosen.size();
-  proposer_->limit(turn(), proposals, chosen);
-  if (chosen.size() > before || (chosen.empty() && !is_editing_))
-    fail(DLM_INTERNAL, "a proposer left %zu of %zu positions to commit", chosen.size(), before);
 }
 
 void Request::take(const Predictions& predictions, const Proposals& proposals,

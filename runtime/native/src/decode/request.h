@@ -2,10 +2,11 @@
 //
 // A request is either done, or at a stage that needs a pass. For each pass, the caller first calls
 // find_positions() and needs(), then runs the pass, and then calls step(). step() asks the proposer
-// for proposals, and commits some of them. When all positions of the block are decided, step() may
-// instead replace decided tokens, if the policy allows that. The constructor and step() call
-// settle(), which moves to the next stage that needs a pass. All decided tokens go through take(),
-// which writes a token to the canvas and notifies the proposer.
+// for proposals, and commits some of them. If the policy allows edits, step() may also replace
+// tokens of the block that earlier passes decided, and passes go on when all positions of the block
+// are decided. The constructor and step() call settle(), which moves to the next stage that needs a
+// pass. All decided tokens go through take(), which writes a token to the canvas and notifies the
+// proposer.
 #pragma once
 
 #include <algorithm>
@@ -163,9 +164,8 @@ class Request {
   // stored. With remask "noise", Turn::passes is the number of passes over the block. So random
   // numbers also do not depend on how the prompt was split into passes.
   Turn turn() const {
-    return {
-        canvas_,     undecided_,   positions_, stage().block, renoises() ? step_ : planned_nfe(),
-        is_editing_, temperature()};
+    return {canvas_,      undecided_, positions_, stage().block, renoises() ? step_ : planned_nfe(),
+            temperature()};
   }
   double temperature() const { return temperature_of(policy_, step_, stage().steps); }
   // Puts an end token at the last position if the policy reserves this position. The request treats
@@ -175,9 +175,14 @@ class Request {
   void check_limits(const Engine& engine) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
   void propose(const Predictions& predictions, Proposals& proposals);
-  int32_t planned() const;  // returns how many positions the schedule commits in the next pass
+  // Returns how many of the `left` undecided positions the schedule commits in the next pass.
+  int32_t planned(int32_t left) const;
+  // Returns true if the policy allows edits and the passes of the stage compute the whole block.
+  bool may_edit(const Stage& stage) const {
+    return edits() && stage.rows.first <= stage.block.first && stage.rows.last >= stage.block.last;
+  }
   void commit(const Predictions& predictions, const Proposals& proposals);
-  void edit(const Predictions& predictions, const Proposals& proposals);
+  void choose_commits(const Proposals& proposals);
   void draft(const Proposals& proposals);
   void verify(const Predictions& predictions, const Proposals& proposals);
   bool verifies() const { return policy_.commit == Commit::verify; }
@@ -192,7 +197,6 @@ class Request {
   // ending the block early.
   bool is_stable(const Predictions& predictions, const Proposals& proposals);
   void note_guesses(const Proposals& proposals);
-  void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
   void take(const Predictions& predictions, const Proposals& proposals,
             const std::vector<int32_t>& chosen);
   void take(int32_t position, int32_t token, double log_prob, double loss = 0);
@@ -216,8 +220,8 @@ class Request {
   // step_: number of passes that this stage has made. masked_: number of undecided positions before
   // the stage's first pass.
   int32_t step_ = 0, masked_ = 0;
-  // edits_: number of editing passes over the current block. nfe_: number of all passes that the
-  // request has made.
+  // edits_: number of passes over the current block since it was decided. nfe_: number of all
+  // passes that the request has made.
   int32_t edits_ = 0, nfe_ = 0;
   // For next_block below 1 and a cache. cached_: number of leading positions whose rows later
   // passes read. has_rows_: a pass has stored rows. decided_at_: the number of the first pass
