@@ -27,7 +27,7 @@ policies = st.builds(
     Policy,
     commit=st.sampled_from(("threshold", "entropy_threshold")),
     compare=st.sampled_from((">", ">=")),
-    stop=st.sampled_from(("eos", "none")),
+    stop=st.sampled_from(("eos", "early-eos", "none")),
     block_length=st.integers(0, 9),
     threshold=st.floats(0.2, 0.9),
     entropy_bound=st.floats(0.1, 4),

@@ -154,7 +154,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     if policy is None:
         policy = preset("sdar", block, shift)
     assert policy is not None
-    changes: dict[str, Any] = {"stop": draw(st.sampled_from(("eos", "none")))}
+    changes: dict[str, Any] = {"stop": draw(st.sampled_from(("eos", "early-eos", "none")))}
     if draw(st.booleans()):
         changes |= {
             "commit": draw(st.sampled_from(("static", "threshold", "factor", "sequential"))),
@@ -399,6 +399,24 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
 # ---- Published loops ----
 
 
+@pytest.mark.parametrize("name", [*BLOCK_CAUSAL, "dream-block"])
+def test_confidences_are_those_of_the_distribution_that_tokens_are_drawn_from(name: str) -> None:
+    """With ``top_k`` 1, each drawn token has probability 1, so all positions commit together."""
+    network = network_of(4, int(name == "fast-dllm-v2"))
+    if name == "dream-block":
+        network = make_network(layers=2, heads=4, kv_heads=2, head_size=8, shift=1)
+    policy = preset(name, 4, network.shift, temperature=1.0, top_k=1, block_length=4)
+    assert policy is not None
+    denoiser = seeded(network, 1)
+    passes = [
+        reference.generate(
+            denoiser, [8] * 6, policy.with_fields({"threshold": threshold, "stop": "none"}), 10
+        ).nfe
+        for threshold in (0.0, 0.99)
+    ]
+    assert passes[0] == passes[1]
+
+
 class Scripted:
     """A fake denoiser whose prediction is a given function of the position and the canvas.
 
@@ -462,6 +480,24 @@ def test_an_edit_that_never_settles_stops_at_its_cap(most: int) -> None:
     for _ in range(most):
         token = token % 20 + 10
     assert out.tokens[4:] == [token] * 4
+
+
+@pytest.mark.parametrize(("stop", "passes"), [("early-eos", 4), ("eos", 8), ("none", 16)])
+def test_early_eos_ends_when_the_text_before_the_end_token_is_decided(
+    stop: str, passes: int
+) -> None:
+    """Each pass decides one position of a block: position 5, then the end token at position 2, and
+    then positions 0 and 1.
+    """
+    probs = {5: 0.8, 2: 0.7, 0: 0.6, 1: 0.5}
+    scripted = Scripted(
+        lambda position, ids: (5 if position == 10 else 10, probs.get(position - 8, 0.1)), block=8
+    )
+    out = scripted.bundle.generate(
+        tokens=[1] * 8, max_new_tokens=16, **PRESETS["sdar"].as_dict() | {"stop": stop}
+    )
+    assert out.passes["denoise"] == passes
+    assert (out.tokens[8:11], out.completion_tokens, out.finish) == ([10, 10, 5], 2, "stop")
 
 
 def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_position_before() -> (

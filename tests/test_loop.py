@@ -37,7 +37,7 @@ policies = st.builds(
     commit=st.sampled_from(COMMITS),
     compare=st.sampled_from((">", ">=")),
     cache=st.sampled_from(CACHES),
-    stop=st.sampled_from(("eos", "none")),
+    stop=st.sampled_from(("eos", "early-eos", "none")),
     block_length=st.integers(0, 40),
     steps_per_block=st.integers(0, 40),
     refresh=st.integers(0, 50),
@@ -536,6 +536,10 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
             'need cache = "prefix" and next_block below 1',
         ),
         ({"cache": "prefix", "cache_delay": -1}, "cache_delay = -1 is outside 0"),
+        (
+            {"cache": "prefix", "commit": "entropy_threshold"},
+            "would run Fast-dLLM's cache, not d3LLM's: set next_block = 0.9999",
+        ),
         (
             {"next_block": 0.5, "commit": "threshold", "remask": "edit"},
             "cannot be combined with edits",

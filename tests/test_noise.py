@@ -166,7 +166,7 @@ fields = st.fixed_dictionaries(
         "stable_entropy": st.sampled_from([0.0, 1.0, 4.0]),
         "stable_passes": st.integers(0, 2),
         "seed": st.integers(0, 2**64 - 1),
-        "stop": st.sampled_from(("eos", "none")),
+        "stop": st.sampled_from(("eos", "early-eos", "none")),
         "top_k": st.sampled_from([0, 5]),
     }
 )

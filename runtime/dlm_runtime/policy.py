@@ -49,8 +49,8 @@ class Policy:
             starts from random tokens, and each pass predicts all its positions again.
         cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
             "block" or "block-dual".
-        stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
-            are filled.
+        stop: "eos": the blocks after a block with an end token are not filled. "early-eos": the rest
+            of this block is not filled either. "none": all blocks are filled.
         block_length: Number of tokens in a block. 0 means the block length of the network if
             attention is block-causal, otherwise one block for the whole generation.
         steps_per_block: Planned number of passes per block. 0 means one pass per token.

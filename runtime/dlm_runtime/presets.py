@@ -19,6 +19,7 @@ _BLOCKS = Policy(
     threshold=0.95,
     cache="block",
     block_length=0,
+    score_of="draw",
 )
 
 _D3LLM = Policy(commit="entropy_threshold", score="entropy", entropy_bound=0.5, next_block=0.1)
@@ -44,7 +45,7 @@ PRESETS = {
     ),
     # This is the loop of Fast-dLLM, for Dream and other denoisers whose row i predicts position i +
     # 1.
-    "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
+    "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual", score_of="draw"),
     # Each pass may commit positions of several blocks. The next block starts when a tenth of the
     # block before it is decided. Each pass commits all tokens whose entropy is at most 0.5 nats. It
     # always commits the token with the lowest entropy, and at least one token of the first
@@ -57,7 +58,12 @@ PRESETS = {
     # positions with the highest entropies stay masked. The released code plans 256 passes by
     # default. For n requested tokens, the released code generates only n - 1 tokens.
     "rnd1": Policy(
-        score="entropy", schedule="floor", block_length=0, steps_per_block=256, reserve="end"
+        score="entropy",
+        schedule="floor",
+        block_length=0,
+        steps_per_block=256,
+        reserve="end",
+        score_of="draw",
     ),
     # This preset is for block-causal networks. The block length is the block length of the network,
     # and the cache is exact. Each pass commits all tokens above the threshold, but at least a
@@ -69,7 +75,12 @@ PRESETS = {
     "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
-        commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
+        commit="threshold",
+        compare=">",
+        cache="block",
+        block_length=0,
+        sub_block_length=8,
+        score_of="draw",
     ),
     # Each pass commits all tokens whose score reaches the threshold. The authors' published command
     # sets no threshold. With this command, each pass commits one token, as with commit="static".
@@ -84,7 +95,10 @@ PRESETS = {
     # This preset generates the same text as "self-speculation", but one token per pass.
     "autoregressive": Policy(commit="verify", cache="block", block_length=1),
     # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
-    "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),
+    # The request ends when an end token and all positions before it are decided.
+    "nemotron-diffusion": Policy(
+        commit="threshold", cache="block", block_length=0, stop="early-eos"
+    ),
     # This preset is for denoisers without a mask token. A block starts from random tokens. Each
     # pass accepts the positions with the lowest entropies and draws new random tokens for the
     # others. The temperature falls from 0.8 to 0.4. A block ends after 48 passes, or when its

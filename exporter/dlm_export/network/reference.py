@@ -185,7 +185,7 @@ class Run:
             return
         chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
         is_verified = self.policy.commit == "verify"
-        if is_verified and self.policy.stop == "eos":
+        if is_verified and self.policy.stop != "none":
             ends = np.isin(proposals.tokens, self.network.eos_token_ids)
             chosen &= np.cumsum(ends) - ends == 0  # nothing is decided after an end token
         committed = turn.positions[chosen]

@@ -137,6 +137,10 @@ def turns(
         own = slice(stage.first, stage.last)
         while True:
             scaffold(stage.start, stage.end)
+            if policy.stop == "early-eos" and _end(
+                canvas, wanted, stage.start, stage.end, policy, looped
+            ):
+                return
             left = int(undecided[own].sum())
             is_first = not is_made and (left > 0 or not stage.is_repeated)
             if not (is_first or undecided[stage.first : stage.awaited].any()):
@@ -174,11 +178,7 @@ def turns(
             for turn in _edits(canvas, wanted, stage, policy, passes):
                 yield turn
                 passes += 1
-            if _ends_early(
-                tokens[stage.start : stage.end][wanted[stage.start : stage.end]], policy, looped
-            ):
-                tokens[undecided] = looped.eos_token_ids[0]
-                undecided[:] = False
+            if _end(canvas, wanted, stage.start, stage.end, policy, looped):
                 return
 
 
@@ -207,7 +207,7 @@ def _ahead_turns(canvas: Canvas, policy: Policy, looped: Looped, steps: int) -> 
         yield Turn(first, end, passes, passes, span, positions, 1, first_end=blocks[start][1])
         passes += 1
         ends = np.flatnonzero(wanted & ~undecided & np.isin(tokens, looped.eos_token_ids))
-        if policy.stop == "eos" and len(ends):
+        if policy.stop != "none" and len(ends):
             after = wanted & (np.arange(len(tokens)) > ends[0])
             tokens[after], undecided[after] = looped.eos_token_ids[0], False
 
@@ -266,7 +266,7 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     tokens equal the drafted tokens, up to and including the first position where the tokens differ.
     The next block starts after these positions.
     """
-    tokens, undecided = canvas.tokens, canvas.undecided
+    tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     if not undecided.any():
         return
     length, start = len(undecided), int(undecided.argmax())
@@ -276,7 +276,7 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
     end, passes, step = start + 1, 0, 0
     stored = Span(0, start, "append")
     yield Turn(start, end, 0, 0, stored, np.array([start]), 1, drafted=np.array([-1]))
-    while not _ends_early(tokens[start:end][~undecided[start:end]], policy, looped):
+    while not _end(canvas, wanted, start, end, policy, looped):
         if not undecided.any():
             return
         start = int(undecided.argmax())
@@ -291,8 +291,6 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
         drafted = np.append(tokens[start : end - 1], -1)
         positions = np.arange(start, end)
         yield Turn(start, end, step, passes, rows, positions, len(positions), drafted=drafted)
-    tokens[undecided] = looped.eos_token_ids[0]
-    undecided[:] = False
 
 
 def _scored(
@@ -330,8 +328,21 @@ def _edits(
             return
 
 
-def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
-    return policy.stop == "eos" and bool(np.isin(decided, looped.eos_token_ids).any())
+def _end(
+    canvas: Canvas, wanted: np.ndarray, start: int, end: int, policy: Policy, looped: Looped
+) -> bool:
+    """Return True if the text ends in the block ``[start, end)``.
+
+    This is the case if the policy stops at end tokens, and the block contains a generated end token
+    and no undecided position before it. All undecided positions then become end tokens.
+    """
+    block = slice(start, end)
+    is_end = wanted[block] & np.isin(canvas.tokens[block], looped.eos_token_ids)
+    if policy.stop == "none" or not is_end[np.cumsum(canvas.undecided[block]) == 0].any():
+        return False
+    canvas.tokens[canvas.undecided] = looped.eos_token_ids[0]
+    canvas.undecided[:] = False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,7 +202,9 @@ typedef struct dlm_policy {
                         full attention | "block", "block-dual": for block-causal attention. With
                         "block-dual", some passes run only a sub-block */
   const char* stop;  /* "eos" (default): if a finished block contains an end token, later
-                        blocks are not generated | "none": all blocks are generated */
+                        blocks are not generated | "early-eos": the request ends as soon as an end
+                        token and all positions before it are decided, so the rest of its block is
+                        not generated either | "none": all blocks are generated */
   int32_t block_length;    /* length of a block in tokens, 0..16777216 (32). 0: all new tokens
                               are one block. With block-causal attention, the first block starts
                               at position 0, and block_length must be a multiple of

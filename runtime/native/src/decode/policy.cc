@@ -186,7 +186,13 @@ Policy check_policy(const dlm_policy& given) {
   if ((out.cache_delay > 0 || out.refresh_interval > 0) && !is_delayed)
     fail(DLM_INVALID_ARGUMENT,
          "policy: cache_delay and refresh_interval need cache = \"prefix\" and next_block below 1: "
-         "set both, or use cache_delay = 0 and refresh_interval = 0");
+         "set both, or use cache_delay = 0 and refresh_interval = 0. With next_block = 0.9999, a "
+         "block starts when the previous block is finished");
+  if (out.commit == Commit::entropy_threshold && out.cache == Cache::prefix && !is_delayed)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: commit = \"entropy_threshold\" with cache = \"prefix\" and next_block = 1 would "
+         "run Fast-dLLM's cache, not d3LLM's: set next_block = 0.9999, so that a block starts when "
+         "the previous block is finished, or use commit = \"threshold\" for Fast-dLLM's loop");
   // The commit rules "entropy_bound" and "entropy_threshold" compare entropies, so the scores must
   // be entropies.
   if (out.commit == Commit::entropy_bound || out.commit == Commit::entropy_threshold)

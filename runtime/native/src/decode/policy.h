@@ -52,8 +52,8 @@ inline constexpr const char* kRemaskNames[] = {"none", "edit", "noise", nullptr}
 enum class Cache { none, prefix, dual, block, block_dual };
 inline constexpr const char* kCacheNames[] = {"none",  "prefix",     "dual",
                                               "block", "block-dual", nullptr};
-enum class Stop { eos, none };
-inline constexpr const char* kStopNames[] = {"eos", "none", nullptr};
+enum class Stop { eos, none, early_eos };
+inline constexpr const char* kStopNames[] = {"eos", "none", "early-eos", nullptr};
 enum class Store { pass, reuse, open };
 inline constexpr const char* kStoreNames[] = {"pass", "reuse", "open", nullptr};
 enum class Schedule { masked, block, floor };

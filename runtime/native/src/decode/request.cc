@@ -402,7 +402,7 @@ void Request::verify(const Predictions& predictions, const Proposals& proposals)
     const int32_t token = proposals.tokens[row];
     order_.push_back(static_cast<int32_t>(row));
     if (canvas_[positions_[row]] != token) break;
-    if (policy_.stop == Stop::eos && denoiser_.is_end(token)) break;
+    if (policy_.stop != Stop::none && denoiser_.is_end(token)) break;
   }
   for (const int32_t position : positions_) canvas_[position] = denoiser_.mask_token_id;
   take(predictions, proposals, order_);
@@ -587,6 +587,7 @@ void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();
     scaffold(now.block, predictions);
+    if (policy_.stop == Stop::early_eos && end_early(now.block)) return;
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
     // If all positions of the block are decided, the request skips the opening pass of the block.
@@ -665,7 +666,7 @@ void Request::choose_rows() {
 // Called after a pass over several blocks. If the policy stops at end tokens, all positions after
 // the first generated end token become end tokens, as in d3LLM's code.
 void Request::close() {
-  if (policy_.stop != Stop::eos) return;
+  if (policy_.stop == Stop::none) return;
   bool is_ended = false;
   for (size_t at = 0; at < canvas_.size(); ++at) {
     if (is_given_[at]) continue;
@@ -676,11 +677,12 @@ void Request::close() {
   }
 }
 
-// Ends the request if the policy stops at end tokens and the block contains a generated end token.
-// In this case, all undecided positions become end tokens. Returns true if the request has ended.
+// Ends the request if the policy stops at end tokens, and the block contains a generated end token
+// and no undecided position before it. In this case, all undecided positions become end tokens.
+// Returns true if the request has ended.
 bool Request::end_early(Range block) {
-  if (policy_.stop != Stop::eos) return false;
-  for (int32_t i = block.first; i < block.last; ++i) {
+  if (policy_.stop == Stop::none) return false;
+  for (int32_t i = block.first; i < block.last && undecided_[i] == 0; ++i) {
     if (is_given_[i] || !denoiser_.is_end(canvas_[i])) continue;
     for (size_t later = 0; later < canvas_.size(); ++later)
       if (undecided_[later] != 0)
