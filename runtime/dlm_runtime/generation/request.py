@@ -57,6 +57,8 @@ class Options:
             special token. By default, the text is encoded as ordinary text, so that a user cannot
             end or mask an answer. Tokens that the tokenizer and the chat template add are not
             affected.
+        prefix_group: Number of a group of requests, 0 or more. A request reuses the keys and values
+            of prompts only from requests with the same number, and from prompt caches.
         constraint: A constraint that ``Bundle.constraint`` compiled. The text satisfies the
             constraint with every policy and every limit. The only exception is a text that a stop
             string cuts off.
@@ -104,6 +106,7 @@ class Options:
     prefix: str = ""
     top_log_probs: int = 0
     special_tokens: bool = False
+    prefix_group: int = 0
     constraint: Constraint | None = None
     schema: Any = None
     regex: str | None = None
@@ -124,7 +127,7 @@ class Options:
     policy: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "max_steps"):
+        for name in ("steps", "max_steps", "prefix_group"):
             count_of(name, getattr(self, name))
         count_of("top_log_probs", self.top_log_probs, MOST_TOP_LOG_PROBS)
         for name in ("json_object", "special_tokens"):
@@ -224,6 +227,7 @@ class RequestOptions(TypedDict, total=False):
     prefix: str
     top_log_probs: int
     special_tokens: bool
+    prefix_group: int
     constraint: Constraint | None
     schema: Any
     regex: str | None
@@ -363,7 +367,7 @@ class Request:
         native.steps = count_of("steps", options.steps)
         native.max_steps = count_of("max_steps", options.max_steps)
         native.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
-        native.top_log_probs = options.top_log_probs
+        native.top_log_probs, native.prefix_group = options.top_log_probs, options.prefix_group
         native.constraint = None if constraint is None else constraint.handle
         native.stop_strings, native.stop_count = self._stops, len(stop_strings)
         native.text_start = before if max_new_tokens else 0

@@ -765,6 +765,9 @@ typedef struct dlm_request {
 
   int32_t top_log_probs; /* number of alternative tokens to report for each position, 0..20; see
                             dlm_result.top_tokens. 0 (default): no alternatives */
+  int32_t prefix_group; /* 0 or more (0). A request reuses only keys and values of requests with the
+                           same number, and of prompt caches. Give each customer a number of its
+                           own, so that no customer can find out how the prompts of others begin */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 

@@ -87,6 +87,7 @@ struct Request {
   StepFn on_step;
   TextFn on_text;                  // called with the text that each step adds
   std::int32_t top_log_probs = 0;  // number of alternative tokens to report for each position
+  std::int32_t prefix_group = 0;
 };
 
 // A copy of a dlm_result.
@@ -257,6 +258,7 @@ inline Prepared::Prepared(Request request)
   native_.max_steps = request_.max_steps;
   native_.deadline_ms = request_.deadline_ms;
   native_.top_log_probs = request_.top_log_probs;
+  native_.prefix_group = request_.prefix_group;
   for (const std::string& stop : request_.stop_strings) stops_.push_back(stop.c_str());
   native_.stop_strings = stops_.data();
   native_.stop_count = stops_.size();

@@ -721,28 +721,34 @@ void test_pages(uint32_t seed) {
   constexpr size_t kRows = 2;
   const auto most_idle = static_cast<int32_t>(random() % (kPages + 1));
   dlm::Pages pages(kPages, most_idle);
-  std::vector<std::vector<int32_t>> contents(kPages);  // for each page, the tokens from the start
-                                                       // to the end of the page
+  std::vector<std::vector<int32_t>> contents(kPages);  // for each page, the root, and the tokens
+                                                       // from the start to the end of the page
   struct User {
     std::vector<int32_t> pages, tokens;
     size_t shared;
+    int32_t root;
+
+    std::vector<int32_t> content(size_t page) const {
+      std::vector<int32_t> found{root};
+      found.insert(found.end(), tokens.begin(),
+                   tokens.begin() + static_cast<std::ptrdiff_t>((page + 1) * kRows));
+      return found;
+    }
   };
   std::vector<User> users;
   for (int step = 0; step < 300; ++step) {
     if (random() % 3 != 0) {
-      User user{{}, std::vector<int32_t>(kRows * (1 + random() % 6)), 0};
+      User user{{},
+                std::vector<int32_t>(kRows * (1 + random() % 6)),
+                0,
+                -1 - static_cast<int32_t>(random() % 2)};
       for (int32_t& token : user.tokens) token = static_cast<int32_t>(random() % 2);
       const size_t count = user.tokens.size() / kRows;
-      const auto found = pages.find(user.tokens.data(), kRows, count);
+      const auto found = pages.find(user.root, user.tokens.data(), kRows, count);
       const auto fresh = static_cast<int32_t>(count - found.pages.size());
       if (fresh + found.idle > pages.unused()) continue;
       user.pages = found.pages, user.shared = found.pages.size();
-      for (size_t i = 0; i < user.shared; ++i) {
-        const std::vector<int32_t> wanted(
-            user.tokens.begin(),
-            user.tokens.begin() + static_cast<std::ptrdiff_t>((i + 1) * kRows));
-        CHECK(contents[user.pages[i]] == wanted);
-      }
+      for (size_t i = 0; i < user.shared; ++i) CHECK(contents[user.pages[i]] == user.content(i));
       for (const int32_t page : found.pages) pages.use(page);
       while (user.pages.size() < count) user.pages.push_back(pages.take());
       for (size_t i = user.shared; i < count; ++i) contents[user.pages[i]] = {-1};
@@ -752,13 +758,10 @@ void test_pages(uint32_t seed) {
       User& user = users[which];
       for (size_t left = random() % 7; left > 0 && user.shared < user.pages.size(); --left) {
         const size_t i = user.shared++;
-        const int32_t page = pages.share(user.pages[i], i == 0 ? -1 : user.pages[i - 1],
+        const int32_t page = pages.share(user.pages[i], i == 0 ? user.root : user.pages[i - 1],
                                          user.tokens.data() + i * kRows, kRows);
-        const std::vector<int32_t> wanted(
-            user.tokens.begin(),
-            user.tokens.begin() + static_cast<std::ptrdiff_t>((i + 1) * kRows));
-        if (page == user.pages[i]) contents[page] = wanted;
-        CHECK(contents[page] == wanted);
+        if (page == user.pages[i]) contents[page] = user.content(i);
+        CHECK(contents[page] == user.content(i));
         user.pages[i] = page;
       }
       if (random() % 2 == 0) {

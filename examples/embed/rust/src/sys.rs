@@ -147,6 +147,7 @@ pub struct dlm_request {
     pub on_step: Option<dlm_step_fn>,
     pub user: *mut c_void,
     pub top_log_probs: i32,
+    pub prefix_group: i32,
 }
 
 #[repr(C)]

@@ -33,6 +33,7 @@ void check_options(const dlm_request& request) {
   refuse_negative("steps", request.steps);
   refuse_negative("max_steps", request.max_steps);
   refuse_negative("constrained_tokens", request.constrained_tokens);
+  refuse_negative("prefix_group", request.prefix_group);
   if (!(request.deadline_ms >= 0 && request.deadline_ms <= kLongestMs))
     fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", request.deadline_ms,
          kLongestMs);
@@ -155,7 +156,7 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);
   return {Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided),
-                  wanted.steps, std::move(proposer), wanted.top_log_probs),
+                  wanted.steps, std::move(proposer), wanted.top_log_probs, wanted.prefix_group),
           std::move(options)};
 }
 

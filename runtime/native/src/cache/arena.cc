@@ -17,6 +17,8 @@ std::array<int32_t, 2> tokens_of(int64_t serial) {
   return {static_cast<int32_t>(serial), static_cast<int32_t>(serial >> 32)};
 }
 
+int32_t root_of(int32_t group) { return -1 - group; }
+
 }  // namespace
 
 Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, RowCounts rows,
@@ -53,27 +55,28 @@ int32_t Arena::window_page_of(int32_t page) const {
   return windows_.find_one(-1, tokens.data(), tokens.size());
 }
 
-Pages::Found Arena::find(const std::vector<int32_t>& tokens, int32_t most) const {
-  Pages::Found found = pages_.find(tokens.data(), page_rows_, most / page_rows_);
+Pages::Found Arena::find(const std::vector<int32_t>& tokens, int32_t group, int32_t most) const {
+  Pages::Found found = pages_.find(root_of(group), tokens.data(), page_rows_, most / page_rows_);
   if (window_ == 0) return found;
   size_t usable = 0, together = 0;  // together: number of consecutive pages up to this one
   for (size_t number = 0; number < found.pages.size(); ++number) {
     together = window_page_of(found.pages[number]) < 0 ? 0 : together + 1;
     if (together >= std::min(number + 1, pages_for(window_))) usable = number + 1;
   }
-  if (usable < found.pages.size()) found = pages_.find(tokens.data(), page_rows_, usable);
+  if (usable < found.pages.size())
+    found = pages_.find(root_of(group), tokens.data(), page_rows_, usable);
   return found;
 }
 
-int32_t Arena::stored(const std::vector<int32_t>& tokens, int32_t most) const {
+int32_t Arena::stored(const std::vector<int32_t>& tokens, int32_t group, int32_t most) const {
   if (!shares_) return 0;
-  return static_cast<int32_t>(find(tokens, most).pages.size()) * page_rows_;
+  return static_cast<int32_t>(find(tokens, group, most).pages.size()) * page_rows_;
 }
 
 bool Arena::has_room(const std::vector<Wanted>& wanted) const {
   size_t needed = 0, window_needed = static_cast<size_t>(window_reserved_);
   for (const Wanted& one : wanted) {
-    const Pages::Found found = find(one.tokens, one.stored);
+    const Pages::Found found = find(one.tokens, one.group, one.stored);
     // Idle pages count as unused. An idle page that this canvas shares cannot take new rows, so it
     // must be counted as needed.
     needed += pages_for(one.rows) - found.pages.size() + found.idle;
@@ -89,7 +92,8 @@ std::vector<Arena::Handle> Arena::take(const std::vector<Wanted>& wanted) {
   for (const Wanted& one : wanted) {
     if (one.rows > 0 && storage_ == nullptr) make_room();
     Place& place = places.emplace_back();
-    place.pages = find(one.tokens, one.stored).pages;
+    place.pages = find(one.tokens, one.group, one.stored).pages;
+    place.group = one.group;
     place.shared = place.pages.size();
     place.length = static_cast<int32_t>(place.shared) * page_rows_;
     place.pages.reserve(pages_for(one.rows));
@@ -136,8 +140,8 @@ void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stor
   auto end = static_cast<size_t>(file.rows / page_rows_);
   std::vector<int32_t> found;
   if (shares_) {
-    end = std::max(end, find(tokens, stored).pages.size());
-    found = pages_.find(tokens.data(), page_rows_, end).pages;
+    end = std::max(end, find(tokens, place->group, stored).pages.size());
+    found = pages_.find(root_of(place->group), tokens.data(), page_rows_, end).pages;
   }
   if (end <= place->shared) return;
   // The pages that the canvas needs in layers with a window. -1 means that `file` has the page.
@@ -316,7 +320,7 @@ void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
 // shared page.
 void Arena::keep_next(Place& place, const std::vector<int32_t>& tokens) {
   const size_t number = place.shared;
-  const int32_t before = number == 0 ? -1 : place.pages[number - 1];
+  const int32_t before = number == 0 ? root_of(place.group) : place.pages[number - 1];
   if (shares_)
     place.pages[number] =
         pages_.share(place.pages[number], before, tokens.data() + number * page_rows_, page_rows_);

@@ -34,6 +34,7 @@ class Arena {
     // number `window_begin` to `window_end` - 1 exist.
     std::vector<int32_t> window_pages{};
     size_t window_begin = 0, window_end = 0;
+    int32_t group = 0;     // see dlm_request.prefix_group
     int32_t kept = 0;      // see Wanted::kept
     int64_t reserved = 0;  // number of pages that are reserved in layers with a window
   };
@@ -57,16 +58,16 @@ class Arena {
   Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, RowCounts rows,
         int64_t most_idle);
 
-  // Returns how many of the first tokens of `tokens` have stored rows in shared pages. The result
-  // is a multiple of the page size, and at most `most`. In layers with a window, only the rows that
-  // the next pass reads must be stored.
-  int32_t stored(const std::vector<int32_t>& tokens, int32_t most) const;
+  // Returns how many of the first tokens of `tokens` have stored rows in pages that the requests of
+  // `group` share. The result is a multiple of the page size, and at most `most`. In layers with a
+  // window, only the rows that the next pass reads must be stored.
+  int32_t stored(const std::vector<int32_t>& tokens, int32_t group, int32_t most) const;
 
-  // A canvas that needs `rows` rows. The rows of its first `stored` tokens are in shared pages. In
-  // layers with a window, later passes read only the last `kept` stored rows.
+  // A canvas that needs `rows` rows. The rows of its first `stored` tokens are in shared pages of
+  // `group`. In layers with a window, later passes read only the last `kept` stored rows.
   struct Wanted {
     const std::vector<int32_t>& tokens;
-    int32_t rows, stored, kept = 0;
+    int32_t rows, stored, kept = 0, group = 0;
   };
   // Returns true if the arena has room for all of these canvases at the same time.
   bool has_room(const std::vector<Wanted>& wanted) const;
@@ -127,7 +128,7 @@ class Arena {
   size_t pages_for(int64_t rows) const;
   // Finds the shared pages of the first tokens of a canvas, at most `most` tokens. Leaves out the
   // last pages if a pass after them would read rows that layers with a window have not stored.
-  Pages::Found find(const std::vector<int32_t>& tokens, int32_t most) const;
+  Pages::Found find(const std::vector<int32_t>& tokens, int32_t group, int32_t most) const;
   // Returns the page of the layers with a window that belongs to a shared page of the other layers,
   // or -1.
   int32_t window_page_of(int32_t page) const;

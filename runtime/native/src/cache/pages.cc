@@ -31,9 +31,9 @@ int32_t Pages::find_one(int32_t before, const int32_t* tokens, size_t rows) cons
   return -1;
 }
 
-Pages::Found Pages::find(const int32_t* tokens, size_t rows, size_t count) const {
+Pages::Found Pages::find(int32_t root, const int32_t* tokens, size_t rows, size_t count) const {
   Found found;
-  int32_t page = -1;
+  int32_t page = root;
   for (size_t number = 0; number < count; ++number) {
     page = find_one(page, tokens + number * rows, rows);
     if (page < 0) break;

@@ -5,6 +5,8 @@
 // same page if its rows depend only on tokens that these requests have in common. Such a page is
 // called shared. To find a shared page, a request needs the page's tokens and the page before it.
 // So a request finds a page only if its tokens are the same from the start to the end of the page.
+// The first page has a root before it, which is a negative number. Requests with different roots
+// therefore find no pages of each other.
 //
 // If no request uses a shared page any more, the page becomes idle, and keeps its rows. When memory
 // is needed, idle pages are freed, beginning with the page that was used least recently. A page is
@@ -29,12 +31,11 @@ class Pages {
     std::vector<int32_t> pages;
     int32_t idle = 0;  // number of pages in `pages` that no request uses
   };
-  // Returns the shared page with these tokens after the shared page `before`, or -1. If `before` is
-  // -1, the page has no preceding page.
+  // Returns the shared page with these tokens after the shared page or root `before`, or -1.
   int32_t find_one(int32_t before, const int32_t* tokens, size_t rows) const;
-  // Finds the longest sequence of shared pages that contain the first tokens of a request. Compares
-  // at most `count` pages of `rows` tokens each.
-  Found find(const int32_t* tokens, size_t rows, size_t count) const;
+  // Finds the longest sequence of shared pages after `root` that contain the first tokens of a
+  // request. Compares at most `count` pages of `rows` tokens each.
+  Found find(int32_t root, const int32_t* tokens, size_t rows, size_t count) const;
 
   // Returns the number of pages that no request uses.
   int32_t unused() const { return static_cast<int32_t>(free_.size()) + idle_count_; }
@@ -49,8 +50,8 @@ class Pages {
   void give_back(int32_t page) noexcept;
 
   // Converts a page that one request uses to a shared page. `before` is the shared page of the
-  // preceding positions, or -1. Returns the page that the request must use from now on. This is a
-  // different page if there is already a shared page with the same tokens.
+  // preceding positions, or the root. Returns the page that the request must use from now on. This
+  // is a different page if there is already a shared page with the same tokens.
   int32_t share(int32_t page, int32_t before, const int32_t* tokens, size_t rows);
 
   // Returns a number that identifies the content of a shared page. No other content ever gets the

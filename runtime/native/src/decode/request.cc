@@ -29,14 +29,15 @@ double log_prob_loss(double best, double prob) {
 
 Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
                  std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
-                 std::unique_ptr<Proposer> proposer, int32_t top_log_probs)
+                 std::unique_ptr<Proposer> proposer, int32_t top_log_probs, int32_t prefix_group)
     : denoiser_(denoiser),
       policy_(suit_policy(policy, denoiser)),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)),
       is_constrained_(proposer != nullptr),
       proposer_(is_constrained_ ? std::move(proposer) : make_proposer(denoiser, policy_)),
-      top_count_(static_cast<size_t>(top_log_probs)) {
+      top_count_(static_cast<size_t>(top_log_probs)),
+      prefix_group_(prefix_group) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser has no key/value cache: use cache = \"none\"");
   if (verifies() && is_constrained_)

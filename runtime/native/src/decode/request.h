@@ -31,11 +31,13 @@ class Request {
   // the ids and lengths first. If `steps` is above 0, the request plans this number of passes for
   // all new tokens. If `proposer` is NULL, the request uses the proposer that the policy selects.
   // `top_log_probs` is the number of alternatives to store for each token that a pass commits.
+  // `prefix_group` is dlm_request.prefix_group.
   // Throws an Error with status DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED, for example if the plan
   // contains a pass that is too large for the engine.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
-          std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0);
+          std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0,
+          int32_t prefix_group = 0);
 
   // Returns true if this request and `other` can share passes in lockstep. If the requests use a
   // cache, their passes must run over the same rows.
@@ -58,6 +60,7 @@ class Request {
   // another request with the same tokens. With full attention, this number is 0 unless the policy
   // allows approximate rows.
   int32_t reusable() const;
+  int32_t prefix_group() const { return prefix_group_; }
   // Returns true if the next pass stores the cache rows of positions before the first block.
   bool is_filling() const {
     return stage().use == CacheUse::append && stage().kind == PassKind::prefill &&
@@ -245,6 +248,7 @@ class Request {
   bool has_conditioning_ = false;
   // The alternatives of all positions, top_count_ for each position. See dlm_result.
   size_t top_count_;
+  int32_t prefix_group_;
   std::vector<int32_t> top_tokens_;
   std::vector<float> top_log_probs_;
   // The loss of each position (see Proposals::losses). This list is empty if the request has no

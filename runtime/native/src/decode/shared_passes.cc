@@ -148,7 +148,8 @@ class SharedPasses final : public PassMaker {
     const Request &mine = one.request, &theirs = other.request;
     if (!arena_->shares() || !mine.is_filling() || !theirs.is_filling()) return false;
     const int32_t from = mine.stage().rows.first, end = from + page_rows();
-    if (from != theirs.stage().rows.first || end > std::min(mine.reusable(), theirs.reusable()) ||
+    if (mine.prefix_group() != theirs.prefix_group() || from != theirs.stage().rows.first ||
+        end > std::min(mine.reusable(), theirs.reusable()) ||
         static_cast<const SharingMember&>(other).exact < from ||
         mine.canvases() > theirs.canvases())
       return false;
@@ -179,14 +180,14 @@ class SharedPasses final : public PassMaker {
       before = stored;
       for (size_t number = 0; number < request.canvases(); ++number) {
         const std::vector<int32_t>& tokens = request.canvas(number);
-        stored =
-            std::max(arena_->stored(tokens, stored), files_.find(tokens, stored, page_rows()).rows);
+        stored = std::max(arena_->stored(tokens, request.prefix_group(), stored),
+                          files_.find(tokens, stored, page_rows()).rows);
       }
     }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)
-      wanted.push_back(
-          {request.canvas(number), static_cast<int32_t>(rows), stored, request.kept_in_window()});
+      wanted.push_back({request.canvas(number), static_cast<int32_t>(rows), stored,
+                        request.kept_in_window(), request.prefix_group()});
     return wanted;
   }
 

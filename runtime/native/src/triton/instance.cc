@@ -234,6 +234,7 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   request.policy = &policy;
   request.steps = asked.steps;
   request.max_steps = asked.max_steps;
+  request.prefix_group = asked.prefix_group;
   request.deadline_ms = asked.deadline_ms;
   if (asked.deadline_ms > 0) {  // the deadline includes the time to compile the constraint
     const double waited_ms = static_cast<double>(now_ns() - answer->began_ns) / 1e6;

@@ -13,7 +13,7 @@ constexpr size_t kMostMessages = 2048;
 constexpr char kInputs[] = "TEXT, MESSAGES, INPUT_IDS";
 constexpr char kParameters[] =
     "max_new_tokens, steps, max_steps, preset, effort, schema, regex, grammar, stream, "
-    "special_tokens, json_object, stop_strings, enum, deadline_ms";
+    "special_tokens, json_object, stop_strings, enum, deadline_ms, prefix_group";
 
 // A parameter of a request. Triton owns the key and the value.
 struct Parameter {
@@ -121,6 +121,8 @@ void read_parameter(const Parameter& parameter, Asked& asked) {
     asked.steps = parameter.count();
   } else if (parameter.is("max_steps")) {
     asked.max_steps = parameter.count();
+  } else if (parameter.is("prefix_group")) {
+    asked.prefix_group = parameter.count();
   } else if (parameter.is("preset")) {
     asked.preset = parameter.string();
   } else if (parameter.is("effort")) {

@@ -22,7 +22,7 @@ struct Asked {
 
   int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
   std::string preset, effort;  // "" if not set
-  int32_t steps = 0, max_steps = 0;
+  int32_t steps = 0, max_steps = 0, prefix_group = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
   bool has_special_tokens = false;
