@@ -12,6 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from jsonschema import Draft202012Validator
 from referencing import Registry
 from schemas import random_document
 
+import dlm_runtime
 from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, RequestError, from_callback
+from dlm_runtime.constraints import compiled as compile_module
 from dlm_runtime.constraints.compiled import (
     CompileLimits,
     Constraint,
@@ -41,6 +44,7 @@ from dlm_runtime.constraints.compiled import (
     keep_compiled,
 )
 from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
+from dlm_runtime.generation import constraining
 from dlm_runtime.text.tokenizer import Tokenizer
 
 VOCAB, END, MASK = 128, 7, 127
@@ -468,6 +472,61 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
         BundleError, match=r"^the constraint: the file is damaged: its SHA-256 does not match"
     ):
         Constraint(bytes(data))
+
+
+def counted_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each compilation adds the text of its constraint."""
+    made: list[str] = []
+    compile_one = compile_module.compile_content
+
+    def counted(content: Content, *given: Any, **how: Any) -> Constraint:
+        made.append(content.text)
+        time.sleep(0.05)  # other threads run in the meantime
+        return compile_one(content, *given, **how)
+
+    monkeypatch.setattr(compile_module, "compile_content", counted)
+    return made
+
+
+def test_a_bundle_forgets_the_constraint_that_was_not_used_for_longest(demo_bundle: Path) -> None:
+    how: dict[str, Any] = {"cache_dir": None}
+    with dlm_runtime.open(demo_bundle) as bundle:
+        steady = bundle.constraint(regex="steady", **how)
+        for number in range(constraining.KEPT):
+            bundle.constraint(regex=f"a{number}", **how)
+            assert bundle.stored_constraint(regex="steady", **how) is steady
+        assert bundle.stored_constraint(regex="a0", **how) is None
+        assert bundle.stored_constraint(regex="a1", **how) is not None
+
+
+def test_threads_that_want_the_same_constraint_compile_it_once(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = counted_compiler(monkeypatch)
+    with dlm_runtime.open(demo_bundle) as bundle, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: bundle.constraint(regex="a+", cache_dir=None), range(8)))
+    assert made == ["a+"]
+    assert len(set(found)) == 1
+
+
+def test_a_bundle_remembers_for_a_while_that_a_constraint_is_invalid(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = counted_compiler(monkeypatch)
+    with dlm_runtime.open(demo_bundle) as bundle:
+
+        def refusal(regex: str) -> str:
+            with pytest.raises(RequestError) as raised:
+                bundle.constraint(regex=regex, cache_dir=None)
+            return str(raised.value)
+
+        assert refusal("(") == refusal("(") != refusal("[")
+        assert made == ["(", "["]
+        with pytest.raises(RequestError, match=r"without its \)"):
+            bundle.stored_constraint(regex="(", cache_dir=None)
+        monkeypatch.setattr(constraining, "FAILURE_S", 0.0)
+        assert refusal("(")
+        assert made == ["(", "[", "("]
 
 
 # ---- Worst cases: random predictions ----

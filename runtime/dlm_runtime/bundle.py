@@ -23,6 +23,7 @@ from dlm_runtime.generation.infill import Infill, infill
 from dlm_runtime.generation.pass_cost import PassCost
 from dlm_runtime.generation.prompt_caches import UsesPromptCaches
 from dlm_runtime.generation.request import (
+    KINDS,
     OPTION_NAMES,
     InfillOptions,
     Options,
@@ -117,6 +118,7 @@ class Bundle(Decides, UsesPromptCaches):
                 self._tokenizer = Tokenizer.from_files(
                     files.tokenizer, files.template, files.special_tokens, hashes
                 )
+                self._tokenizer.most_tokens = self.max_canvas_length
                 self._handle.close_with(self._tokenizer)
         return self._tokenizer
 
@@ -168,8 +170,9 @@ class Bundle(Decides, UsesPromptCaches):
     ) -> Constraint:
         """Compile a constraint on generated texts, for this bundle's tokenizer.
 
-        Pass exactly one of the first nine arguments. The bundle stores the last 64 compiled constraints. A stored
-        constraint is not compiled again.
+        Pass exactly one of the first nine arguments. The bundle stores the 64 constraints that were used last. A
+        stored constraint is not compiled again. If a constraint cannot be compiled, the bundle remembers the error
+        for 60 seconds.
 
         Args:
             schema: A JSON Schema as a value or as JSON text, or a class with a method
@@ -225,6 +228,16 @@ class Bundle(Decides, UsesPromptCaches):
             limits=limits,
             cache_dir=cache_dir,
         )
+
+    def stored_constraint(self, **arguments: Any) -> Constraint | None:
+        """Return a stored constraint without compiling, or None if it is not stored.
+
+        ``arguments`` are the arguments of ``constraint``. Raises the errors of ``constraint``.
+        """
+        self._handle.origin.check()
+        asked = {name: arguments.pop(name, None) for name in (*KINDS, "tools")}
+        asked["json_object"] = asked["json_object"] or False
+        return self._constraints.find(self.tokenizer, asked, **arguments)
 
     def tools(
         self,

@@ -1,6 +1,7 @@
 """Reads constraints from the options of requests, and compiles these constraints.
 
-Each bundle stores the constraints that it compiled last, so that a later request can reuse them.
+Each bundle stores the constraints that were used last, so that a later request can reuse them. If
+several threads need the same constraint, one of them compiles it, and the others wait for it.
 
 This module also adds up how much log probability the constraints cost, and warns once if the cost
 is large.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
 KEPT = 64  # number of compiled constraints that a bundle stores
+FAILURE_S = 60.0  # number of seconds for which a bundle remembers that a constraint is invalid
 MOST_RECORDS = 1_000_000  # the largest number of lines or rows that a caller may set as a limit
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
@@ -51,13 +55,43 @@ constraints cost 2.5 nats per token. In the layout "spaced", constraints cost 3.
 """
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A constraint that a caller wants. Equal constraints have equal keys."""
+
+    key: tuple[Any, ...]
+    content: Callable[[], Content]
+    limits: CompileLimits
+    folder: Path | None = None
+
+
+@dataclass
+class _Stored:
+    """A stored constraint, or the reason why it could not be compiled.
+
+    A thread that compiles the constraint holds ``lock``.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    made: compiled.Constraint | None = None
+    failure: str = ""
+    failed_at: float = 0.0
+
+    def found(self) -> compiled.Constraint | None:
+        """Return the constraint, or None if it must be compiled. Raises RequestError."""
+        if self.failure and time.monotonic() - self.failed_at < FAILURE_S:
+            raise RequestError(self.failure)
+        return self.made
+
+
 class Constraints:
     """The constraints of one bundle. Threads may share this object."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._lock = threading.Lock()
-        self._kept: dict[tuple[Any, ...], compiled.Constraint] = {}
+        # The constraint that was used last is at the end.
+        self._stored: OrderedDict[tuple[Any, ...], _Stored] = OrderedDict()
         # Python reads the vocabulary only if the bundle has no compiled tokenizer.
         self._vocabulary: Vocabulary | None = None
         self._lost = 0.0  # total loss in nats of all constrained requests
@@ -97,6 +131,27 @@ class Constraints:
         return options.constraint
 
     def compile(
+        self, tokenizer: Tokenizer | None, asked: Mapping[str, Any], **how: Any
+    ) -> compiled.Constraint:
+        """Return the constraint for the arguments of ``Bundle.constraint``.
+
+        The constraint is compiled, unless it is already stored. ``asked`` contains the arguments
+        that define the allowed texts, and ``how`` the other arguments. Exactly one argument in
+        ``asked`` must be set. None and False mean that an argument is not set. Raises RequestError
+        and DlmError.
+        """
+        source = self._source(tokenizer, asked, **how)
+        assert tokenizer is not None
+        return self._compiled(tokenizer, source)
+
+    def find(
+        self, tokenizer: Tokenizer | None, asked: Mapping[str, Any], **how: Any
+    ) -> compiled.Constraint | None:
+        """Like ``compile``, but return None if the constraint is not stored."""
+        stored = self._stored_for(self._source(tokenizer, asked, **how).key)
+        return None if stored is None else stored.found()
+
+    def _source(
         self,
         tokenizer: Tokenizer | None,
         asked: Mapping[str, Any],
@@ -109,15 +164,8 @@ class Constraints:
         json_layout: str | Layout | None = None,
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
-    ) -> compiled.Constraint:
-        """Return the constraint for the arguments of ``Bundle.constraint``.
-
-        The constraint is compiled, unless it is already stored.
-
-        ``asked`` contains the arguments that define the allowed texts, by name. Exactly one
-        argument must be set. None and False mean that an argument is not set. Raises RequestError
-        and DlmError.
-        """
+    ) -> _Source:
+        """Check the arguments of ``Bundle.constraint``. Raises RequestError."""
         kind, value = _chosen(asked)
         if tokenizer is None:
             raise RequestError("constraints need a tokenizer, and this bundle has none")
@@ -153,41 +201,49 @@ class Constraints:
                 *objects,
             )
 
-        return self._kept_or_compiled(key, tokenizer, wanted, chosen, folder)
+        return _Source(key, wanted, chosen, folder)
 
     @property
     def layout(self) -> Layout:
         """The layout of the JSON that the denoiser was trained on."""
         return layout_of(self.json_layout)
 
-    def of_decisions(self, tokenizer: Tokenizer, content: str) -> compiled.Constraint:
+    def of_decisions(
+        self, tokenizer: Tokenizer, content: str, limits: CompileLimits
+    ) -> compiled.Constraint:
         """Return the constraint on the answer of a decision.
 
         ``content`` is the source of a constraint of the kind ``DLM_CONSTRAINT_DECISIONS``. Raises
         RequestError.
         """
-        key = ("decisions", content)
-        return self._kept_or_compiled(
-            key, tokenizer, lambda: Content(*key), CompileLimits(), folder=None
-        )
+        key = ("decisions", content, limits)
+        return self._compiled(tokenizer, _Source(key, lambda: Content(*key[:2]), limits))
 
-    def _kept_or_compiled(
-        self,
-        key: tuple[Any, ...],
-        tokenizer: Tokenizer,
-        source: Callable[[], Content],
-        limits: CompileLimits,
-        folder: Path | None,
-    ) -> compiled.Constraint:
-        """Return the constraint that is stored for ``key``.
-
-        If the constraint is not stored yet, compile it and store it.
-        """
+    def _stored_for(self, key: tuple[Any, ...]) -> _Stored | None:
         with self._lock:
-            made = self._kept.get(key)
-        if made is not None:
-            return made
-        handle, wanted = self._handle, source()
+            if key in self._stored:
+                self._stored.move_to_end(key)
+            return self._stored.get(key)
+
+    def _compiled(self, tokenizer: Tokenizer, source: _Source) -> compiled.Constraint:
+        """Return the stored constraint. If it is not stored yet, compile it and store it."""
+        with self._lock:
+            stored = self._stored.setdefault(source.key, _Stored())
+            self._stored.move_to_end(source.key)
+            if len(self._stored) > KEPT:
+                self._stored.popitem(last=False)
+        with stored.lock:
+            if (made := stored.found()) is not None:
+                return made
+            try:
+                stored.made = self._compiled_now(tokenizer, source)
+            except RequestError as err:
+                stored.failure, stored.failed_at = str(err), time.monotonic()
+                raise
+            return stored.made
+
+    def _compiled_now(self, tokenizer: Tokenizer, source: _Source) -> compiled.Constraint:
+        handle, wanted, limits = self._handle, source.content(), source.limits
 
         def compile_now(made_of: bytes) -> compiled.Constraint:
             has_text = "file" in handle.manifest.get("text", {})
@@ -202,12 +258,7 @@ class Constraints:
             )
 
         vocabulary = [tokenizer.sha256, handle.vocab_size, list(handle.eos_token_ids)]
-        made = compiled.keep_compiled(wanted, limits, vocabulary, folder, compile_now)
-        with self._lock:
-            if len(self._kept) >= KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = made
-        return made
+        return compiled.keep_compiled(wanted, limits, vocabulary, source.folder, compile_now)
 
     def _vocabulary_of(self, tokenizer: Tokenizer) -> Vocabulary:
         with self._lock:

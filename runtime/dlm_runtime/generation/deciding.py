@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dlm_runtime.constraints.compiled import CompileLimits
 from dlm_runtime.constraints.layout import Layout
 from dlm_runtime.errors import CancelledError, RequestError, shown
 from dlm_runtime.generation.request import count_of, text_of, token_ids
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 MOST_OPTIONS = 255
+MOST_CHARACTERS = 4 << 20
+"""The largest total number of characters of all answers that are tokenised to measure the options."""
 POLICY: dict[str, Any] = {
     "select": "argmax",
     "temperature": 0.0,
@@ -244,11 +247,23 @@ class Deciding:
         The answer is followed by an end token, or by ``rest`` mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
-        texts, owners = ["".join(plain)], [-1]
-        for at, part in enumerate(parts):
-            for text in () if isinstance(part, str) else part[1:]:
-                texts.append("".join([*plain[:at], text, *plain[at + 1 :]]))
-                owners.append(at)
+        whole = "".join(plain)
+        options = [
+            (at, text)
+            for at, part in enumerate(parts)
+            for text in (() if isinstance(part, str) else part[1:])
+        ]
+        # Check the size before the answers are made. Their size grows with the product of the
+        # number of options and the length of an answer.
+        characters = sum(len(whole) - len(plain[at]) + len(text) for at, text in options)
+        if characters > MOST_CHARACTERS:
+            raise RequestError(
+                f"{len(options)} answers, one for each option, have {characters} characters, more than {MOST_CHARACTERS}: "
+                "ask fewer questions, or use shorter options"
+            )
+        texts = [whole]
+        texts += ["".join([*plain[:at], text, *plain[at + 1 :]]) for at, text in options]
+        owners = [-1, *(at for at, _ in options)]
         counts = []
         for text, tokens in zip(texts, self._tokenizer.encode_each(texts), strict=True):
             if tokens is None:
@@ -352,10 +367,12 @@ class Decides:
         answer: str | None = None,
         rest: int = 0,
         special_tokens: bool = False,
+        limits: CompileLimits | None = None,
     ) -> Deciding:
         """Prepare a decision. The calling program runs its requests, for example with a scheduler.
 
-        Args and Raises: as for ``decide``.
+        Args and Raises: as for ``decide``. ``limits`` are limits on compiling the constraints of
+        the answers, as in ``constraint``.
 
         Returns:
             A ``Deciding`` object. It provides the arguments of each request, and reads the result
@@ -375,7 +392,7 @@ class Decides:
             if answer is None
             else _template(slots, text_of("answer", answer))
         )
-        asked = described(questions)
+        asked, chosen = described(questions), limits or CompileLimits()
         if tokens is not None:
             if asked:
                 raise RequestError(
@@ -388,7 +405,7 @@ class Decides:
         else:
             given = tokenizer.encode_chat(_told(chat, asked), None, special_tokens)
         return Deciding(
-            lambda content: self._constraints.of_decisions(tokenizer, content),
+            lambda content: self._constraints.of_decisions(tokenizer, content, chosen),
             tokenizer,
             self.visible_block,
             given,
