@@ -40,7 +40,7 @@ def ours() -> Iterator[Tokenizer]:
 
 
 def _process(tokenizer: Tokenizer) -> subprocess.Popen[bytes]:
-    process = tokenizer._process._process
+    process = tokenizer._process._short._process
     assert process is not None
     return process
 
@@ -199,7 +199,7 @@ def test_it_goes_with_what_it_belongs_to() -> None:
     assert not Path(f"/proc/{pid}").exists()
     script = "import sys, time; from dlm_runtime.text.tokenizer import Tokenizer; from pathlib import Path; "
     script += "made = Tokenizer(Path(sys.argv[1]).read_bytes(), None, {}); "
-    script += "print(made._process._process.pid, flush=True); time.sleep(600)"
+    script += "print(made._process._short._process.pid, flush=True); time.sleep(600)"
     with subprocess.Popen(
         [sys.executable, "-c", script, str(FILE)], stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -239,3 +239,32 @@ def test_without_a_python_to_run_it_the_error_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(DlmError, match="cannot start /nonexistent/python for the tokenizer"):
         Tokenizer(FILE.read_bytes(), None, {})
+
+
+def test_a_short_text_does_not_wait_for_a_long_text(ours: Tokenizer) -> None:
+    text = "lock the front door " * 2000
+    ids = ours.encode(text)
+    long = ours._process._long._process
+    assert long is not None
+    os.kill(long.pid, signal.SIGSTOP)
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(ours.encode(text)))
+    thread.start()
+    try:
+        assert ours.encode_chat(HELLO) == ours.encode_plain(HELLO[0]["content"])
+        assert ours.decode(ids).startswith("lock the front door")
+        assert not found
+    finally:
+        os.kill(long.pid, signal.SIGCONT)
+        thread.join(60)
+    assert found == [ids]
+
+
+def test_a_text_that_cannot_fit_the_canvas_is_rejected_by_its_length(ours: Tokenizer) -> None:
+    ours.most_tokens = 4
+    assert ours.encode("a" * 256)
+    for reject in (ours.encode, ours.encode_plain):
+        with pytest.raises(RequestError, match="257 characters are more than 256"):
+            reject("a" * 257)
+    with pytest.raises(RequestError, match="shorten it"):
+        ours.encode_chat([{"role": "user", "content": "a" * 257}])

@@ -41,6 +41,7 @@ class Filler(Protocol):
     """The methods and properties of ``Bundle`` that this module uses."""
 
     mask_token_id: int
+    max_canvas_length: int
     eos_token_ids: tuple[int, ...]
     visible_block: int | None
 
@@ -85,7 +86,14 @@ class Canvas:
     parts: Sequence[Sequence[int]]
     lengths: tuple[int, ...]
 
-    def tokens(self, mask_token_id: int) -> list[int]:
+    def tokens(self, mask_token_id: int, most: int) -> list[int]:
+        """Return the whole canvas. Raises RequestError if it has more than ``most`` tokens."""
+        length = sum(map(len, self.parts)) + sum(self.lengths)
+        if length > most:
+            raise RequestError(
+                f"a canvas of {length} tokens, {sum(self.lengths)} of them in holes, is longer than the denoiser's {most}: "
+                "use shorter texts or holes"
+            )
         found = list(self.parts[0])
         for length, part in zip(self.lengths, self.parts[1:], strict=True):
             found += [*[mask_token_id] * length, *part]
@@ -127,7 +135,7 @@ def infill(
         first = count_of("constrain_from", constrain_from)
         request, tried = _constrained(bundle, between, first, request, tried)
     canvases = [Canvas(parts, each) for each in tried]
-    tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
+    tokens = [canvas.tokens(bundle.mask_token_id, bundle.max_canvas_length) for canvas in canvases]
     made = bundle.generate_batch(tokens=tokens, **(HOLE_OPTIONS | request))
     found = [read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)

@@ -20,6 +20,10 @@ from dlm_runtime.text.process import Refused, TextProcess
 
 TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released tokenizer.json (262,144 ids) has 33 MB
 TEMPLATE_LIMIT_BYTES = 1 << 20
+CHARACTERS_PER_TOKEN = 64
+"""A text with more characters than this for each token of the denoiser's longest canvas is rejected
+before it is tokenised. Tokens of real texts have 3 to 5 characters on average.
+"""
 _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
@@ -43,6 +47,10 @@ class Tokenizer:
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # the hash of the tokenizer's file
+        self.most_tokens: int | None = None
+        """The length of the denoiser's longest canvas. ``encode``, ``encode_plain`` and
+        ``encode_chat`` reject texts that are far longer. None means no limit.
+        """
         self._texts: dict[int, str] = {}
         self._added: dict[int, Mapping[str, Any]] | None = None
         try:
@@ -176,13 +184,15 @@ class Tokenizer:
             ):
                 raise RequestError(f"chat: the content of {reprlib.repr(message)} is not a text")
         try:
-            json.dumps([list(messages), tools], ensure_ascii=False, default=str).encode()
+            written = json.dumps([list(messages), tools], ensure_ascii=False, default=str)
+            written.encode()
         except UnicodeEncodeError as err:
             raise RequestError(
                 "chat: a text has half of a surrogate pair, which UTF-8 cannot encode"
             ) from err
         except (TypeError, ValueError, RecursionError) as err:
             raise RequestError(f"chat: not JSON ({err})"[:300]) from err
+        self._check_length("chat", len(written))
         chat, what = (
             [dict(message) for message in messages],
             "chat: the bundle's template rejects these messages",
@@ -232,11 +242,21 @@ class Tokenizer:
         return self._added.get(token)
 
     def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
+        self._check_length("the text", len(text))
         how = {"add_special_tokens": add_special_tokens, "special_tokens": special_tokens}
         found: list[int] = self._ask(
             "encode", "the bundle's tokenizer rejects this text", text=text, **how
         )
         return found
+
+    def _check_length(self, what: str, characters: int) -> None:
+        if self.most_tokens is None or characters <= CHARACTERS_PER_TOKEN * self.most_tokens:
+            return
+        most = CHARACTERS_PER_TOKEN * self.most_tokens
+        raise RequestError(
+            f"{what}: {characters} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for each of the "
+            f"{self.most_tokens} tokens of the denoiser's longest canvas: shorten it"
+        )
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         ids = [int(token) for token in tokens]
