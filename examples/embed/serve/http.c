@@ -167,6 +167,9 @@ static enum MHD_Result answer(struct MHD_Connection* connection, exchange* of, c
             is_post = strcmp(method, MHD_HTTP_METHOD_POST) == 0;
   const int is_completion = strcmp(url, "/v1/completions") == 0,
             is_chat = strcmp(url, "/v1/chat/completions") == 0;
+  /* Browsers send Origin with each POST request of a web page, also after DNS rebinding. */
+  if (is_post && MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Origin") != NULL)
+    return refuse(connection, of, 403, "web pages may not use this service");
   if (of->is_refused_early) return refuse(connection, of, 503, "the service stops");
   if (of->received > of->body.size)
     return refuse(connection, of, 413, "the body is larger than this service takes");
