@@ -86,7 +86,8 @@ class Soak:
     def _one(self, draw: random.Random) -> str:
         body = body_of(draw, self._served.model)
         content = json.dumps(body).encode()
-        lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", "connection: close")
+        first = ("POST /v1/chat/completions HTTP/1.1", "host: localhost", "connection: close")
+        lines = (*first, "content-type: application/json")
         head = "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode()
         request = head + content
         leaves = draw.choice(("never", "while sending", "while reading"))

@@ -113,6 +113,23 @@ def test_a_small_budget_forgets_the_oldest_start(bundle: Bundle) -> None:
         assert cached(first) < SHARED
 
 
+def test_groups_of_requests_reuse_nothing_of_each_other(bundle: Bundle) -> None:
+    tokens = prompts(1)[0]
+    with bundle.scheduler() as scheduler:
+
+        def cached(group: int) -> int:
+            made = scheduler.submit(tokens=tokens, prefix_group=group, **CHANGES).result(60)
+            return made.cached_tokens
+
+        assert [cached(group) > 0 for group in (0, 1, 2, 1, 0, 2)] == [False] * 3 + [True] * 3
+        # Requests that run at the same time wait for each other's pages, but only in a group.
+        with bundle.scheduler() as both:
+            jobs = [both.submit(tokens=tokens, prefix_group=each, **CHANGES) for each in (1, 2, 1)]
+            assert [job.result(60).cached_tokens > 0 for job in jobs] == [False, False, True]
+    with pytest.raises(RequestError, match="prefix_group = -1"):
+        bundle.generate(tokens=tokens, prefix_group=-1)
+
+
 def test_without_a_budget_nothing_is_reused(bundle: Bundle) -> None:
     tokens = prompts(1)[0]
     with bundle.scheduler(prefix_cache_bytes=0) as scheduler:
@@ -163,18 +180,24 @@ def test_a_page_has_the_fewest_blocks_with_at_least_16_tokens(block: int, page: 
     assert page_tokens(block) == page
 
 
-def test_the_server_counts_cached_tokens(several_bundle: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_server_counts_cached_tokens_of_the_same_key(
+    several_bundle: Path, tmp_path: Path, is_shared: bool
+) -> None:
     prompt = "play jazz in the kitchen and " * 6
-    with serving(several_bundle, "--no-log") as served:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    options = ("--no-log", "--api-key-file", str(tmp_path / "keys"))
+    with serving(several_bundle, *options, *["--share-prompts"][:is_shared]) as served:
 
-        def usage() -> dict[str, Any]:
+        def cached(key: str) -> int:
             body = {"model": served.model, "prompt": prompt, "max_tokens": 16}
-            answer = served.client.post("/v1/completions", json=body)
+            headers = {"authorization": f"Bearer {key}"}
+            answer = served.client.post("/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200, answer.text
-            found: dict[str, Any] = answer.json()["usage"]
+            usage = answer.json()["usage"]
+            found: int = usage["prompt_tokens_details"]["cached_tokens"]
+            assert found == 0 or usage["prompt_tokens"] - found < 2 * BLOCK
             return found
 
-        first, second = usage(), usage()
-    assert first["prompt_tokens_details"]["cached_tokens"] == 0
-    cached = second["prompt_tokens_details"]["cached_tokens"]
-    assert 0 <= first["prompt_tokens"] - cached < 2 * BLOCK
+        found = [cached(key) > 0 for key in ("one", "one", "two", "two")]
+        assert found == [False, True, is_shared, True]

@@ -84,6 +84,7 @@ WRONG: dict[str, list[Any]] = {
     "effort": [5, b"low", [], "low\0", HALF],
     "steps": [-1, 1.5, "x", None, HUGE, LONGER],
     "max_steps": [-1, 1.5, "x", None, HUGE],
+    "prefix_group": [-1, 1.5, "x", None, HUGE],
     "top_log_probs": [-1, 21, 1.5, "x", None, True, HUGE],
     "deadline_ms": [HUGE, -HUGE, "soon", None, [], -1, float("nan"), float("inf"), b"1"],
     "stop_strings": [5, None, "ab", b"ab", [""], [5], {"a": 1}, object()],

@@ -29,11 +29,19 @@ pytestmark = pytest.mark.xdist_group("serving")
 
 COMMAND = "turn on the kitchen lights"
 MESSAGES = [{"role": "user", "content": COMMAND}]
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def served(demo_bundle: Path) -> Iterator[Served]:
     with serving(demo_bundle, "--name", f"other={demo_bundle}") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def closed(demo_bundle: Path) -> Iterator[Served]:
+    options = ("--allow-host", "own.example", "--cors-origin", "https://app.example", "--no-log")
+    with serving(demo_bundle, *options) as process:
         yield process
 
 
@@ -343,7 +351,12 @@ def test_special_tokens_in_a_prompt_are_ordinary_text(
             "nothing",
         ),
         ({"dlm": {"regex": "("}}, 400, "dlm", "without its )"),
-        ({"dlm": {"policy": {"tempo": 1}}}, 400, None, "tempo"),
+        ({"dlm": {"policy": {"tempo": 1}}}, 400, "dlm.policy", "tempo"),
+        # The names of other options of the runtime are not names of policy fields.
+        ({"dlm": {"policy": {"schema": {}}}}, 400, "dlm.policy", "schema"),
+        ({"dlm": {"policy": {"tools": []}}}, 400, "dlm.policy", "tools"),
+        ({"dlm": {"policy": {"events": True}}}, 400, "dlm.policy", "events"),
+        ({"dlm": {"policy": {"chat": []}}}, 400, "dlm.policy", "chat"),
         ({"n": 1000}, 400, "n", "16"),
     ],
 )
@@ -372,7 +385,7 @@ def test_what_is_wrong_is_named(
     ids=["empty", "cut", "bytes", "utf8", "deep", "deep-fields", "large"],
 )
 def test_hostile_bodies_get_an_error_object(served: Served, body: bytes, status: int) -> None:
-    response = served.client.post("/v1/chat/completions", content=body)
+    response = served.client.post("/v1/chat/completions", content=body, headers=JSON)
     assert response.status_code == status
     assert response.json()["error"]["message"]
     assert chat(served).status_code == 200
@@ -450,16 +463,101 @@ def test_metrics_count_requests_tokens_and_passes(served: Served) -> None:
             if each.name == name and labels.items() <= each.labels.items()
         )
 
-    path = "/v1/chat/completions"
-    before = sample("dlm_requests_total", path=path, status="200")
-    tokens = sample("dlm_completion_tokens_total", model=served.model)
-    found = chat(served).json()
-    assert sample("dlm_requests_total", path=path, status="200") == before + 1
-    assert (
-        sample("dlm_completion_tokens_total", model=served.model)
-        == tokens + found["usage"]["completion_tokens"]
-    )
+    edited = "<|current_file_content|><|code_to_edit|>a<|cursor|><|/code_to_edit|><|/current_file_content|>"
+    bodies = {
+        "/v1/chat/completions": {"messages": MESSAGES},
+        "/v1/responses": {"input": COMMAND},
+        "/v1/edit/completions": {"messages": [{"role": "user", "content": edited}]},
+        "/v1/decisions": {"state": COMMAND, "questions": {"is_light": {"type": "noul"}}},
+    }
+    for path, body in bodies.items():
+        labels = {"path": path, "model": served.model}
+        names = ("dlm_requests_total", "dlm_request_seconds_count", "dlm_completion_tokens_total")
+        before = [sample(name, **labels) for name in names]
+        found = served.client.post(path, json={"model": served.model} | body).json()
+        usage = found["usage"]
+        tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+        assert [sample(name, **labels) for name in names] == [
+            each + more for each, more in zip(before, (1, 1, tokens), strict=True)
+        ]
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        labels = {"path": path, "model": served.model}
+        before = sample("dlm_first_text_seconds_count", **labels)
+        with served.client.stream(
+            "POST", path, json={"model": served.model, "stream": True} | bodies[path]
+        ) as response:
+            response.read()
+        assert sample("dlm_first_text_seconds_count", **labels) == before + 1
     assert sample("dlm_scheduler_running") == 0
+    # Clients cannot make new time series.
+    served.client.post("/v1/new", json={"model": "new"})
+    served.client.post("/v1/chat/completions", json={"model": "new", "messages": MESSAGES})
+    assert "new" not in served.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "minimal"},
+        {"verbosity": "low", "store": True, "service_tier": "flex", "modalities": ["text"]},
+        {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "safety_identifier": "b"},
+        {"audio": None, "functions": None, "web_search_options": None},
+    ],
+)
+def test_fields_that_openais_clients_send_are_accepted(
+    served: Served, fields: dict[str, Any]
+) -> None:
+    assert chat(served, **fields).status_code == 200
+    answer = chat(served, **fields).json()["choices"][0]["message"]
+    # A client may send an answer back with all fields of the client's type.
+    history = [*MESSAGES, {**answer, "audio": None, "annotations": None, "function_call": None}]
+    body = {"model": served.model, "messages": [*history, *MESSAGES]}
+    response = served.client.post("/v1/chat/completions", json=body)
+    assert "annotations" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:1234"}, 200),
+        ({"host": "[::1]"}, 200),
+        ({"host": "evil.example"}, 403),  # DNS rebinding
+        ({"host": "localhost.evil.example:8000"}, 403),
+        ({"host": "own.example"}, 200),  # allowed with --allow-host
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),  # a file, or a frame in a sandbox
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),  # the server's page
+        ({"host": "localhost:8000", "origin": "http://localhost:9000"}, 403),
+        ({"origin": "https://app.example"}, 200),  # allowed with --cors-origin
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": ""}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+def test_web_pages_of_others_cannot_use_the_server(
+    closed: Served, headers: dict[str, str], status: int
+) -> None:
+    body = json.dumps({"model": closed.model, "messages": MESSAGES})
+    path, headers = "/v1/chat/completions", JSON | headers
+    response = closed.client.post(path, content=body, headers=headers)
+    assert response.status_code == status, response.text
+    if status != 200:
+        assert response.json()["error"]["message"]
+    is_listed = headers.get("origin") == "https://app.example"
+    allowed = response.headers.get("access-control-allow-origin")
+    assert allowed == ("https://app.example" if is_listed else None)
+
+
+def test_a_listed_page_may_send_json_after_a_preflight_request(closed: Served) -> None:
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    for origin, status in (("https://app.example", 200), ("https://evil.example", 400)):
+        headers = asked | {"origin": origin}
+        assert closed.client.options("/v1/models", headers=headers).status_code == status
 
 
 def test_the_description_has_every_path(served: Served) -> None:
@@ -510,7 +608,8 @@ def test_a_request_ends_when_its_client_leaves(served: Served, is_streaming: boo
         return int(float(line.split()[-1]))
 
     body = json.dumps({"model": served.model, "stream": is_streaming, **slow()}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection((served.host, served.port)) as client:
         client.sendall(head.encode() + body)
         end = time.monotonic() + 30

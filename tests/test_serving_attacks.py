@@ -28,7 +28,9 @@ pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.xdist_group("serving")
 
 WAIT_S = 60
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+POST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_a_client_that_does_not_read_is_dropped(served: Served) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(WAIT_S)
         client.connect((served.host, served.port))
-        client.sendall(200 * b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(200 * b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
         poll = select.poll()
         poll.register(client, 0)  # with 0, poll reports only errors
         assert poll.poll(1e3 * WAIT_S)
@@ -115,7 +117,7 @@ def test_an_endless_body_is_refused(served: Served) -> None:
     "request_bytes",
     [
         b"\x16\x03\x01\x00\xff\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\nx-request-id: a\rb: c\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx-request-id: a\rb: c\r\n\r\n",
     ],
     ids=["no-http", "carriage-return"],
 )
@@ -226,11 +228,15 @@ def test_a_body_with_too_many_numbers_is_refused_and_a_long_prompt_is_not() -> N
 
 
 def test_too_many_token_ids_are_refused_before_they_are_converted(served: Served) -> None:
-    for prompt in ([1] * 600, [[1], [1] * 600]):
-        body = {"model": served.model, "prompt": prompt}
-        error = served.client.post("/v1/completions", json=body).json()["error"]
-        assert (error["param"], error["code"]) == ("prompt", "invalid_value")
-        assert error["message"] == "prompt: 600 token IDs are more than the denoiser's 512"
+    for path, field, ids in [
+        ("/v1/completions", "prompt", [1] * 600),
+        ("/v1/completions", "prompt", [[1], [1] * 600]),
+        ("/detokenize", "tokens", [1] * 600),
+    ]:
+        body = {"model": served.model, field: ids}
+        error = served.client.post(path, json=body).json()["error"]
+        assert (error["param"], error["code"]) == (field, "invalid_value")
+        assert error["message"] == f"{field}: 600 token IDs are more than the denoiser's 512"
 
 
 def test_large_bodies_are_checked_on_another_thread_one_at_a_time(
@@ -324,8 +330,8 @@ def test_connections_wait_in_the_kernel_until_they_are_accepted(served: Served) 
 
 def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
     paths = [f"/v1/none{at}" for at in range(20)]
-    requests = "".join(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n" for path in paths[:-1])
-    requests += f"GET {paths[-1]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    requests = "".join(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n" for path in paths[:-1])
+    requests += f"GET {paths[-1]} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     clients = [connect(served) for _ in range(8)]
     for client in clients:
         client.sendall(requests.encode())
@@ -372,45 +378,196 @@ def test_thousands_of_problems_are_one_error() -> None:
         fields.read(fields.CompletionBody, json.dumps(body).encode())
 
 
-def test_a_schema_that_failed_is_not_compiled_again_for_a_while(
+def test_few_constraints_are_compiled_at_once_and_each_only_once(
     demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx
 
     import dlm_runtime
     from dlm_export.serving import hosting
-    from dlm_export.serving.app import Server
+    from dlm_export.serving.app import Limits, Server
+    from dlm_runtime.constraints import compiled
 
-    compiled: list[str] = []
-    compile_one = dlm_runtime.Bundle.constraint
+    running: list[str] = []
+    most: list[int] = []
+    made: list[str] = []
+    compile_one = compiled.compile_content
 
-    def counted(bundle: dlm_runtime.Bundle, **given: Any) -> Any:
-        compiled.append(given["regex"])
-        return compile_one(bundle, **given)
+    def counted(content: compiled.Content, *given: Any, **how: Any) -> Any:
+        made.append(content.text)
+        running.append(content.text)
+        most.append(len(running))
+        time.sleep(0.05)
+        try:
+            return compile_one(content, *given, **how)
+        finally:
+            running.remove(content.text)
 
-    monkeypatch.setattr(dlm_runtime.Bundle, "constraint", counted)
+    monkeypatch.setattr(compiled, "compile_content", counted)
 
-    async def run() -> list[Any]:
-        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 16)
-        transport = httpx.ASGITransport(Server(models).app)
+    async def run() -> None:
+        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 64)
+        transport = httpx.ASGITransport(Server(models, limits=Limits(waiting=20)).app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
 
-            async def ask(regex: str) -> Any:
-                body = {"model": "demo", "prompt": "x", "dlm": {"regex": regex}}
-                return await client.post("/v1/completions", json=body)
+            async def ask(regex: str, status: int = 200) -> Any:
+                body = {"model": "demo", "prompt": "x", "max_tokens": 8, "dlm": {"regex": regex}}
+                answer = await client.post("/v1/completions", json=body)
+                assert answer.status_code == status, answer.text
+                return answer.json()
 
-            together = await asyncio.gather(*(ask("(") for _ in range(8)))
-            other = await ask("[")
-            monkeypatch.setattr(hosting, "FAILURE_S", 0.0)
-            found = [*together, other, await ask("(")]
+            answers = await asyncio.gather(*(ask("(", 400) for _ in range(8)))
+            assert made == ["("]
+            assert answers[0]["error"]["param"] == "dlm"
+            await asyncio.gather(*(ask(f"a{at % 5}") for at in range(20)))
+            assert sorted(made[1:]) == [f"a{at}" for at in range(5)]
+            # Decisions need constraints too, and use the same threads.
+            asked = {
+                "state": "x",
+                "questions": {"q": {"type": "choice", "criteria": dict.fromkeys("abc")}},
+            }
+            path = "/v1/decisions"
+            bodies = [asked | {"state": str(at), "model": "demo"} for at in range(6)]
+            await asyncio.gather(*(client.post(path, json=each) for each in bodies))
+            assert len(made) == 7
+            assert max(most) == 2
+            # Stored constraints do not wait for the compilers.
+            slow = asyncio.gather(*(ask(f"b{at}") for at in range(10)))
+            await ask("a0")
+            assert not slow.done()
+            await slow
         models.close()
-        return found
 
-    found = asyncio.run(run())
-    assert [each.status_code for each in found] == [400] * 10
-    assert found[0].json()["error"]["param"] == "dlm"
-    assert len({each.text for each in [*found[:8], found[9]]}) == 1
-    # All requests have the same schema, which cannot be compiled. Two requests try to compile it at
-    # the same time. The other requests wait, and then get the stored error.
-    assert compiled.count("(") in (2, 3)
-    assert compiled.count("[") == 1
+    asyncio.run(run())
+
+
+def test_workers_refuse_more_calls_and_drop_cancelled_ones() -> None:
+    from dlm_export.serving.errors import ApiError
+    from dlm_export.serving.workers import Workers
+
+    calls: list[str] = []
+    may_end = threading.Event()
+
+    def call(name: str) -> str:
+        calls.append(name)
+        may_end.wait(60)
+        return name
+
+    async def run() -> None:
+        workers = Workers("a test", 1, 1)
+        first = asyncio.create_task(workers.run(call, "first"))
+        left = asyncio.create_task(workers.run(call, "left"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match="wait for a test") as raised:
+            await workers.run(call, "refused")
+        assert raised.value.status == 429
+        left.cancel()  # its client has disconnected
+        await asyncio.gather(left, return_exceptions=True)
+        await asyncio.sleep(0)  # the queue has room again
+        next_one = asyncio.create_task(workers.run(call, "next"))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert await asyncio.gather(first, next_one) == ["first", "next"]
+        workers.close()
+
+    asyncio.run(run())
+    assert calls == ["first", "next"]
+
+
+def test_work_of_a_client_that_left_is_dropped(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dlm_runtime
+    from dlm_export.serving import app, hosting
+    from dlm_runtime.text.tokenizer import Tokenizer
+
+    encoded: list[str] = []
+    may_end = threading.Event()
+    encode = Tokenizer.encode
+
+    def slow(tokenizer: Any, text: str, *given: Any) -> list[int]:
+        encoded.append(text)
+        may_end.wait(60)
+        return encode(tokenizer, text, *given)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def post(server: app.Server, body: dict[str, Any], leaves: asyncio.Event) -> None:
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        scope |= {"query_string": b"", "scheme": "http", "server": ("localhost", 80)}
+        await server.app(scope, receive, send)
+
+    async def run() -> None:
+        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 16)
+        server = app.Server(models)
+        leaves = [asyncio.Event() for _ in range(3 * app.SHORT_THREADS)]
+        tasks = [
+            asyncio.create_task(post(server, {"model": "demo", "prompt": f"a{at}"}, leaves[at]))
+            for at in range(len(leaves))
+        ]
+        while len(encoded) < app.SHORT_THREADS:
+            await asyncio.sleep(0.01)
+        for each in leaves:
+            each.set()
+        await asyncio.gather(*tasks)
+        may_end.set()
+        models.close()
+
+    asyncio.run(run())
+    assert len(encoded) == 4
+    assert {message["status"] for message in sent if "status" in message} == {499}
+
+
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": f"[{'[],' * 99_999}[]]"}}],
+}
+
+
+def test_sizes_are_checked_before_any_work(served: Served) -> None:
+    served.reset_peak()
+    before = served.memory_kib("VmHWM")
+    spaces = " " * 1_000_000
+    file = "<|current_file_content|><|code_to_edit|>{}<|cursor|><|/code_to_edit|><|/current_file_content|>"
+    user = {"role": "user", "content": spaces}
+    options = dict.fromkeys(map(str, range(200)))
+    questions = {f"{at}{'q' * 3000}": {"type": "choice", "criteria": options} for at in range(60)}
+    for path, body, said in [
+        ("fim/completions", {"prompt": "a", "max_tokens": 1 << 24}, "longer than the denoiser's"),
+        ("completions", {"prompt": "a", "suffix": "b", "max_tokens": 1 << 24}, "longer than"),
+        ("completions", {"prompt": ["a"] * 64, "n": 16}, "1024 answers are more than the 272"),
+        ("completions", {"prompt": spaces}, "1000000 characters are more than 32768"),
+        ("completions", {"prompt": "a", "dlm": {"prefix": spaces}}, "characters are more than"),
+        ("fim/completions", {"prompt": spaces, "suffix": "b"}, "characters are more than"),
+        ("chat/completions", {"messages": [user]}, "characters are more than"),
+        ("responses", {"input": spaces}, "characters are more than"),
+        (
+            "edit/completions",
+            {"messages": [{"role": "user", "content": file.format(spaces)}]},
+            "characters are more than",
+        ),
+        (
+            "chat/completions",
+            {"messages": [CALL, {"role": "user", "content": "a"}]},
+            "the arguments of a call have more than 16384",
+        ),
+        ("decisions", {"state": spaces, "questions": {"q": {"type": "noul"}}}, "are more than"),
+        ("decisions", {"state": "a", "questions": questions}, "ask fewer questions"),
+    ]:
+        response = served.client.post(f"/v1/{path}", json={"model": served.model} | body)
+        assert response.status_code == 400, (path, response.text)
+        assert said in response.json()["error"]["message"], (path, response.text)
+    assert served.memory_kib("VmHWM") - before < 64 << 10

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from serving_process import Served, serving
 
+from dlm_runtime import Policy
+
 pytest.importorskip("uvicorn")
 
 pytestmark = pytest.mark.xdist_group("serving")
@@ -238,3 +240,19 @@ def test_many_asynchronous_requests_and_a_cancelled_one(served: Served) -> None:
     texts = asyncio.run(ask())
     assert len(texts) >= 23
     assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("effort", "level"),
+    [("none", "instant"), ("minimal", "instant"), ("low", "low"), ("xhigh", "high")],
+)
+def test_openais_efforts_choose_the_nearest_level(effort: str, level: str) -> None:
+    from types import SimpleNamespace
+
+    from dlm_export.serving.conversation import _options
+    from dlm_export.serving.fields import FimBody
+
+    bundle = SimpleNamespace(policy=lambda _: Policy())
+    model: Any = SimpleNamespace(efforts=["instant", "low", "medium", "high"], bundle=bundle)
+    body = FimBody(model="x", prompt="", reasoning_effort=effort)
+    assert _options(body, model, None)["effort"] == level

@@ -132,6 +132,6 @@ def test_the_retries_of_openais_client_outlast_a_full_queue(demo_bundle: Path) -
             assert set(pool.map(ask, range(16))) <= {"stop", "length"}
         lines = served.client.get("/metrics").text.splitlines()
     counts = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if "#" not in line}
-    path = "/v1/chat/completions"
-    assert counts[f'dlm_requests_total{{path="{path}",status="200"}}'] == 16
-    assert counts[f'dlm_requests_total{{path="{path}",status="429"}}'] > 0
+    labels = f'model="{served.model}",path="/v1/chat/completions"'
+    assert counts[f'dlm_requests_total{{{labels},status="200"}}'] == 16
+    assert counts[f'dlm_requests_total{{{labels},status="429"}}'] > 0

@@ -247,7 +247,6 @@ def test_calls_arrive_as_events(served: Served) -> None:
         ({"input": [{"role": "user", "content": "x", "a": 1}]}, "input[0].a", "does not know"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"conversation": "conv_1"}, "conversation", "stores no conversations"),
-        ({"store": True}, "store", "give false"),
         ({"background": True}, "background", "stream"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),

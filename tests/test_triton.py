@@ -251,7 +251,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 16},
     {"preset": "dream"},
     {"steps": 4},
-    {"max_steps": 1},
+    {"max_steps": 1, "prefix_group": 1},
     {"stop_strings": '["arguments"]'},
     {"regex": "[a-z ]{5,9}"},
     {"enum": '["yes", "no"]'},

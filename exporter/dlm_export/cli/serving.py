@@ -69,6 +69,25 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
             help="Serve BUNDLE as the model NAME; repeatable.",
         ),
         file("--api-key-file", "File with one API key per line.  [default: no key]"),
+        flag(
+            "--share-prompts",
+            "shares_prompts",
+            help="Let requests with different API keys reuse each other's prompts.",
+        ),
+        option(
+            "--allow-host",
+            "hosts",
+            multiple=True,
+            metavar="NAME",
+            help="Host name that clients may use; repeatable; * allows all.",
+        ),
+        option(
+            "--cors-origin",
+            "origins",
+            multiple=True,
+            metavar="ORIGIN",
+            help="Origin of web pages that may use the server; repeatable; * allows all.",
+        ),
         file("--tls-certificate", "Certificate chain in PEM, for HTTPS."),
         file("--tls-key", "Private key of the certificate, in PEM."),
         flag(
@@ -119,6 +138,7 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
         from dlm_export.serving import running
         from dlm_export.serving.app import Limits
         from dlm_export.serving.connections import ConnectionLimits
+        from dlm_export.serving.web import Web, is_loopback
     except ModuleNotFoundError as err:
         if err.name is None or err.name.split(".")[0] == "dlm_export":
             raise
@@ -134,7 +154,7 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
         raise click.UsageError("--tls-certificate and --tls-key belong together: give both")
     key_file, host = values["api_key_file"], values["host"]
     keys = [] if key_file is None else running.read_keys(key_file)
-    if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+    if not keys and not is_loopback(host):
         warn("anyone who reaches this address may use the server: give --api-key-file")
 
     def say(port: int) -> None:
@@ -153,6 +173,8 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
         connections=ConnectionLimits(connections=values["max_connections"]),
         shutdown_s=values["shutdown"],
         has_log=values["has_log"],
+        web=Web(values["hosts"], values["origins"]),
+        shares_prompts=values["shares_prompts"],
         on_start=say,
         warn=warn,
     )

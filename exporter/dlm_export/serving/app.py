@@ -20,15 +20,16 @@ from typing import Any
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_export.serving import conversation, decisions, fields, page_routes
-from dlm_export.serving.conversation import Ask
+from dlm_export.serving.conversation import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
 from dlm_export.serving.edits import EditBody, Edits, edit
-from dlm_export.serving.errors import ApiError, CompileError, of_runtime
+from dlm_export.serving.errors import ApiError, of_runtime
 from dlm_export.serving.hosting import Model, Models, describe
 from dlm_export.serving.metrics import Metrics
 from dlm_export.serving.openapi import DOCS_PAGE, document
@@ -36,6 +37,8 @@ from dlm_export.serving.replies import Answer, Choices, Head, answer, usage
 from dlm_export.serving.response_fields import ResponsesBody, response
 from dlm_export.serving.responses import ResponseForm, ResponseWriter
 from dlm_export.serving.streams import ChoicesWriter, EventStream, Writer
+from dlm_export.serving.web import Web
+from dlm_export.serving.workers import Workers
 from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 
@@ -43,10 +46,11 @@ OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Requests to these paths need no API key."""
 MOST_ID = 128
 QUICK_BYTES = 1 << 14
-"""A limit in bytes for bodies that are checked on the thread of the event loop.
+"""A limit in bytes for short bodies, which are checked on the thread of the event loop.
 
-Larger bodies are checked on a separate thread.
+Longer bodies are checked on a separate thread, and their texts are tokenised one body at a time.
 """
+SHORT_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,18 @@ class Limits:
             time.
         compile_threads: The maximum number of requests whose schemas are compiled at the same time.
             Other requests with new schemas wait.
+        waiting: The maximum number of requests that wait for one of these threads, and that wait
+            until their short bodies are tokenised.
+        waiting_long: The maximum number of long bodies that wait until they are checked, or until
+            they are tokenised.
     """
 
     body_bytes: int = 1 << 20
     body_s: float = 30.0
     bodies_bytes: int = 256 << 20
     compile_threads: int = 2
+    waiting: int = 256
+    waiting_long: int = 16
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,9 @@ class Server:
         limits: The limits that apply to each request.
         has_log: If True, the application writes a line of JSON to stderr for each request. The line
             does not contain the request's texts.
+        web: The host names and web pages that may be used with the server.
+        shares_prompts: If False, a request reuses only keys and values of requests with the same
+            API key.
     """
 
     def __init__(
@@ -99,12 +112,17 @@ class Server:
         keys: Sequence[str] = (),
         limits: Limits | None = None,
         has_log: bool = False,
+        web: Web | None = None,
+        shares_prompts: bool = False,
     ) -> None:
         self._models, self._keys = models, [key.encode() for key in keys]
         self._limits, self._has_log = limits or Limits(), has_log
-        self._metrics = Metrics(models)
-        self._compiling = asyncio.Semaphore(self._limits.compile_threads)
-        self._checking = asyncio.Lock()
+        self._shares_prompts = shares_prompts
+        few, many = self._limits.waiting_long, self._limits.waiting
+        self._compiling = Workers("a compiler", self._limits.compile_threads, many)
+        self._checking = Workers("the check of their bodies", 1, few)
+        self._short = Workers("the tokenizer", SHORT_THREADS, many)
+        self._long = Workers("the tokenizer", 1, few)
         self._arriving = 0  # total size of all arriving bodies in bytes
         # Create the OpenAPI description only once, because creating it takes tens of milliseconds.
         self._description = json.dumps(document()).encode()
@@ -131,6 +149,7 @@ class Server:
             "/openapi.json": self._openapi,
             "/docs": self._docs,
         }
+        self._metrics = Metrics(models, posts)
         routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
         routes += [Route(path, call, methods=["GET"]) for path, call in gets.items()]
         routes += page_routes.routes()
@@ -139,58 +158,80 @@ class Server:
             lifespan=self._lifespan,
             exception_handlers={
                 ApiError: _api_error,
+                DlmError: _runtime_error,
                 HTTPException: _http_error,
                 ClientDisconnect: _gone,
                 Exception: _defect,
             },
         )
-        self.app: ASGIApp = _Around(starlette, self._allows, self._note)
+        web = web or Web()
+        self.app: ASGIApp = _Around(starlette, web, self._group_of, self._note)
+        if web.origins:
+            self.app = CORSMiddleware(
+                self.app,
+                allow_origins=web.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         yield
         self.is_ready = False
+        for workers in (self._compiling, self._checking, self._short, self._long):
+            workers.close()
         await asyncio.to_thread(self._models.close)
 
     # ---- Around every request ----
 
-    def _allows(self, path: str, authorization: bytes) -> bool:
-        """Return True if the request contains a valid key, or if the request's path needs no key."""
+    def _group_of(self, path: str, authorization: bytes) -> int | None:
+        """Return the number of the group of requests that may reuse each other's prompts.
+
+        Each key has its own group. Returns None if the request must contain a key and does not.
+        """
         if not self._keys or path in OPEN_PATHS:
-            return True
+            return 0
         scheme, _, key = authorization.partition(b" ")
         # Compare all keys, even after a key has matched. Otherwise, the response time would reveal
         # which key matches.
         matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        if scheme.lower() != b"bearer" or not any(matches):
+            return None
+        return 0 if self._shares_prompts else 1 + matches.index(True)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        state = scope.get("state", {})
-        self._metrics.request(scope["path"], status, seconds)
+        state = scope["state"]
+        model = state["about"].get("model", "")
+        self._metrics.request(scope["path"], model, status, seconds)
         if self._has_log:
             line = {
                 "time": round(time.time(), 3),
-                "id": state.get("id"),
+                "id": state["id"],
                 "method": scope["method"],
                 "path": scope["path"],
                 "status": status,
                 "ms": round(1e3 * seconds, 1),
             }
-            line |= state.get("about", {})
+            line |= state["about"]
             print(json.dumps(line), file=sys.stderr, flush=True)
 
     async def _read(self, kind: type[fields.Body], request: Request) -> Any:
         """Read and check the body of a request. Raises ApiError.
 
-        Large bodies are checked one at a time, in a separate thread. Several such threads would
+        Long bodies are checked one at a time, in a separate thread. Several such threads would
         compete with the event loop for Python's global interpreter lock.
         """
         content = await self._body(request)
         most_commas = fields.commas_for(self._models.longest_context)
-        if len(content) < QUICK_BYTES:
+        request.state.is_long = len(content) >= QUICK_BYTES
+        if not request.state.is_long:
             return fields.read(kind, content, most_commas)
-        async with self._checking:
-            return await asyncio.to_thread(fields.read, kind, content, most_commas)
+        return await self._checking.run(fields.read, kind, content, most_commas)
+
+    def _tokenising(self, request: Request) -> Workers:
+        """Return the threads that tokenise the texts of a request."""
+        return self._long if request.state.is_long else self._short
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -258,11 +299,12 @@ class Server:
     ) -> Response:
         """Generate text for a request, and return either a whole response or a stream."""
         model = self._models.named(body.model)
-        request.state.about = {"model": model.name}
+        request.state.about |= {"model": model.name}
         model.acquire()
         is_streaming = False
         try:
-            ask, jobs = await self._start(read, body, model)
+            starting = self._start(request, read, body, model)
+            ask, jobs = await _unless_gone(request, starting)
             if body.stream:
                 assert form.writer is not None
                 writer = form.writer(ask, model)
@@ -277,42 +319,50 @@ class Server:
                 model.release()
 
     async def _start(
-        self, read: Callable[[Any, Model], Ask], body: Any, model: Model
+        self, request: Request, read: Callable[[Any, Model], Ask], body: Any, model: Model
     ) -> tuple[Ask, list[Job]]:
-        """Read and submit a request on a thread. Raises ApiError.
+        """Read and submit a request on threads. Raises ApiError.
 
-        Only a few requests may compile new schemas at the same time, because compiling a new schema
-        may take seconds.
+        Only a few requests may compile new constraints at the same time, because compiling a
+        constraint may take seconds.
         """
-        key = conversation.constraint_key(body)
-        if key is None or key in model.compiled:
-            return await asyncio.to_thread(_started, read, body, model)
-        model.check_failures(key)
-        async with self._compiling:
-            # While this request waited, another request may have failed to compile the same
-            # constraint.
-            model.check_failures(key)
+
+        def begin() -> tuple[Ask, list[Job] | None]:
+            ask = read(body, model)
+            ask.options["prefix_group"] = request.state.group
+            return ask, submit(ask) if ask.find_constraint(model) else None
+
+        def submit(ask: Ask) -> list[Job]:
             try:
-                found = await asyncio.to_thread(_started, read, body, model)
-            except CompileError as err:
-                model.note_failure(key, err)
-                raise
-        model.note_compiled(key)
-        return found
+                return ask.submit(model, bool(body.stream))
+            except DlmError as err:
+                raise of_runtime(err, length_field=body.length_field) from err
+
+        ask, jobs = await self._tokenising(request).run(begin)
+        if jobs is None:
+            await self._compiling.run(ask.compile_constraint, model)
+            jobs = await self._short.run(submit, ask)
+        return ask, jobs
 
     async def _streamed(
         self, request: Request, writer: Writer, jobs: Sequence[Job], ask: Ask
     ) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
+        is_noted = False
         async with aclosing(writer.chunks(jobs)) as chunks:
             async for chunk in chunks:
+                if writer.has_text and not is_noted:
+                    is_noted, state = True, request.state
+                    seconds = time.perf_counter() - state.began
+                    self._metrics.first_text(request.url.path, state.about["model"], seconds)
                 yield chunk
         if len(writer.answers) == len(jobs):
             self._count(request, usage(writer.in_order(), ask))
 
     def _count(self, request: Request, counts: dict[str, Any]) -> None:
         names = ("prompt_tokens", "completion_tokens", "denoising_passes")
-        self._metrics.tokens(request.state.about["model"], *(counts[name] for name in names))
+        values = (counts[name] for name in names)
+        self._metrics.tokens(request.url.path, request.state.about["model"], *values)
         request.state.about |= {name: counts[name] for name in names}
 
     # ---- Decisions ----
@@ -320,12 +370,13 @@ class Server:
     async def _decisions(self, request: Request) -> Response:
         body: decisions.DecisionBody = await self._read(decisions.DecisionBody, request)
         with self._models.using(body.model) as model:
-            request.state.about = {"model": model.name}
-            async with self._compiling:
-                deciding = await asyncio.to_thread(decisions.read, body, model)
+            request.state.about |= {"model": model.name}
+            reading = self._tokenising(request).run(decisions.read, body, model)
+            deciding: Deciding = await _unless_gone(request, reading)
             while deciding.is_open:
-                async with self._compiling:
-                    job = await asyncio.to_thread(_submitted, deciding, model)
+                # This compiles the constraint on the answer.
+                submitting = self._compiling.run(_submitted, deciding, model, request.state.group)
+                job = await _unless_gone(request, submitting)
                 (made,) = await _unless_gone(request, _results([job]))
                 try:
                     deciding.take(made)
@@ -341,15 +392,18 @@ class Server:
     async def _tokenize(self, request: Request) -> Response:
         body: fields.TokenizeBody = await self._read(fields.TokenizeBody, request)
         with self._models.using(body.model) as model:
-            tokens = await asyncio.to_thread(_tokens, body, model)
+            working = self._tokenising(request).run(_tokens, body, model)
+            tokens = await _unless_gone(request, working)
             return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
     async def _detokenize(self, request: Request) -> Response:
         body: fields.DetokenizeBody = await self._read(fields.DetokenizeBody, request)
         with self._models.using(body.model) as model:
-            tokenizer = _tokenizer(model)
+            decode = tokenizer_of(model).decode
+            check_ids(body.tokens, model, "tokens")
             try:
-                text = await asyncio.to_thread(tokenizer.decode, body.tokens)
+                working = self._tokenising(request).run(decode, body.tokens)
+                text = await _unless_gone(request, working)
             except DlmError as err:
                 raise of_runtime(err, "tokens") from err
             return JSONResponse({"prompt": text})
@@ -384,15 +438,16 @@ class Server:
 
 
 class _Around:
-    """Checks each request's key, assigns an ID, and records the response's status and duration."""
+    """Checks each request's headers and key, assigns an ID, and records the status and duration."""
 
     def __init__(
         self,
         app: ASGIApp,
-        allows: Callable[[str, bytes], bool],
+        web: Web,
+        group_of: Callable[[str, bytes], int | None],
         note: Callable[[Scope, int, float], None],
     ) -> None:
-        self._app, self._allows, self._note = app, allows, note
+        self._app, self._web, self._group_of, self._note = app, web, group_of, note
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -402,10 +457,13 @@ class _Around:
         given = headers.get(b"x-request-id", b"")[:MOST_ID].decode("latin-1")
         made = given if given and given.isascii() and given.isprintable() else ""
         request_id = made or f"req_{secrets.token_hex(12)}"
-        # Replace the dict ``state``, because all requests share the original dict.
-        scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
         # If the client disconnects before the response, log the status 499, as nginx does.
         status, began = 499, time.perf_counter()
+        group = self._group_of(scope["path"], headers.get(b"authorization", b""))
+        # Replace the dict ``state``, because all requests share the original dict.
+        about: dict[str, Any] = {}
+        state = {"id": request_id, "about": about, "began": began, "group": group}
+        scope["state"] = {**scope.get("state", {}), **state}
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -418,18 +476,22 @@ class _Around:
             await send(message)
 
         try:
-            if self._allows(scope["path"], headers.get(b"authorization", b"")):
-                await self._app(scope, receive, noted)
-            else:
+            error = self._web.refusal(scope, headers)
+            if error is None and group is None:
                 said = "the key is missing or wrong: send `Authorization: Bearer KEY`"
                 error = ApiError(401, said, code="invalid_api_key")
-                await _api_error(None, error)(scope, receive, noted)
+            app = self._app if error is None else _api_error(None, error)
+            await app(scope, receive, noted)
         finally:
             self._note(scope, status, time.perf_counter() - began)
 
 
 def _api_error(_: Any, err: Any) -> JSONResponse:
     return JSONResponse(err.body, err.status, err.headers)
+
+
+def _runtime_error(_: Any, err: Any) -> JSONResponse:
+    return _api_error(None, of_runtime(err))
 
 
 def _http_error(request: Request, err: Any) -> JSONResponse:
@@ -449,27 +511,10 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
     return _api_error(None, ApiError(500, f"a defect of the server: {type(err).__name__}"))
 
 
-def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tuple[Ask, list[Job]]:
-    """Read a body, and submit all requests that the body contains.
-
-    If submitting a request fails, the other requests are cancelled. Raises ApiError.
-    """
-    ask = read(body, model)
-    jobs: list[Job] = []
-    try:
-        for arguments in ask.requests():
-            jobs.append(model.scheduler.submit(**arguments, events=bool(body.stream)))
-    except DlmError as err:
-        for job in jobs:
-            job.cancel()
-        raise of_runtime(err, length_field=body.length_field) from err
-    return ask, jobs
-
-
-def _submitted(deciding: Deciding, model: Model) -> Job:
+def _submitted(deciding: Deciding, model: Model, group: int) -> Job:
     """Submit a decision's next request. Raises ApiError."""
     try:
-        return model.scheduler.submit(**deciding.arguments())
+        return model.scheduler.submit(**deciding.arguments(), prefix_group=group)
     except DlmError as err:
         raise of_runtime(err, "questions") from err
 
@@ -527,29 +572,13 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _tokenizer(model: Model) -> Any:
-    tokenizer = model.bundle.tokenizer
-    if tokenizer is None:
-        raise ApiError(
-            400, "this model has no tokenizer: it accepts and returns token ids", "model"
-        )
-    return tokenizer
-
-
 def _tokens(body: fields.TokenizeBody, model: Model) -> list[int]:
     """Return the token IDs of a text or of a chat. Raises ApiError."""
-    tokenizer = _tokenizer(model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages", "prompt")
-    try:
-        if body.prompt is not None:
-            found: list[int] = tokenizer.encode(body.prompt, body.special_tokens)
-        else:
-            messages = [
-                conversation.message(each, f"messages[{at}]")
-                for at, each in enumerate(body.messages or [])
-            ]
-            found = tokenizer.encode_chat(messages, None, body.special_tokens)
-    except DlmError as err:
-        raise of_runtime(err, "prompt" if body.prompt is not None else "messages") from err
-    return found
+    if body.prompt is not None:
+        return prompt_tokens(body.prompt, model, body.special_tokens)
+    messages = [
+        conversation.message(each, f"messages[{at}]") for at, each in enumerate(body.messages or [])
+    ]
+    return chat_tokens(messages, model, body.special_tokens)

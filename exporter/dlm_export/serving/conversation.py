@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_export.serving.errors import ApiError, CompileError, of_runtime, unsupported
+from dlm_export.serving.errors import ApiError, of_runtime, unsupported
 from dlm_export.serving.fields import (
+    EFFORTS,
     MOST_PROMPTS,
     MOST_STOPS,
+    MOST_VALUES,
     Call,
     ChatBody,
     CompletionBody,
@@ -21,14 +23,29 @@ from dlm_export.serving.fields import (
     Prompt,
     Sampling,
     Tool,
+    counts,
 )
 from dlm_export.serving.hosting import Model
-from dlm_runtime import RequestError
-from dlm_runtime.constraints.compiled import CompileLimits
+from dlm_runtime import Job, Policy, RequestError
+from dlm_runtime.constraints.compiled import CompileLimits, Constraint
 from dlm_runtime.generation.infill import HOLE_OPTIONS, Canvas, parts_of
+from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
 COMPILE_LIMITS = CompileLimits(seconds=5)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A constraint that is not compiled yet.
+
+    Args:
+        arguments: The arguments of ``Bundle.constraint``.
+        field: The field of the body that contains the constraint.
+    """
+
+    arguments: dict[str, Any]
+    field: str
 
 
 @dataclass
@@ -36,10 +53,10 @@ class Ask:
     """All requests to the runtime that are made for one HTTP request.
 
     Args:
-        given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
-            chat.
+        given: The token IDs of each prompt.
         options: The options that all requests to the runtime share.
-        choices: The number of answers per request. Each answer uses a different seed.
+        choices: The number of answers per prompt. Each answer uses a different seed.
+        wanted: The constraint on the answers. None if there is no constraint.
         tools: The functions that the denoiser may call. None if the HTTP request lists no
             functions.
         hole: The texts before and after the hole that is filled, and the canvas that contains the
@@ -47,47 +64,70 @@ class Ask:
         stops: The stop strings, each of which ends the hole's text.
     """
 
-    given: list[dict[str, Any]]
+    given: list[list[int]]
     options: dict[str, Any]
     choices: int = 1
+    wanted: Wanted | None = None
     tools: Tools | None = None
     hole: tuple[tuple[str, str], Canvas] | None = None
     stops: list[str] = field(default_factory=list)
 
-    def requests(self) -> list[dict[str, Any]]:
-        """Return one dict per answer, with the arguments of ``Scheduler.submit``."""
+    def find_constraint(self, model: Model) -> bool:
+        """Use the constraint if it is stored. Return True if nothing must be compiled.
+
+        Raises ApiError if the constraint is known to be invalid.
+        """
+        return self._constrain(model.bundle.stored_constraint)
+
+    def compile_constraint(self, model: Model) -> None:
+        """Compile the constraint, unless it is stored. Raises ApiError."""
+        self._constrain(model.bundle.constraint)
+
+    def _constrain(self, make: Callable[..., Constraint | None]) -> bool:
+        if self.wanted is None:
+            return True
+        how = {"before": self.options.get("prefix", ""), "limits": COMPILE_LIMITS}
+        try:
+            made = make(**self.wanted.arguments, **how, cache_dir=None)
+        except RequestError as err:
+            raise of_runtime(err, self.wanted.field) from err
+        self.options["constraint"] = made
+        return made is not None
+
+    def submit(self, model: Model, has_events: bool) -> list[Job]:
+        """Submit one request per answer. Raises DlmError.
+
+        If one of these requests is rejected, the other requests are cancelled.
+        """
         first = self.options.get("seed", 0)
         return [
-            given | self.options | {"seed": first + number}
-            for given in self.given
+            model.scheduler.submit(
+                tokens=tokens, events=has_events, **(self.options | {"seed": first + number})
+            )
+            for tokens in self.given
             for number in range(self.choices)
         ]
 
 
 def chat(body: ChatBody, model: Model) -> Ask:
-    """Read a chat. Raises ApiError.
-
-    Reading a chat may take long, because the chat's constraint is compiled.
-    """
-    if not model.has_chat:
-        raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
+    """Read a chat, and convert it to tokens. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise unsupported("top_logprobs", "it needs logprobs: true")
     messages = [message(each, f"messages[{at}]") for at, each in enumerate(body.messages)]
     options = _options(body, model, body.length)
     options["top_log_probs"] = body.top_logprobs or 0
     tools = _tools(body, model)
-    constraint = _format(body)
+    own, wanted, field = _own_constraint(body), _format(body), "response_format"
     if tools is not None:
         options["tools"] = tools
-        if tools.is_forced:
-            if constraint:
-                said = "a forced tool call has the format of the call"
-                raise unsupported("response_format", said)
-            _constrain(model, options, {"tools": tools}, "tools")
-    if constraint and tools is None:
-        _constrain(model, options, constraint, "response_format")
-    return Ask([{"chat": messages}], options, body.n or 1, tools)
+        if tools.is_forced and wanted:
+            raise unsupported(field, "a forced tool call has the format of the call")
+        wanted, field = {"tools": tools} if tools.is_forced else {}, "tools"
+    if own and wanted:
+        raise unsupported(field, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
+    tokens = chat_tokens(messages, model, body.dlm.special_tokens, tools)
+    constraint = own or (Wanted(wanted, field) if wanted else None)
+    return Ask([tokens], options, body.n or 1, constraint, tools)
 
 
 def completion(body: CompletionBody, model: Model) -> Ask:
@@ -95,14 +135,22 @@ def completion(body: CompletionBody, model: Model) -> Ask:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "it must equal n: ask for all answers")
     prompts = _prompts(body.prompt, model)
+    count = len(prompts) * (body.n or 1)
+    if count > model.most_requests:
+        said = (
+            f"{count} answers are more than the {model.most_requests} that this model takes at once"
+        )
+        raise unsupported("prompt", said)
     alternatives = {"top_log_probs": body.logprobs or 0}
     if body.suffix is not None:
-        if len(prompts) != 1 or "prompt" not in prompts[0]:
+        if len(prompts) != 1 or not isinstance(prompts[0], str):
             raise unsupported("suffix", "give one prompt, as text")
-        ask = hole(body, model, prompts[0]["prompt"], body.suffix, body.max_tokens)
+        ask = hole(body, model, prompts[0], body.suffix, body.max_tokens)
         ask.options |= alternatives
         return ask
-    return Ask(prompts, alternatives | _options(body, model, body.max_tokens), body.n or 1)
+    options = alternatives | _options(body, model, body.max_tokens)
+    given = [prompt_tokens(each, model, body.dlm.special_tokens) for each in prompts]
+    return Ask(given, options, body.n or 1, _own_constraint(body))
 
 
 def fim(body: FimBody, model: Model) -> Ask:
@@ -130,17 +178,50 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
     own = body.dlm
     if own.prefix:
         raise unsupported("dlm.prefix", "write the text at the end of the prompt")
+    texts, bundle = (before, after), model.bundle
     try:
-        canvas = Canvas(
-            parts_of(model.bundle, (before, after), own.special_tokens), lengths=(length,)
-        )
+        canvas = Canvas(parts_of(bundle, texts, own.special_tokens), lengths=(length,))
+        tokens = canvas.tokens(bundle.mask_token_id, bundle.max_canvas_length)
     except RequestError as err:
-        raise of_runtime(err, "model") from err
-    given = {"tokens": canvas.tokens(model.bundle.mask_token_id)}
-    options.pop("max_new_tokens", None)
-    return Ask(
-        [given], HOLE_OPTIONS | options, body.n or 1, hole=((before, after), canvas), stops=stops
-    )
+        raise of_runtime(err, None if model.can_infill else "model") from err
+    made = Ask([tokens], HOLE_OPTIONS | options, body.n or 1, _own_constraint(body))
+    made.hole, made.stops = (texts, canvas), stops
+    return made
+
+
+# ---- Tokens ----
+
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    """Return the tokenizer of a model. Raises ApiError if the model has none."""
+    tokenizer = model.bundle.tokenizer
+    if tokenizer is None:
+        said = "this model has no tokenizer: it accepts and returns token ids"
+        raise ApiError(400, said, "model")
+    return tokenizer
+
+
+def prompt_tokens(prompt: str | list[int], model: Model, special_tokens: bool) -> list[int]:
+    """Return the token IDs of a prompt. Raises ApiError."""
+    if not isinstance(prompt, str):
+        return prompt
+    try:
+        return tokenizer_of(model).encode(prompt, special_tokens)
+    except RequestError as err:
+        raise of_runtime(err, "prompt") from err
+
+
+def chat_tokens(
+    messages: list[dict[str, Any]], model: Model, special_tokens: bool, tools: Tools | None = None
+) -> list[int]:
+    """Return the token IDs of a chat. Raises ApiError."""
+    if not model.has_chat:
+        raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
+    told = None if tools is None else tools.told
+    try:
+        return tokenizer_of(model).encode_chat(messages, told, special_tokens)
+    except RequestError as err:
+        raise of_runtime(err, "messages") from err
 
 
 # ---- Messages ----
@@ -177,6 +258,9 @@ def _called(call: Call) -> dict[str, Any]:
     In requests, the call's arguments are a JSON text. Chat templates need an object instead.
     """
     arguments: Any = call.function.arguments
+    if counts(arguments.encode("utf-8", "replace"))[0] > MOST_VALUES:
+        said = f"the arguments of a call have more than {MOST_VALUES} strings, lists and objects"
+        raise ApiError(400, said, code="too_many_values")
     with suppress(ValueError, RecursionError):  # keep the text if it is invalid JSON
         arguments = json.loads(arguments)
     function = {"name": call.function.name, "arguments": arguments}
@@ -209,31 +293,13 @@ def _tools(body: ChatBody, model: Model) -> Tools | None:
 # ---- Options ----
 
 
-CONSTRAINT_FIELDS = {
-    "dlm",
-    "parallel_tool_calls",
-    "response_format",
-    "text",
-    "tool_choice",
-    "tools",
-}
-
-
-def constraint_key(body: Any) -> bytes | None:
-    """Return a hash of the fields that define a constraint, or None if there is no constraint."""
-    own = body.dlm
-    # A body of /v1/responses contains the format in the field ``text``.
-    of_text = getattr(body, "text", None)
-    found = [own.regex, own.grammar, own.enum, of_text and of_text.format]
-    found += [getattr(body, name, None) for name in ("response_format", "tools")]
-    if not any(found):
-        return None
-    return hashlib.sha256(body.model_dump_json(include=CONSTRAINT_FIELDS).encode()).digest()
-
-
 def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[str, Any]:
     """Convert the fields that all completions share into arguments of the runtime."""
     own = body.dlm
+    try:
+        Policy().with_fields(own.policy)  # raises an error if a name is not the name of a field
+    except RequestError as err:
+        raise of_runtime(err, "dlm.policy") from err
     found: dict[str, Any] = dict(own.policy)
     for name in ("steps", "max_steps", "deadline_ms", "prefix", "special_tokens"):
         if value := getattr(own, name):
@@ -249,12 +315,14 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
     if body.diffusing and not body.stream:
         raise unsupported("diffusing", "it needs stream: true")
     if body.reasoning_effort is not None:
-        if body.reasoning_effort not in model.efforts:
+        level = EFFORTS.get(body.reasoning_effort, body.reasoning_effort)
+        if level in model.efforts:
+            found["effort"] = level
+        elif body.reasoning_effort not in ("none", "minimal"):
             raise unsupported(
                 "reasoning_effort",
                 "this model has no effort levels: run `dlm-export effort` on its bundle",
             )
-        found["effort"] = body.reasoning_effort
     if body.temperature is not None:
         found["temperature"] = body.temperature
     if body.top_p is not None:
@@ -271,14 +339,13 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
         raise unsupported("stop", f"give at most {MOST_STOPS} texts that are not empty")
     if stops:
         found["stop_strings"] = stops
-    own_constraint = {
-        name: value
-        for name in ("regex", "grammar", "enum")
-        if (value := getattr(own, name)) is not None
-    }
-    if own_constraint:
-        _constrain(model, found, own_constraint, "dlm")
     return found
+
+
+def _own_constraint(body: Sampling) -> Wanted | None:
+    """Return the constraint of the object ``dlm``, or None."""
+    given = body.dlm.model_dump(include={"regex", "grammar", "enum"}, exclude_none=True)
+    return Wanted(given, "dlm") if given else None
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
@@ -298,44 +365,31 @@ def _format(body: ChatBody) -> dict[str, Any]:
     return {"json_object": True} if schema is None else {"schema": schema}
 
 
-def _constrain(
-    model: Model, options: dict[str, Any], constraint: dict[str, Any], param: str
-) -> None:
-    """Compile a constraint, and add the constraint to ``options``. Raises ApiError."""
-    if "constraint" in options:
-        raise unsupported(param, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
-    try:
-        options["constraint"] = model.bundle.constraint(
-            **constraint, before=options.get("prefix", ""), limits=COMPILE_LIMITS, cache_dir=None
-        )
-    except RequestError as err:
-        raise CompileError(400, str(err), param, "invalid_value") from err
-
-
-def _prompts(prompt: Prompt, model: Model) -> list[dict[str, Any]]:
+def _prompts(prompt: Prompt, model: Model) -> list[str | list[int]]:
     """Return the prompts of a completion. Raises ApiError.
 
     The field contains one prompt or a list of prompts. Each prompt is text or a list of token IDs.
     """
-    if isinstance(prompt, str):
-        return [{"prompt": prompt}]
-    if not prompt:
+    found: list[Any] = [prompt] if isinstance(prompt, str) else prompt
+    if not found:
         raise ApiError(400, "prompt: the list is empty", "prompt", "invalid_value")
-    if isinstance(prompt[0], int):
-        return [_ids(prompt, model)]
-    if len(prompt) > MOST_PROMPTS:
+    if isinstance(found[0], int):
+        found = [found]
+    if len(found) > MOST_PROMPTS:
         raise unsupported("prompt", f"give at most {MOST_PROMPTS} prompts")
-    return [{"prompt": each} if isinstance(each, str) else _ids(each, model) for each in prompt]
+    for each in found:
+        if not isinstance(each, str):
+            check_ids(each, model, "prompt")
+    return found
 
 
-def _ids(ids: list[int], model: Model) -> dict[str, Any]:
-    """Return a prompt that consists of token IDs. Raises ApiError if the prompt is too long.
+def check_ids(ids: list[int], model: Model, field: str) -> None:
+    """Raise ApiError if a list of token IDs is longer than the model's context.
 
     The runtime checks the length too, but only after converting the IDs. The conversion takes long
     for hundreds of thousands of IDs.
     """
     most = model.bundle.max_canvas_length
     if len(ids) > most:
-        said = f"prompt: {len(ids)} token IDs are more than the denoiser's {most}"
-        raise ApiError(400, said, "prompt", "invalid_value")
-    return {"tokens": ids}
+        said = f"{field}: {len(ids)} token IDs are more than the denoiser's {most}"
+        raise ApiError(400, said, field, "invalid_value")

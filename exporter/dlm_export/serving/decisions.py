@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from dlm_export.serving.conversation import COMPILE_LIMITS
 from dlm_export.serving.errors import of_runtime, unsupported
 from dlm_export.serving.fields import Body, Items
 from dlm_export.serving.hosting import Model
@@ -83,7 +84,9 @@ def read(body: DecisionBody, model: Model) -> Deciding:
         given = {"chat": [{"role": "user", "content": state}]}
     questions = {name: _question(each) for name, each in body.questions.items()}
     try:
-        return model.bundle.deciding(questions, **given, **body.dlm.model_dump())
+        return model.bundle.deciding(
+            questions, **given, **body.dlm.model_dump(), limits=COMPILE_LIMITS
+        )
     except DlmError as err:
         raise of_runtime(err, _field_of(body, str(err))) from err
 

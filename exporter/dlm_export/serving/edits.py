@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dlm_export.serving.conversation import Ask, hole, message
-from dlm_export.serving.errors import ApiError
+from dlm_export.serving.conversation import Ask, hole, message, tokenizer_of
+from dlm_export.serving.errors import ApiError, of_runtime
 from dlm_export.serving.fields import ChatSampling, Items, Message
 from dlm_export.serving.hosting import Model
 from dlm_export.serving.replies import Answer, Head, usage
+from dlm_runtime import RequestError
 
 CURSOR = "<|cursor|>"
 FENCE = "```"
@@ -46,12 +47,12 @@ def edit(body: EditBody, model: Model) -> Ask:
     """Read a request for an edit. Raises ApiError."""
     content = message(body.messages[0], "messages[0]").get("content", "")
     before, region, after = _read(content)
-    tokenizer = model.bundle.tokenizer
-    length = 0 if tokenizer is None else len(tokenizer.encode_plain(region))
+    try:
+        length = len(tokenizer_of(model).encode_plain(region))
+    except RequestError as err:
+        raise of_runtime(err, WHERE) from err
     length += length // 2 + SPARE_TOKENS
-    return hole(
-        body, model, before, after, length if body.length is None else min(length, body.length)
-    )
+    return hole(body, model, before, after, min(length, body.length or length))
 
 
 def _read(content: str) -> tuple[str, str, str]:

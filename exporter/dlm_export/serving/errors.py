@@ -51,10 +51,6 @@ class ApiError(Exception):
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
-class CompileError(ApiError):
-    """Raised if a constraint cannot be compiled. Another attempt would fail too."""
-
-
 def unsupported(param: str, why: str) -> ApiError:
     """Return the error for a field whose value this server does not support."""
     return ApiError(400, f"{param}: {why}", param, "unsupported_value")

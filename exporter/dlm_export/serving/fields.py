@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from dlm_export.serving.errors import ApiError
@@ -43,13 +43,27 @@ Items = Annotated[list[_Item], Field(fail_fast=True)]
 Otherwise, checking a million wrong items would take seconds.
 """
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
-Effort = Literal["instant", "low", "medium", "high"]
+Effort = Literal["none", "minimal", "instant", "low", "medium", "high", "xhigh", "max"]
+EFFORTS = {"none": "instant", "minimal": "instant", "xhigh": "high", "max": "high"}
+"""Maps the values of OpenAI's API that are not effort levels to the nearest level."""
+Verbosity = Literal["low", "medium", "high"]
 
 
 class Body(BaseModel):
-    """A body of a request, or a part of it. Unknown fields are rejected."""
+    """A body of a request, or a part of it. Unknown fields are rejected, unless they are null.
+
+    Clients send null for fields that they do not set, such as ``audio`` of an earlier answer.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields
+        return {name: each for name, each in given.items() if each is not None or name in known}
 
 
 class Own(Body):
@@ -145,18 +159,33 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class Sampling(Body):
-    """The fields that all completions share."""
+class Shared(Body):
+    """The fields that all completions and responses share."""
 
     model: str
-    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    dlm: Own = Field(default_factory=Own)
+    # The following fields are hints, which have no effect on this server.
+    user: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+
+
+class Sampling(Shared):
+    """The fields that all completions share."""
+
+    max_tokens: Count | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: str | Items[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     reasoning_effort: Effort | None = None
     diffusing: bool | None = None
@@ -166,15 +195,7 @@ class Sampling(Body):
     presence_penalty: Literal[0] | None = None
     repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = None
-    dlm: Own = Field(default_factory=Own)
-    # The following fields are hints, which have no effect on this server.
-    user: str | None = None
-    realtime: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    store: Literal[False] | None = None
+    realtime: bool | None = None  # a hint of Mercury's API, which has no effect
 
     @property
     def length_field(self) -> str:
@@ -212,8 +233,9 @@ class ChatBody(ChatSampling):
     tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # The following hints of Mercury's API have no effect, because this server generates no
-    # reasoning text.
+    modalities: Items[Literal["text"]] | None = None
+    # The following hints have no effect. This server generates no reasoning text.
+    verbosity: Verbosity | None = None
     reasoning_summary: bool | None = None
     reasoning_summary_wait: bool | None = None
 
@@ -359,5 +381,5 @@ def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
     if place[0] == "questions" and at in (1, 2):
         return at == 2
     return isinstance(part, str) and (
-        part in VARIANTS or part.startswith(("list[", "dict[", "literal["))
+        part in VARIANTS or part.startswith(("list[", "dict[", "literal[", "function-before["))
     )

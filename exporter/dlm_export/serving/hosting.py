@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export.serving.errors import ApiError, CompileError
-
-MOST_COMPILED = 64
-"""The maximum number of compiled constraints that each bundle keeps in memory."""
-FAILURE_S = 60.0
-"""After a constraint could not be compiled, the server rejects requests with the same constraint
-for this number of seconds, without trying again.
-"""
+from dlm_export.serving.errors import ApiError
 
 
 class Model:
@@ -30,13 +23,8 @@ class Model:
         self.name, self.bundle = name, bundle
         self.created = int(time.time())
         self.scheduler = bundle.scheduler(**limits)
+        self.most_requests = limits["max_running"] + limits["max_waiting"]
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
-        self.compiled: dict[bytes, None] = {}
-        """The hashes of the constraints that were compiled last.
-
-        A request with one of these constraints starts quickly.
-        """
-        self._failures: dict[bytes, tuple[float, CompileError]] = {}
         self._users = 0
         self._is_retired = False
 
@@ -58,26 +46,6 @@ class Model:
     def efforts(self) -> list[str]:
         """The names of the bundle's effort levels."""
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
-
-    def note_compiled(self, key: bytes) -> None:
-        """Remember the key of a constraint that was compiled. Keeps ``MOST_COMPILED`` keys."""
-        self.compiled[key] = None
-        if len(self.compiled) > MOST_COMPILED:
-            self.compiled.pop(next(iter(self.compiled)))
-
-    def note_failure(self, key: bytes, error: CompileError) -> None:
-        """Remember why a constraint cannot be compiled. Keeps ``MOST_COMPILED`` errors."""
-        # Remove an old entry, so that the new entry becomes the last one.
-        self._failures.pop(key, None)
-        self._failures[key] = (time.monotonic(), error)
-        if len(self._failures) > MOST_COMPILED:
-            self._failures.pop(next(iter(self._failures)))
-
-    def check_failures(self, key: bytes) -> None:
-        """Raise ApiError if compiling the constraint with this key failed a short time ago."""
-        noted, error = self._failures.get(key, (-FAILURE_S, None))
-        if error is not None and time.monotonic() - noted < FAILURE_S:
-            raise ApiError(error.status, error.message, error.param, error.code)
 
     def acquire(self) -> None:
         self._users += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
@@ -11,37 +11,39 @@ from prometheus_client.registry import Collector
 
 from dlm_export.serving.hosting import Model
 
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/fim/completions",
-    "/tokenize",
-    "/detokenize",
-)
-"""Each of these paths has its own time series.
-
-All other paths share one time series, so that clients cannot create new time series.
-"""
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server.
+
+    Args:
+        models: The models of the server.
+        paths: The paths with their own time series. All other paths share one time series, so that
+            clients cannot create new time series.
+    """
 
     media_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, models: Iterable[Model]) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, models: Iterable[Model], paths: Collection[str]) -> None:
+        self._registry, self._paths = CollectorRegistry(), paths
         self._requests = Counter(
             "dlm_requests",
-            "Requests by path and status.",
-            ["path", "status"],
+            "Requests by path, model and status.",
+            ["path", "model", "status"],
             registry=self._registry,
         )
         self._seconds = Histogram(
             "dlm_request_seconds",
             "Seconds from a request to the end of its response.",
-            ["path"],
+            ["path", "model"],
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._first_text = Histogram(
+            "dlm_first_text_seconds",
+            "Seconds from a request for a stream to the first text of its answer.",
+            ["path", "model"],
             buckets=SECONDS,
             registry=self._registry,
         )
@@ -51,19 +53,23 @@ class Metrics:
             "denoising_passes": "Denoiser passes that requests took part in.",
         }
         self._counts = [
-            Counter(f"dlm_{name}", said, ["model"], registry=self._registry)
+            Counter(f"dlm_{name}", said, ["path", "model"], registry=self._registry)
             for name, said in names.items()
         ]
         self._registry.register(_Schedulers(models))
 
-    def request(self, path: str, status: int, seconds: float) -> None:
-        path = path if path in PATHS else "other"
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
+    def request(self, path: str, model: str, status: int, seconds: float) -> None:
+        """Count a request. ``model`` is the name of a model, or "" if the request reached none."""
+        path = path if path in self._paths else "other"
+        self._requests.labels(path, model, str(status)).inc()
+        self._seconds.labels(path, model).observe(seconds)
 
-    def tokens(self, model: str, prompt: int, completion: int, passes: int) -> None:
+    def first_text(self, path: str, model: str, seconds: float) -> None:
+        self._first_text.labels(path, model).observe(seconds)
+
+    def tokens(self, path: str, model: str, prompt: int, completion: int, passes: int) -> None:
         for counter, value in zip(self._counts, (prompt, completion, passes), strict=True):
-            counter.labels(model).inc(value)
+            counter.labels(path, model).inc(value)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

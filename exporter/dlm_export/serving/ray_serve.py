@@ -25,6 +25,7 @@ import dlm_runtime
 from dlm_export.serving.app import Server
 from dlm_export.serving.hosting import Models
 from dlm_export.serving.running import read_keys
+from dlm_export.serving.web import Web
 
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -42,6 +43,9 @@ class Settings(BaseModel):
     - ``gpus``: number of GPUs that Ray reserves for each replica. A fraction is possible.
     - ``provider``: the execution provider, as in ``dlm-export serve``.
     - ``api_key_file``: a file with one API key per line.
+    - ``share_prompts``: if true, requests with different API keys reuse each other's prompts.
+    - ``hosts``: host names that clients may use, separated by commas, as in ``--allow-host``.
+    - ``cors_origins``: origins of web pages that may use the server, separated by commas.
     - ``shutdown_s``: maximum number of seconds that a replica waits for running requests before it
       ends.
     - ``routing``: ``load`` sends a request to the replica with fewer requests. ``session`` sends
@@ -61,6 +65,9 @@ class Settings(BaseModel):
     gpus: float = Field(0, ge=0)
     provider: str = "cpu"
     api_key_file: str | None = None
+    share_prompts: bool = False
+    hosts: str = ""
+    cors_origins: str = ""
     shutdown_s: float = Field(60, gt=0)
     routing: Literal["load", "session"] = "load"
 
@@ -77,6 +84,10 @@ class Settings(BaseModel):
                 raise ValueError(f"bundles: {path} is not the folder of a bundle")
             found[name] = path
         return found
+
+
+def listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class _Named:
@@ -110,7 +121,9 @@ class _Replica:
 
         self._models = Models(settings.paths(), opened, settings.max_running, settings.max_waiting)
         name = serve.get_replica_context().replica_id.unique_id
-        return _Named(Server(self._models, keys).app, name)
+        web = Web(listed(settings.hosts), listed(settings.cors_origins))
+        server = Server(self._models, keys, web=web, shares_prompts=settings.share_prompts)
+        return _Named(server.app, name)
 
     def check_health(self) -> None:
         """Called by Ray. If this method raises an error repeatedly, Ray replaces the replica."""

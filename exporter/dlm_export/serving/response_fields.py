@@ -8,6 +8,7 @@ module translates error messages about the chat back, so that they name the fiel
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -29,10 +30,11 @@ from dlm_export.serving.fields import (
     JsonSchema,
     Message,
     NamedTool,
-    Own,
     Part,
     ResponseFormat,
+    Shared,
     Tool,
+    Verbosity,
 )
 from dlm_export.serving.hosting import Model
 
@@ -43,7 +45,6 @@ REFUSED = {
     "conversation": "this server stores no conversations: send the earlier items in input",
     "prompt": "this server stores no prompts: send the text in instructions and input",
     "background": "send the request with stream, or wait for its answer",
-    "store": "this server stores no responses: give false",
     "truncation": "this server does not shorten the input: give disabled",
 }
 """Maps each unsupported field to the reason why it is not supported.
@@ -124,13 +125,14 @@ class TextFormat(Body):
 
 class Text(Body):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # the default of OpenAI's API
+    verbosity: Verbosity | None = None  # a hint, which has no effect
 
 
 class Reasoning(Body):
     effort: Effort | None = None
-    # A hint that has no effect, because this server generates no reasoning text.
+    # Hints that have no effect, because this server generates no reasoning text.
     summary: str | None = None
+    generate_summary: str | None = None
 
 
 class FunctionTool(Body):
@@ -150,15 +152,12 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None  # a hint, which has no effect
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Shared):
     """The body of ``/v1/responses``."""
 
-    model: str
     input: str | Annotated[Items[Item], Field(min_length=1, max_length=MOST_MESSAGES - 1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: Text = Field(default_factory=Text)
     reasoning: Reasoning | None = None
     tools: Annotated[Items[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
@@ -168,22 +167,13 @@ class ResponsesBody(Body):
         Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None
     ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    metadata: dict[str, str] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    dlm: Own = Field(default_factory=Own)
     # This server does not support the following fields, for the reasons in REFUSED.
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
-    store: bool | None = None
     truncation: str | None = None
-    # The following fields are hints, which have no effect on this server.
-    user: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
     @property
     def length_field(self) -> str:
@@ -204,9 +194,12 @@ def response(body: ResponsesBody, model: Model) -> Ask:
         raise unsupported("top_logprobs", f"it needs include: [{LOGPROBS!r}]")
     messages, places = _messages(body)
     try:
-        return chat(_chat_body(body, messages), model)
+        ask = chat(_chat_body(body, messages), model)
     except ApiError as err:
         raise _translated(err, places) from err
+    if ask.wanted is not None and ask.wanted.field == "response_format":
+        ask.wanted = replace(ask.wanted, field="text.format")
+    return ask
 
 
 def _chat_body(body: ResponsesBody, messages: list[Message]) -> ChatBody:
@@ -300,5 +293,5 @@ def _translated(err: ApiError, places: list[str]) -> ApiError:
     def translated(text: str) -> str:
         return re.sub(r"messages\[(\d+)\]|response_format|reasoning_effort", renamed, text)
 
-    param = None if err.param is None else translated(err.param)
-    return type(err)(err.status, translated(err.message), param, err.code)
+    param = "input" if err.param == "messages" else err.param and translated(err.param)
+    return ApiError(err.status, translated(err.message), param, err.code)

@@ -17,6 +17,7 @@ import dlm_runtime
 from dlm_export.serving.app import Limits, Server
 from dlm_export.serving.connections import ConnectionLimits, protocol
 from dlm_export.serving.hosting import Models
+from dlm_export.serving.web import Web
 from dlm_runtime import DlmError, RequestError
 from dlm_runtime.files import read_text
 
@@ -102,6 +103,8 @@ def serve(
     connections: ConnectionLimits | None = None,
     shutdown_s: int = 60,
     has_log: bool = True,
+    web: Web | None = None,
+    shares_prompts: bool = False,
     on_start: Callable[[int], None] = lambda port: None,
     warn: Callable[[str], None] = lambda said: None,
 ) -> None:
@@ -125,6 +128,9 @@ def serve(
         shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.
         has_log: If True, a line of JSON is written to stderr for each request.
+        web: The host names and web pages that may be used with the server.
+        shares_prompts: If False, a request reuses only keys and values of requests with the same
+            API key.
         on_start: Called with the port number when the server starts to listen.
         warn: Called with a message if the bundles cannot be opened again after SIGHUP.
 
@@ -132,7 +138,7 @@ def serve(
         DlmError: A bundle cannot be opened, or the server cannot listen at the address.
     """
     models = Models(paths, opener, max_running, max_waiting, prefix_cache_bytes)
-    server = Server(models, keys, limits, has_log)
+    server = Server(models, keys, limits, has_log, web, shares_prompts)
     config = uvicorn.Config(
         server.app,
         http=protocol(connections or ConnectionLimits()),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,7 @@ class Writer(ABC):
     def __init__(self, ask: Ask, model: Model, is_diffusing: bool) -> None:
         self._ask, self._model, self._is_diffusing = ask, model, is_diffusing
         self.answers: dict[int, Answer] = {}
+        self.has_text = False  # True after the first event with a text or a function call
 
     @abstractmethod
     def _opening(self, index: int) -> Iterator[bytes]:
@@ -147,21 +148,24 @@ class Writer(ABC):
         sent = 0
         async for event in job:
             self._note(index, job, event)
-            text = event.text or ""
+            end, text = None, event.text or ""
             if event.result is not None:
                 end = await self._answered(index, event.result)
-                if end.calls:
-                    for chunk in self._calls(index, end.calls):
-                        yield chunk
-                elif len(end.text) > sent:
-                    for chunk in self._text(index, end.text[sent:]):
-                        yield chunk
+                text = end.text
+            elif self._ask.hole is not None or self._may_call(text):
+                continue
+            chunks: Iterable[bytes] = ()
+            if end is not None and end.calls:
+                chunks = self._calls(index, end.calls)
+            elif len(text) > sent:
+                chunks = self._text(index, text[sent:])
+                sent = len(text)
+            for chunk in chunks:
+                self.has_text = True
+                yield chunk
+            if end is not None:
                 for chunk in self._end(index, end):
                     yield chunk
-            elif self._ask.hole is None and len(text) > sent and not self._may_call(text):
-                for chunk in self._text(index, text[sent:]):
-                    yield chunk
-                sent = len(text)
 
     def in_order(self) -> list[Answer]:
         """Return the finished answers in the order of their jobs."""
@@ -197,6 +201,7 @@ class Writer(ABC):
                 meta = {"diffusion_content": guess, "diffusion_progress": progress}
                 chunks = self._text(index, content, diffusion_meta=meta)
             for chunk in chunks:
+                self.has_text = True
                 yield chunk
             if event.result is not None:
                 for chunk in self._end(index, end):
