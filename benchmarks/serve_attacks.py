@@ -37,6 +37,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
@@ -67,8 +68,9 @@ class Target:
 
     def head(self, path: str, *lines: str, key: str = KEY) -> bytes:
         """Return the head of a POST request, without the empty line at its end."""
-        first = (f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", *lines)
-        return "".join(f"{line}\r\n" for line in first).encode()
+        first = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json")
+        every = (*first, f"authorization: Bearer {key}", *lines)
+        return "".join(f"{line}\r\n" for line in every).encode()
 
     def post(self, body: bytes, path: str = CHAT, key: str = KEY) -> str:
         """Send a request on a new connection and return the status of the response."""
@@ -89,7 +91,7 @@ class Target:
         message = {"role": "user", "content": "play jazz"}
         body = {"model": self.model, "messages": [message]} | fields
         if self.one_pass:
-            body |= {"max_tokens": 128, "dlm": ONE_PASS}
+            body = {"max_tokens": 128, "dlm": ONE_PASS} | body
         return json.dumps(body).encode()
 
 
@@ -148,7 +150,9 @@ def slow_reader(target: Target) -> Counter[str]:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((target.host, target.port))
         client.setblocking(False)
-        request = f"GET /openapi.json HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
+        request = (
+            f"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n"
+        )
         client.send(200 * request.encode())
         clients[client.fileno()] = client
         poll.register(client, 0)  # with 0, poll reports only errors
@@ -186,7 +190,7 @@ def tiny_requests(target: Target) -> Counter[str]:
     """Send 100,000 requests on 8 connections, 20 at a time on each connection."""
     found: Counter[str] = Counter()
     clients = [target.connect() for _ in range(8)]
-    request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for _ in range(100_000 // (8 * 20)):
         for client in clients:
             client.sendall(20 * request)
@@ -206,6 +210,12 @@ def tiny_requests(target: Target) -> Counter[str]:
 def repeated(target: Target, bodies: list[bytes], times: int, **given: str) -> Counter[str]:
     """Send each body in turn, each time on a new connection."""
     return Counter(target.post(bodies[at % len(bodies)], **given) for at in range(times))
+
+
+def together(target: Target, bodies: list[bytes], path: str = CHAT) -> Counter[str]:
+    """Send all bodies at the same time."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return Counter(pool.map(lambda body: target.post(body, path), bodies))
 
 
 def deep_json(target: Target) -> Counter[str]:
@@ -257,6 +267,52 @@ def same_exploding_schema(target: Target) -> Counter[str]:
     return repeated(target, [target.chat(response_format=schema(99))], 50)
 
 
+def schemas_in_policies(target: Target) -> Counter[str]:
+    """Send schemas that explode as fields of the policy, where the server allows no schemas."""
+    wanted = [schema(at)["json_schema"]["schema"] for at in range(6)]
+    return together(target, [target.chat(dlm={"policy": {"schema": each}}) for each in wanted])
+
+
+def enormous_holes(target: Target) -> Counter[str]:
+    body = {"model": target.model, "prompt": "a", "suffix": "b", "max_tokens": (1 << 24) - 1}
+    return repeated(target, [json.dumps(body).encode()], 200, path="/v1/fim/completions")
+
+
+def megabytes_of_spaces(target: Target) -> Counter[str]:
+    body = target.chat(messages=[{"role": "user", "content": 1_000_000 * " "}])
+    return together(target, 20 * [body])
+
+
+def long_texts(target: Target) -> Counter[str]:
+    """Send the longest texts of spaces that the server tokenises."""
+    spaces = (64 * target.context() - 200) * " "
+    body = target.chat(messages=[{"role": "user", "content": spaces}])
+    return together(target, 20 * [body])
+
+
+def evicted_schemas(target: Target) -> Counter[str]:
+    """Send 8 schemas, decisions that need 100 other constraints, and the same schemas again.
+
+    The schemas are sent together, so that the server could compile all of them at the same time.
+    """
+
+    def known(number: int) -> bytes:
+        pattern = f"^(a|b|{number})*a(a|b){{15}}$"
+        made = {"name": "x", "schema": {"type": "string", "pattern": pattern}}
+        wanted = {"type": "json_schema", "json_schema": made}
+        return target.chat(response_format=wanted, max_tokens=16)
+
+    def decision(number: int) -> bytes:
+        options = dict.fromkeys((f"a{number}", f"b{number}"))
+        questions = {"q": {"type": "choice", "criteria": options}}
+        return json.dumps({"model": target.model, "state": "x", "questions": questions}).encode()
+
+    schemas = [known(at) for at in range(8)]
+    found = together(target, schemas)
+    found += repeated(target, [decision(at) for at in range(100)], 100, path="/v1/decisions")
+    return found + together(target, schemas)
+
+
 def header_injection(target: Target) -> Counter[str]:
     """Send line breaks in headers whose value the response repeats."""
     found: Counter[str] = Counter()
@@ -265,7 +321,7 @@ def header_injection(target: Target) -> Counter[str]:
             at % 4
         ]
         with target.connect() as client:
-            head = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: "
+            head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-request-id: "
             client.sendall(head + value + b"\r\n\r\n")
             said = b""
             while piece := client.recv(1 << 16):
@@ -311,6 +367,11 @@ ATTACKS: dict[str, Callable[[Target], Counter[str]]] = {
     "20 bodies just below the limits": largest_bodies,
     "10 schemas that explode": exploding_schemas,
     "50 times the same schema that explodes": same_exploding_schema,
+    "6 schemas that explode, in `dlm.policy`": schemas_in_policies,
+    "200 holes of 16 million tokens": enormous_holes,
+    "20 chats of 1 MB of spaces": megabytes_of_spaces,
+    "20 chats of the longest text": long_texts,
+    "100 decisions between 8 schemas": evicted_schemas,
     "500 injected headers": header_injection,
     "500 paths in `model`": path_traversal,
     "500 wrong keys": wrong_keys,
@@ -343,7 +404,8 @@ class Polite:
         began = time.perf_counter()
         try:
             body = self.target.chat()
-            self.client.request("POST", CHAT, body, {"authorization": f"Bearer {KEY}"})
+            headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+            self.client.request("POST", CHAT, body, headers)
             response = self.client.getresponse()
             response.read()
         except OSError:
