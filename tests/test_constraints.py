@@ -474,6 +474,28 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
         Constraint(bytes(data))
 
 
+def test_a_cache_folder_keeps_the_files_that_were_used_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_module, "MOST_FILES", 2)
+    made: list[str] = []
+
+    def make(text: str) -> None:
+        def compile_now(made_of: bytes) -> Constraint:
+            made.append(text)
+            how: dict[str, Any] = {"vocab_size": VOCAB, "ends": (END,), "made_of": made_of}
+            return compile_content(wanted, vocabulary=WORDS, **how)
+
+        wanted = Content("regex", text)
+        keep_compiled(wanted, CompileLimits(), [], tmp_path, compile_now)
+        time.sleep(0.01)  # the times of two files must differ
+
+    for text in ("a", "b", "a", "ab", "a", "b"):
+        make(text)
+    assert made == ["a", "b", "ab", "b"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def counted_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which each compilation adds the text of its constraint."""
     made: list[str] = []

@@ -239,45 +239,6 @@ def test_too_many_token_ids_are_refused_before_they_are_converted(served: Served
         assert error["message"] == f"{field}: 600 token IDs are more than the denoiser's 512"
 
 
-def test_large_bodies_are_checked_on_another_thread_one_at_a_time(
-    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import httpx
-
-    import dlm_runtime
-    from dlm_export.serving import app, fields, hosting
-
-    checking: list[bytes] = []
-    threads: list[tuple[bool, int]] = []
-    read = fields.read
-
-    def noted(kind: type[fields.Body], content: bytes, most_commas: int) -> Any:
-        checking.append(content)
-        time.sleep(0.05)
-        is_main = threading.current_thread() is threading.main_thread()
-        threads.append((is_main, len(checking)))
-        checking.remove(content)
-        return read(kind, content, most_commas)
-
-    monkeypatch.setattr(fields, "read", noted)
-
-    async def run() -> None:
-        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 16)
-        transport = httpx.ASGITransport(app.Server(models).app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-
-            async def ask(size: int) -> None:
-                body = {"model": "demo", "prompt": "x" * size}
-                assert (await client.post("/tokenize", json=body)).status_code == 200
-
-            await ask(1)
-            await asyncio.gather(*(ask(app.QUICK_BYTES) for _ in range(3)))
-        models.close()
-
-    asyncio.run(run())
-    assert threads == [(True, 1), *[(False, 1)] * 3]
-
-
 def test_the_limit_of_numbers_depends_on_the_longest_context(served: Served) -> None:
     from dlm_export.serving import fields
 

@@ -21,6 +21,7 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
+MOST_FILES = 512  # in a cache folder; the file that was not used for longest is deleted first
 # Version of the cached files. Increase this version when a change of the compiler makes the same
 # source compile to a different automaton.
 _FORMAT = 5
@@ -245,6 +246,8 @@ def _kept(path: Path, key: bytes) -> Constraint | None:
     """
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            os.utime(path)
         return Constraint(data) if data[_MADE_OF] == key else None
     except DlmError:
         return None  # the caller compiles the constraint again, and overwrites the file
@@ -262,3 +265,6 @@ def _keep(path: Path, data: bytes) -> None:
             except OSError:
                 os.unlink(file.name)
                 raise
+        files = sorted(path.parent.glob("*.automaton"), key=lambda each: each.stat().st_mtime_ns)
+        for oldest in files[:-MOST_FILES]:
+            oldest.unlink(missing_ok=True)
