@@ -260,7 +260,7 @@ inline Prepared::Prepared(Request request)
   native_.top_log_probs = request_.top_log_probs;
   native_.prefix_group = request_.prefix_group;
   for (const std::string& stop : request_.stop_strings) stops_.push_back(stop.c_str());
-  native_.stop_strings = stops_.data();
+  native_.stop_strings = stops_.empty() ? nullptr : stops_.data();
   native_.stop_count = stops_.size();
   const bool wants_text = request_.text || request_.prompt || !request_.chat.empty();
   native_.text = request_.on_text ? DLM_TEXT_STEPS : wants_text ? DLM_TEXT_RESULT : DLM_TEXT_NONE;
