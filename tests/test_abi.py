@@ -139,8 +139,8 @@ def test_log_lines_reach_the_program_that_asks_for_them(demo_bundle: Path) -> No
     lines: list[tuple[int, str]] = []
 
     @_native.HEADER.callbacks["dlm_log_fn"]
-    def on_log(_: Any, severity: int, line: bytes) -> None:
-        lines.append((severity, line.decode()))
+    def on_log(_: Any, severity: int, line: int) -> None:
+        lines.append((severity, ctypes.string_at(line).decode()))
 
     options = _native.initialised(_native.HEADER.structs["dlm_open_options"])
     engine = _native.onnxruntime_library()

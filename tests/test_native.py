@@ -540,7 +540,7 @@ def test_package_brings_what_a_compiler_needs() -> None:
         "libdl",
         *LOADERS,
     }
-    assert PRESENT.stat().st_size < 2_700_000
+    assert PRESENT.stat().st_size < 2_600_000
 
 
 def test_onnxruntime_is_found_beside_the_library(demo_bundle: Path, tmp_path: Path) -> None:
