@@ -27,12 +27,11 @@ from torch.nn import functional as F
 import dlm_runtime
 from dlm_calibration.states import random_tokens
 from dlm_export import families
-from dlm_export.build import BuildOptions, QuantiseOptions, build
+from dlm_export.build import build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Overrides
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.network import reference
-from dlm_export.quantising.samples import CalibrationOptions
 from dlm_runtime import PRESETS
 
 VARIANTS: list[dict[str, Any]] = [
@@ -132,18 +131,6 @@ def test_whole_canvases_equal_the_reference(checkpoint: Path, bundle: Path, cach
             wanted = reference.generate(denoiser, tokens, policy, 24)
             out = opened.generate(tokens=tokens, max_new_tokens=24, **policy.as_dict())
             assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
-
-
-@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
-def test_quantised_bundles_are_built(checkpoint: Path, tmp_path: Path, precision: str) -> None:
-    small = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
-    build(
-        checkpoint,
-        tmp_path / "bundle",
-        BuildOptions(precision=precision, check_parity=False, quantise=small),
-    )
-    with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
-        assert len(opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens) == 11
 
 
 def test_biases_in_attention_are_refused(tmp_path: Path) -> None:

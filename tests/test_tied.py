@@ -284,17 +284,6 @@ def test_a_tied_bundle_holds_its_table_once_with_parity(
     assert told == {"BFLOAT16": "bfloat16", "FLOAT16": "float16"}.get(stored)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head"), [(torch.float32, "Fp32TiedHead"), (torch.float16, "Fp16TiedHead")]
-)
-def test_a_tied_table_is_multiplied_by_as_it_was_released(
-    tmp_path: Path, dtype: torch.dtype, head: str
-) -> None:
-    source = write_checkpoint(tmp_path / "source", a2d_qwen3_config(), dtype=dtype)
-    build_bundle(source, tmp_path / "bundle", BuildOptions(precision="fp32"))
-    assert read_manifest(tmp_path / "bundle")["kernels"]["calls"][head] == 1
-
-
 _OPENED = """
 import sys
 import dlm_runtime
@@ -358,18 +347,6 @@ def test_rotary_tables_are_stored_once_for_all_layers_and_as_long_as_the_canvas(
             assert {value.shape[0] for value in rotary.values()} == {256}  # type: ignore[index]
             readers = [node for node in graph if rotary["rotary.0.cos"] in node.inputs]
             assert len(readers) == (3 if name == "cpu" else 6)  # else, q and k have separate nodes
-
-
-def test_an_untied_table_is_stored_as_in_the_checkpoint(tmp_path: Path) -> None:
-    for dtype, stored in (
-        (torch.bfloat16, ir.DataType.BFLOAT16),
-        (torch.float16, ir.DataType.FLOAT16),
-    ):
-        source = write_checkpoint(tmp_path / str(dtype), sdar_config(), dtype=dtype)
-        build_bundle(source, tmp_path / f"{dtype}.bundle", BuildOptions(precision="fp32"))
-        initializers = ir.load(tmp_path / f"{dtype}.bundle" / "denoiser.onnx").graph.initializers
-        assert initializers["embed.weight"].dtype == stored
-        assert initializers["head.weight"].dtype == ir.DataType.FLOAT
 
 
 def test_a_tied_table_has_the_format_of_its_head(tied_checkpoint: Path, tmp_path: Path) -> None:

@@ -29,13 +29,11 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 from trunk_logits import trunk_logits
 
-import dlm_runtime
 from dlm_export import families
-from dlm_export.build import BuildOptions, QuantiseOptions, build
+from dlm_export.build import build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 
 MASK = 150  # the mask token of every denoiser below
@@ -178,18 +176,6 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
     other = CliRunner().invoke(main, ["inspect", str(path), "--attention-block", "16", "--json"])
     attention = json.loads(other.output)["network"]["layers"][0]["attention"]
     assert (attention["visibility"], attention["block_length"]) == ("block", 16)
-
-
-def test_an_int8_bundle_of_stable_diffcoder_is_built_and_runs(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "checkpoint", stable_diffcoder_config(mask_token_id=MASK))
-    options = BuildOptions(
-        precision="int8", quantise=QuantiseOptions(calibration=CalibrationOptions(samples=8))
-    )
-    assert build(path, tmp_path / "bundle", options).parity is not None
-    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
-        out = bundle.generate(tokens=[5, 17, 9], max_new_tokens=9, stop="none")
-        assert MASK not in out.tokens
-        assert bundle.manifest["loop"]["default_preset"] == "stable-diffcoder"
 
 
 def test_stable_diffcoder_8b_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from dlm_calibration.states import State, Trajectories, read_states, write_state
 from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
+from dlm_export.families.base import table_type
 from dlm_export.graph import trace
 from dlm_export.judging.precision_search import search
 from dlm_export.memory import give_back
 from dlm_export.network.layered import Layered
-from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
@@ -247,7 +247,9 @@ def _tune(job: Job, stages: Stages) -> Tuning:
     formats = search.formats_for(job.request.targets, job.request.options.quantise.auto)
     rows = job.source.presets[job.preset].block_length
     with stages.stage("tune", len(tuning.shapes_of(layers, rows))) as advance:
-        table = ir.DataType.from_numpy(job.source.parameters.stored_type(EMBEDDING))
+        table = ir.DataType.from_numpy(
+            table_type(job.source.network, job.source.parameters.stored_type)
+        )
         return tuning.measure(layers, formats, rows, advance, table=table)
 
 

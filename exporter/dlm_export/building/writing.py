@@ -18,7 +18,7 @@ from dlm_calibration.recipes import HIGH
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
-from dlm_export.families.base import Parameters, later
+from dlm_export.families.base import Parameters, later, table_type
 from dlm_export.graph import (
     cuda,
     experts,
@@ -155,12 +155,11 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
 def table_dtype(job: Job) -> np.dtype:
     """Return the type of the embedding table in the weight file, if the table is not quantised.
 
-    In an fp32 graph for CPUs, the table keeps the type that the checkpoint stores. In other graphs,
-    the table has the type in which the graph computes.
+    Only an fp32 graph for CPUs may have a table whose type differs from the graph's type.
     """
     if job.request.on_gpu or job.base != "fp32":
         return trace.element_type(job.base).numpy()
-    return job.source.parameters.stored_type(EMBEDDING)
+    return table_type(job.source.network, job.source.parameters.stored_type)
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:

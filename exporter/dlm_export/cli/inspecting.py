@@ -62,8 +62,8 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
     from dlm_export import families
     from dlm_export.checkpoints import tokenizer
     from dlm_export.checkpoints.folder import Checkpoint
+    from dlm_export.families.base import table_type
     from dlm_export.graph import PRECISIONS
-    from dlm_export.network.spec import EMBEDDING
     from dlm_export.planning.roofline import cache_bytes_by_type
 
     opened = Checkpoint(found.path)
@@ -75,7 +75,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
         "tokenizer": text.tokenizer is not None,
         "chat_template": text.chat_template is not None,
     }
-    table = tensors.stored_type(EMBEDDING)
+    table = table_type(network, tensors.stored_type)
     memory = {
         name: _memory(network, element_bytes, min(table.itemsize, element_bytes))
         for name, element_bytes in PRECISIONS.items()

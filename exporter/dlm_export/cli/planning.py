@@ -193,11 +193,11 @@ def _plan(
 def _checkpoint_sizes(path: Path, values: dict[str, Any]) -> tuple[NetworkSpec, int]:
     from dlm_export import families
     from dlm_export.checkpoints.folder import Checkpoint
-    from dlm_export.network.spec import EMBEDDING
+    from dlm_export.families.base import table_type
 
     checkpoint = Checkpoint(path)
     network = families.read_network(checkpoint, overrides(values))
-    table = families.check_tensors(checkpoint, network).stored_type(EMBEDDING)
+    table = table_type(network, families.check_tensors(checkpoint, network).stored_type)
     return network, table.itemsize
 
 

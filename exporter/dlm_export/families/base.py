@@ -11,7 +11,7 @@ import numpy as np
 from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, Lazy
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.spec import EMBEDDING, NetworkSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,16 @@ class Parameters(Protocol):
         If the parameter is stored in fp16 or bf16, the result is the stored type. Otherwise, the
         result is fp32.
         """
+
+
+def table_type(network: NetworkSpec, stored_type: Callable[[str], np.dtype]) -> np.dtype:
+    """Return the type of an unquantised embedding table in an fp32 graph for CPUs.
+
+    This is the stored type, which saves memory: the lookup and a tied head widen the rows that they
+    read. Soft embeddings multiply by the whole table, and ONNX Runtime would keep a second, fp32
+    copy of a narrower table for this product. ``stored_type`` is the method of ``Parameters``.
+    """
+    return FP32 if network.conditioning is not None else stored_type(EMBEDDING)
 
 
 def later(

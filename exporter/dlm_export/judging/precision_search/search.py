@@ -27,13 +27,14 @@ from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
+from dlm_export.families.base import table_type
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError
 from dlm_export.judging.precision_search import in_pieces, sensitivity
 from dlm_export.judging.precision_search.assigned import Assigned
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
-from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec
+from dlm_export.network.spec import HEAD, LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.sources import Source
@@ -222,7 +223,7 @@ def search(
         exact=exact,
         workplace=place,
     )
-    table = source.parameters.stored_type(EMBEDDING).itemsize
+    table = table_type(source.network, source.parameters.stored_type).itemsize
     size = functools.partial(_bytes, table)
     cost = size if tuning is None else tuning.cost
     choices: dict[str, list[Choice]] = {}

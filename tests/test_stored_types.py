@@ -1,0 +1,147 @@
+"""Builds every family from checkpoints in every number type, tied and untied, in every precision."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from engine_bundles import SMALL
+
+import dlm_runtime
+from dlm_export import families
+from dlm_export.build import BuildOptions, build
+from dlm_export.network.spec import HEAD
+from dlm_export.sources import open_source
+from dlm_export.targets import AUTO, STORED, TARGETS
+from dlm_runtime.abi import native
+
+MASK = 150
+FAMILIES: dict[str, Callable[..., dict[str, Any]]] = {
+    "llada": checkpoints.llada_config,
+    "llada-moe": checkpoints.llada_moe_config,
+    "llada2": checkpoints.llada2_config,
+    "dream": checkpoints.dream_config,
+    "a2d-qwen2": lambda **more: checkpoints.a2d_config("Qwen2", **more),
+    "a2d-qwen3": checkpoints.a2d_qwen3_config,
+    "a2d-llama": lambda **more: checkpoints.a2d_config("Llama", **more),
+    "sdar": checkpoints.sdar_config,
+    "sdar-moe": lambda **more: checkpoints.qwen3_moe_config(
+        "SDARMoeForCausalLM", block_size=4, **more
+    ),
+    "fast-dllm-v2": lambda **more: checkpoints.fast_dllm_v2_config(mask_token_id=MASK, **more),
+    "rnd1": lambda **more: checkpoints.qwen3_moe_config("RND1LM", **more),
+    "stable-diffcoder": lambda **more: checkpoints.stable_diffcoder_config(
+        mask_token_id=MASK, **more
+    ),
+    "wedlm": checkpoints.wedlm_config,
+    "nemotron-labs-diffusion": checkpoints.nemotron_config,
+    "diffusion-gemma": checkpoints.diffusion_gemma_config,
+    "bert": checkpoints.bert_config,
+    "roberta": checkpoints.roberta_config,
+    "modern-bert": checkpoints.modern_bert_config,
+    "torch-encoder": checkpoints.torch_encoder_config,
+}
+TIED = {
+    name: ("weight_tying" if name == "llada" else "tie_word_embeddings")
+    for name in FAMILIES
+    if name not in ("diffusion-gemma", "bert", "roberta", "modern-bert", "torch-encoder")
+}
+"""The keys of config.json that tie the head, for the families whose heads may be tied or not."""
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PRECISIONS = {
+    target: [name for name in TARGETS[target].precisions if name not in (AUTO, STORED)]
+    for target in ("cpu", "cuda")
+}
+# Formats with groups of 16 inputs. The experts of the tiny checkpoints have 40 inputs.
+GROUPED = ("nvfp4", "nvfp4-weight", "mixed")
+WIDER = ("moe_intermediate_size", "expert_intermediate_size")
+
+PAIRS = [
+    (family, tied)
+    for family in FAMILIES
+    for tied in ((False, True) if family in TIED else (False,))
+]
+
+
+def quick() -> list[tuple[str, bool, str, str]]:
+    """One case of each family, with all types and precisions of CPUs among them.
+
+    Other tests trace the graphs of these cases too.
+    """
+    types, precisions = itertools.cycle(("bf16", "fp16")), itertools.cycle(PRECISIONS["cpu"])
+    found = [("diffusion-gemma", False, "fp16", "int8")]
+    for family, config in FAMILIES.items():
+        tied = bool(family in TIED and config().get(TIED[family]))
+        precision = next(
+            each
+            for each in precisions
+            if each != "fp16" and not (each in GROUPED and _experts(config()))
+        )
+        found.append((family, tied, next(types), precision))
+    return found
+
+
+def _experts(config: dict[str, Any]) -> list[str]:
+    """Return the keys of the sizes of experts in a config.json."""
+    return [key for key in WIDER if key in config.get("text_config", config)]
+
+
+@pytest.mark.parametrize(("family", "tied", "stored", "precision"), quick())
+def test_a_checkpoint_of_another_type_is_built(
+    family: str, tied: bool, stored: str, precision: str, tmp_path: Path
+) -> None:
+    check_build(family, tied, stored, "cpu", precision, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), PAIRS)
+def test_every_type_is_built_in_every_precision(family: str, tied: bool, tmp_path: Path) -> None:
+    for stored, (target, names) in itertools.product(TYPES, PRECISIONS.items()):
+        for precision in names:
+            folder = tmp_path / f"{stored}-{target}-{precision}"
+            check_build(family, tied, stored, target, precision, folder)
+            shutil.rmtree(folder)
+
+
+# Random weights lose more to rounding than trained ones. A wrong scale or a transposed matrix gives
+# a correlation near 0.
+LEAST_CORRELATION = {"fp32": 1 - 1e-8, "fp16": 0.9999}
+
+
+@torch.no_grad()
+def check_build(
+    family: str, tied: bool, stored: str, target: str, precision: str, folder: Path
+) -> None:
+    """Build a checkpoint, and compare the bundle's logits with torch."""
+    config = FAMILIES[family](**({TIED[family]: tied} if family in TIED else {}))
+    if precision in GROUPED:
+        config.get("text_config", config).update(dict.fromkeys(_experts(config), 48))
+    source, output = folder / "source", folder / "bundle"
+    write_checkpoint(source, config, dtype=TYPES[stored])
+    build(source, output, BuildOptions((target,), precision, check_parity=False, quantise=SMALL))
+    network = open_source(source).network
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(native.library()._name)
+    for file in output.glob("device.onnx"):
+        onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    with dlm_runtime.open(output, threads=1) as bundle:
+        ids = [5, 17, 9, 40, *[MASK] * 4]
+        found = bundle.logits(ids)
+        assert len(bundle.generate(tokens=ids[:4], max_new_tokens=8, stop="none").tokens) == 12
+        layers = bundle.manifest["precision"].get("layers", {})
+        held = bundle.manifest["precision"].get("embedding_dtype")
+    wanted = families.load(open_source(source).parameters, network)(torch.tensor([ids]))[0].numpy()
+    correlation = np.corrcoef(found.ravel(), wanted.ravel())[0, 1]
+    assert correlation > LEAST_CORRELATION.get(precision, 0.8), (stored, target, precision)
+    if target == "cpu" and precision != "fp16" and not (network.tied_head and HEAD in layers):
+        of = "fp32" if network.conditioning is not None else stored
+        assert held == str(TYPES[of]).removeprefix("torch.")
