@@ -592,7 +592,8 @@ def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= _gated_shapes(
             f"{layer}mlp.shared_experts.", hidden, config["moe_intermediate_size"]
         )
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (vocab, hidden)}
 
 
 def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

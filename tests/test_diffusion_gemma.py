@@ -193,7 +193,7 @@ def test_a_vision_tower_is_left_out_by_name(tmp_path: Path) -> None:
     save_file(tensors | {tower: torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     network = families.read_network(checkpoint, Overrides())
-    (note,) = families.check_tensors(checkpoint, network).notes
+    (note,) = families.check_tensors(checkpoint, network).checkpoint.notes
     assert note.startswith("1 tensors are left out")
     assert tower in note
 

@@ -484,7 +484,7 @@ def test_a_quantised_checkpoint_says_nothing_about_the_precision_of_its_adapter(
     write_adapter(path, config)
     opened = Checkpoint(path)
     network = families.read_network(opened, Overrides())
-    notes = families.check_tensors(opened, network).notes
+    notes = families.check_tensors(opened, network).checkpoint.notes
     assert not any("lora_" in note for note in notes)
     tensors_with(lambda t: t.pop(B))(path, config)
     with pytest.raises(CheckpointError, match="1 tensors missing: linear_spec_lora/"):
@@ -676,5 +676,7 @@ def test_other_families_do_not_apply_the_adapter(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, llada_config())
     write_adapter(path, nemotron_config())
     opened = Checkpoint(path)
-    (note,) = families.check_tensors(opened, families.read_network(opened, Overrides())).notes
+    (note,) = families.check_tensors(
+        opened, families.read_network(opened, Overrides())
+    ).checkpoint.notes
     assert "the adapter linear_spec_lora is not applied" in note

@@ -153,7 +153,7 @@ def test_old_names_are_read_and_other_heads_are_listed(tmp_path: Path) -> None:
     for mine, theirs in zip(load(checkpoint).parameters(), new.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     opened = Checkpoint(checkpoint)
-    (note,) = families.check_tensors(opened, read(checkpoint)).notes
+    (note,) = families.check_tensors(opened, read(checkpoint)).checkpoint.notes
     assert note == (
         "4 tensors are left out, because the denoiser does not need them: bert.pooler.dense.bias, "
         "bert.pooler.dense.weight, cls.seq_relationship.bias, cls.seq_relationship.weight"

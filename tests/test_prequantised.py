@@ -82,7 +82,7 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
     path = write_quantised(tmp_path, CONFIGS[family], algorithm, seed=3, head=head)
     weights, tensors = _weights(path), load_file(path / WEIGHTS)
     assert len(weights.quantised) == 14 + head
-    assert weights.notes == []
+    assert weights.checkpoint.notes == []
     for parameter, origin in weights.origins.items():
         base = origin.whole.removesuffix(".weight")
         expected = (
@@ -258,7 +258,7 @@ def test_a_matrix_in_full_precision_is_read_and_said_where_nothing_leaves_it_out
     path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
     _say(path, exclude_modules=None)
     weights = _weights(path)
-    assert weights.notes == [
+    assert weights.checkpoint.notes == [
         "1 matrices are in full precision, although hf_quant_config.json does not exclude them: lm_head.weight"
     ]
     assert weights.stored("head.weight") is None
@@ -269,7 +269,7 @@ def test_scales_of_a_quantised_cache_are_left_aside_aloud(tmp_path: Path) -> Non
     _say(path, kv_cache_quant_algo="FP8")
     names = [f"model.layers.{i}.self_attn.{kv}_proj.{kv}_scale" for i in range(2) for kv in "kv"]
     _retensor(path, lambda t: t.update({name: torch.tensor(0.5) for name in names}))
-    (note,) = _weights(path).notes
+    (note,) = _weights(path).checkpoint.notes
     assert note.startswith("4 scales of a quantised FP8 cache are not used")
     assert names[0] in note
 
@@ -514,7 +514,7 @@ def test_a_cache_alone_being_quantised_leaves_the_weights_plain(tmp_path: Path) 
     )
     weights = _weights(path)
     assert weights.quantised == {}
-    assert len(weights.notes) == 1
+    assert len(weights.checkpoint.notes) == 1
 
 
 @pytest.mark.parametrize(

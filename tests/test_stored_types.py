@@ -15,10 +15,13 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from engine_bundles import SMALL
+from safetensors.torch import load_file, save_file
 
 import dlm_runtime
 from dlm_export import families
 from dlm_export.build import BuildOptions, build
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Overrides
 from dlm_export.network.spec import HEAD
 from dlm_export.sources import open_source
 from dlm_export.targets import AUTO, STORED, TARGETS
@@ -145,3 +148,33 @@ def check_build(
     if target == "cpu" and precision != "fp16" and not (network.tied_head and HEAD in layers):
         of = "fp32" if network.conditioning is not None else stored
         assert held == str(TYPES[of]).removeprefix("torch.")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*TIED, "bert", "modern-bert"])
+def test_a_stored_head_is_tied_only_if_it_equals_the_table(family: str, tmp_path: Path) -> None:
+    key = {TIED.get(family, "tie_word_embeddings"): True}
+    checkpoint = write_checkpoint(tmp_path, FAMILIES[family](**key))
+    file, ids = tmp_path / "model.safetensors", torch.arange(3, 20)[None]
+    tensors, opened = load_file(file), Checkpoint(checkpoint)
+    network = families.read_network(opened, Overrides())
+    head, table = families.head_and_table(opened, families.find(opened), network)
+
+    def read(**more: torch.Tensor) -> tuple[bool, list[str], torch.Tensor]:
+        save_file({name: tensor.clone() for name, tensor in (tensors | more).items()}, file)
+        opened = Checkpoint(checkpoint)
+        network = families.read_network(opened, Overrides())
+        weights = families.open_weights(opened, network)
+        return network.tied_head, opened.notes, families.load(weights, network)(ids)
+
+    is_tied, notes, wanted = read()
+    assert is_tied
+    is_tied, notes, logits = read(**{head: tensors[table]})
+    assert is_tied
+    assert torch.equal(logits, wanted)
+    is_tied, notes, logits = read(**{head: 2 * tensors[table]})
+    assert not is_tied
+    assert f"{head} and {table} differ" in notes[0]
+    assert not torch.equal(logits, wanted)
+    tensors[head] = tensors.pop(table)
+    assert torch.equal(read()[2], wanted)

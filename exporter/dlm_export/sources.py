@@ -96,7 +96,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         _presets(network),
         family.preset_for(network),
         _stored_precision(checkpoint),
-        tuple(weights.notes),
+        tuple(checkpoint.notes),
         sha256(checkpoint.config.path),
         new_tokens(checkpoint, network.max_canvas_length),
         overrides.json_layout or text_option(checkpoint, "json_layout", LAYOUTS),

@@ -91,7 +91,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
                 "quantisation": None
                 if opened.quantisation is None
                 else opened.quantisation.as_dict(),
-                "notes": tensors.notes,
+                "notes": opened.notes,
                 "unread_config_keys": unread,
                 "network": network.as_dict(),
                 "memory": memory,
@@ -115,7 +115,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
         click.echo(
             f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales"
         )
-    for note in tensors.notes:
+    for note in opened.notes:
         click.echo(f"Note: {one_line(note)}", err=True)
     if unread:
         told = f"dlm-export ignores these keys of config.json; check that they do not change the network: {', '.join(unread)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import reprlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
@@ -33,10 +34,10 @@ from dlm_export.families import (
     torch_encoder,
     wedlm,
 )
-from dlm_export.families.base import Family, Overrides
+from dlm_export.families.base import Family, Origin, Overrides
 from dlm_export.families.tensors import Tensors
 from dlm_export.network.scaling import RotaryTable
-from dlm_export.network.spec import NetworkSpec, rotary_table
+from dlm_export.network.spec import EMBEDDING, NetworkSpec, rotary_table
 
 if TYPE_CHECKING:
     from dlm_export.families.weights import Weights, layered, load
@@ -75,7 +76,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         raise CheckpointError(
             f"{checkpoint.path}: --attention-block is {block}; blocks have at least one token"
         )
-    network = find(checkpoint).read(checkpoint, overrides)
+    family = find(checkpoint)
+    network = _with_head(checkpoint, family, family.read(checkpoint, overrides))
     if block is not None and any(layer.attention.block_length != block for layer in network.layers):
         raise CheckpointError(
             f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks"
@@ -89,6 +91,44 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             )
         _check_length(checkpoint, network, table)
     return network
+
+
+def _with_head(checkpoint: Checkpoint, family: Family, network: NetworkSpec) -> NetworkSpec:
+    """Return the network with a head of its own if the files contain one that differs from the table.
+
+    transformers decides in the same way, whatever config.json says about tied heads.
+    """
+    if not network.tied_head:
+        return network
+    head, table = head_and_table(checkpoint, family, network)
+    if not {head, table} <= checkpoint.tensors.keys() or checkpoint.is_equal(head, table):
+        return network
+    checkpoint.note(
+        f"{head} is used, although {checkpoint.config.path.name} says that the head is the embedding table: {head} and "
+        f"{table} differ"
+    )
+    return replace(network, tied_head=False)
+
+
+def head_and_table(checkpoint: Checkpoint, family: Family, network: NetworkSpec) -> tuple[str, str]:
+    """Return the names of the two tensors that may contain the matrix of a tied head."""
+    found = family.origins(replace(network, tied_head=False), checkpoint)
+    return found["head.weight"].pieces[0].tensor, found[EMBEDDING].pieces[0].tensor
+
+
+def _origins(
+    checkpoint: Checkpoint, network: NetworkSpec
+) -> tuple[dict[str, Origin], tuple[str, ...]]:
+    """Return the tensors that make up each parameter, and the prefixes of names of unused tensors."""
+    family = FAMILIES[network.family]
+    origins, left_out = family.origins(network, checkpoint), family.left_out
+    if network.tied_head:
+        head, table = head_and_table(checkpoint, family, network)
+        if table in checkpoint.tensors:
+            left_out = (*left_out, head)
+        elif head in checkpoint.tensors:
+            origins[EMBEDDING] = Origin.of(head)
+    return origins, left_out
 
 
 def _check_length(checkpoint: Checkpoint, network: NetworkSpec, table: RotaryTable | None) -> None:
@@ -108,8 +148,7 @@ def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
 
     The function reads only the headers of files. Raises CheckpointError.
     """
-    family = FAMILIES[network.family]
-    return Tensors(checkpoint, network, family.origins(network, checkpoint), family.left_out)
+    return Tensors(checkpoint, network, *_origins(checkpoint, network))
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
@@ -119,8 +158,7 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     """
     from dlm_export.families.weights import Weights
 
-    family = FAMILIES[network.family]
-    return Weights(checkpoint, network, family.origins(network, checkpoint), family.left_out)
+    return Weights(checkpoint, network, *_origins(checkpoint, network))
 
 
 def __getattr__(name: str) -> Any:
@@ -138,6 +176,7 @@ __all__ = [
     "Weights",
     "check_tensors",
     "find",
+    "head_and_table",
     "layered",
     "load",
     "open_weights",

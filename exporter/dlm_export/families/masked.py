@@ -93,7 +93,6 @@ def family(
         """Return the tensors that make up each parameter."""
         return _origins(layout, network, checkpoint)
 
-    duplicates = (f"{layout.head}.weight", layout.outside["head.bias"])
     encoder = layout.embed.partition(".")[0]
     pooler = f"{encoder}.pooler."
     return Family(
@@ -103,7 +102,7 @@ def family(
         PRESET,
         read_network,
         origins,
-        left_out=(pooler, *duplicates, *left_out),
+        left_out=(pooler, layout.outside["head.bias"], *left_out),
     )
 
 
@@ -134,7 +133,6 @@ def _read_network(
     rows = config.integer("max_position_embeddings", low=first_position + 1)
     vocab_size = config.integer("vocab_size")
     tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
-    decoder, table = layout.head, layout.embed
     return NetworkSpec(
         family=family,
         architecture=config.get("architectures")[0],
@@ -142,7 +140,7 @@ def _read_network(
         hidden_size=hidden_size,
         layers=(layer,) * config.integer("num_hidden_layers", high=1024),
         norm_eps=norm_eps,
-        tied_head=is_tied(checkpoint, f"{decoder}.weight", f"{table}.weight"),
+        tied_head=config.flag("tie_word_embeddings", True),
         max_canvas_length=max_canvas_length(config, overrides, rows - first_position),
         shift=0,
         mask_token_id=tokens.mask,
@@ -186,19 +184,6 @@ def max_canvas_length(config: Config, overrides: Overrides, learned: int) -> int
             "that the checkpoint learned"
         )
     return wanted or learned
-
-
-def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
-    """Return True if the head uses the embedding table as its matrix.
-
-    ``head`` and ``table`` are the names of the tensors. If the checkpoint contains a head matrix
-    that differs from the embedding table, the result is False even if config.json says that the
-    head is tied. transformers decides in the same way.
-    """
-    tensors = checkpoint.tensors
-    return checkpoint.config.flag("tie_word_embeddings", True) and (
-        head not in tensors or (table in tensors and checkpoint.is_equal(head, table))
-    )
 
 
 def _origins(layout: Layout, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:

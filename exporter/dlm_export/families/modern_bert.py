@@ -11,7 +11,7 @@ import reprlib
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, split_rows
-from dlm_export.families.masked import PRESET, is_tied
+from dlm_export.families.masked import PRESET
 from dlm_export.families.reading import special_tokens
 from dlm_export.network.spec import (
     AttentionSpec,
@@ -84,7 +84,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         hidden_size=hidden_size,
         layers=layers,
         norm_eps=norm_eps,
-        tied_head=is_tied(checkpoint, f"{LAYOUT.head}.weight", f"{LAYOUT.embed}.weight"),
+        tied_head=config.flag("tie_word_embeddings", True),
         max_canvas_length=overrides.max_canvas_length
         or config.integer("max_position_embeddings", 8192),
         shift=0,
@@ -172,5 +172,4 @@ FAMILY = Family(
     PRESET,
     read_network,
     origins,
-    left_out=("decoder.weight",),
 )

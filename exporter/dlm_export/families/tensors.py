@@ -26,8 +26,8 @@ class Tensors:
     """A checkpoint's tensors, under the names of the denoiser's parameters.
 
     The constructor checks the names, types and shapes of the tensors. ``quantised`` maps each
-    parameter that is quantised in the checkpoint to the name of modelopt's algorithm. ``notes``
-    contains messages about tensors that are unused or unexpected.
+    parameter that is quantised in the checkpoint to the name of modelopt's algorithm. The
+    checkpoint's ``notes`` get messages about tensors that are unused or unexpected.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class Tensors:
                     )
                 if algorithm is not None:
                     self.quantised[parameter] = algorithm
-        self.notes: list[str] = []
         self._check()
 
     def stored_type(self, parameter: str) -> np.dtype:
@@ -181,7 +180,7 @@ class Tensors:
             if name.startswith(self.left_out) and name not in used
         ]
         if unused:
-            self.notes.append(
+            self.checkpoint.note(
                 f"{len(unused)} tensors are left out, because the denoiser does not need them: {_some(unused)}"
             )
         for config in sorted(self.checkpoint.path.glob(f"*/{CONFIG_FILE}")):
@@ -190,16 +189,16 @@ class Tensors:
             if any(name.startswith(f"{folder}/") for name in used):
                 adapter = read_adapter(self.checkpoint, folder)
             if adapter is not None:
-                self.notes.append(adapter.describe())
+                self.checkpoint.note(adapter.describe())
             elif folder == DRAFT_ADAPTER and self.has_drafts:
-                self.notes.append(f"the adapter {folder} is left out")
+                self.checkpoint.note(f"the adapter {folder} is left out")
             else:
-                self.notes.append(
+                self.checkpoint.note(
                     f"the adapter {folder} is not applied, because this family does not support it"
                 )
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
-            self.notes.append(
+            self.checkpoint.note(
                 f"{len(cache)} scales of a quantised {kind}cache are not used; keys and values stay in full precision: "
                 f"{_some(cache)}"
             )
@@ -207,7 +206,7 @@ class Tensors:
             self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole)
         )
         if said is not None and kept:
-            self.notes.append(
+            self.checkpoint.note(
                 f"{len(kept)} matrices are in full precision, although {said.path.name} does not exclude them: {_some(kept)}"
             )
 
