@@ -33,14 +33,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
 
+import dlm_runtime
 from dlm_export import families
+from dlm_export.build import build
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Origin, Overrides, Piece
 from dlm_export.families.reading import new_tokens, text_option
+from dlm_export.network import reference
 from dlm_export.network.scaling import Linear
 from dlm_export.network.spec import NetworkSpec, Rope
+from dlm_export.sources import open_source
 from dlm_runtime.constraints.layout import LAYOUTS
+from dlm_runtime.presets import PRESETS
 from dlm_runtime.tools import FORMATS
 
 TENSORS = dict[str, torch.Tensor]
@@ -558,29 +563,69 @@ def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "ids", "vocab_size"),
-    [("LLaDA 8B", 126349, 126464), ("Dream 7B", 151667, 152064)],
-    ids=lambda v: str(v),
+    ("padding", "is_noted"), [(0, False), (1, False), (3, False), (5, True), (420, True)]
 )
-def test_vocabularies_are_accepted_as_they_were_released_with_their_padding(
-    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, family: str, ids: int, vocab_size: int
+def test_ids_that_are_no_tokens_are_found_and_many_are_noted(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, padding: int, is_noted: bool
 ) -> None:
-    # The unused share of this small vocabulary is the share of the released checkpoint, rounded up.
-    # If this share is accepted, the released checkpoint is accepted too.
-    assert vocab_size - ids <= tokenizer.PADDING_SHARE * vocab_size
+    """Of the ids of LLaDA 8B 0.09% are padding, and of those of Dream 7B 0.26%."""
     size = _vocab_size(byte_level_bpe)
-    padded = size + -(-size * (vocab_size - ids) // ids)
-    assert padded > size, family
-    path = _dream_with_vocab(tmp_path, byte_level_bpe, padded)
-    assert _converted(path).tokenizer is not None
+    path = _dream_with_vocab(tmp_path, byte_level_bpe, size + padding)
+    source = open_source(path)
+    assert source.network.unused_tokens == (((size, size + padding),) if padding else ())
+    noted = f"{padding} of the {size + padding} ids in the denoiser's vocabulary are not in the"
+    assert any(note.startswith(noted) for note in source.notes) == is_noted
 
 
-def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
-    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer
-) -> None:
-    path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe) * 102 // 100)
-    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
-        _converted(path)
+UNUSED = ((100, 110), (140, 150), (152, 160))
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose network always prefers ids that are no tokens. Beside it is its source."""
+    folder = tmp_path_factory.mktemp("padded")
+    source = write_checkpoint(folder / "source", llada_config())
+    file, head = source / "model.safetensors", "model.transformer.ff_out.weight"
+    tensors = load_file(file)
+    for first, last in UNUSED:
+        tensors[head][first:last] *= 30
+    save_file(tensors, file)
+    used = set(range(160)).difference(*(range(*ids) for ids in UNUSED))
+    words = tokenizers.Tokenizer(models.WordLevel({f"t{i}": i for i in used}, unk_token="t0"))
+    words.add_special_tokens(["t150", "t151"])
+    words.save(str(source / "tokenizer.json"))
+    build(source, folder / "bundle")
+    return folder / "bundle"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"score": "entropy", "cache": "dual"},
+        {"score": "margin", "cfg_scale": 0.5},
+        {"select": "sample", "temperature": 5.0},
+        {"select": "sample", "temperature": 5.0, "top_k": 30, "score_of": "draw"},
+        {"commit": "threshold", "threshold": 0.3, "remask": "edit", "edit_threshold": 0.1},
+    ],
+    ids=str,
+)
+def test_ids_that_are_no_tokens_are_never_predicted(padded: Path, policy: dict[str, Any]) -> None:
+    source = open_source(padded.parent / "source")
+    assert source.network.unused_tokens == UNUSED
+    denoiser = families.load(source.parameters, source.network)
+    chosen = PRESETS["llada"].with_fields({"block_length": 8, "steps_per_block": 4} | policy)
+    with dlm_runtime.open(padded, threads=1) as bundle:
+        is_unused = np.isin(np.arange(160), np.concatenate([np.arange(*ids) for ids in UNUSED]))
+        assert is_unused[bundle.logits([5, 150, 150]).argmax(-1)].all()
+        for seed in range(3):
+            policy_of = chosen.with_fields({"seed": seed})
+            wanted = reference.generate(denoiser, [5, 17, 9 + seed], policy_of, 24)
+            out = bundle.generate(
+                tokens=[5, 17, 9 + seed], max_new_tokens=24, **policy_of.as_dict(), top_log_probs=8
+            )
+            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
+            assert not is_unused[out.tokens].any()
 
 
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:

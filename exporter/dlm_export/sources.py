@@ -87,6 +87,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     network = families.read_network(checkpoint, overrides)
     weights = families.open_weights(checkpoint, network)
     text = tokenizer.read(checkpoint, network)
+    network = replace(network, unused_tokens=text.unused_tokens)
     family = families.FAMILIES[network.family]
     return Source(
         path,
@@ -144,7 +145,8 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
         )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)
-    if (found := built.difference(source.network)) is not None:
+    # Bundles of earlier versions do not record the unused ids.
+    if (found := built.difference(source.network, but=("unused_tokens",))) is not None:
         raise CheckpointError(f"{bundle}: built from another checkpoint than {path}: {found}")
     return source
 

@@ -434,6 +434,14 @@ LOOP: list[Case] = [
         put("loop", "draft_updates", 1),
         "loop.draft_updates: expected true or false",
     ),
+    Case("a mask token that is no token", put("loop", "unused_tokens", [[149, 152]]), "mask token"),
+    Case(
+        "three ends of a range",
+        put("loop", "unused_tokens", [[3, 4, 5]]),
+        "must be two ids, the first id and the id after the last",
+    ),
+    Case("an empty range", put("loop", "unused_tokens", [[3, 3]]), "must be an integer in 4..160"),
+    Case("unused ids past the vocabulary", put("loop", "unused_tokens", [[3, 161]]), "in 4..160"),
     Case("unknown noise", put("loop", "noise", "pink"), 'loop.noise: "pink" is not known'),
     Case(
         "random tokens beside a mask token",

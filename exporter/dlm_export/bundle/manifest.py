@@ -81,11 +81,13 @@ def make_manifest(
         call_format: Name of the tool-call format that the denoiser was trained on, or ``None``.
     """
     described = network.as_dict()
+    unused = described.pop("unused_tokens")
     return {
         "schema_version": SCHEMA_VERSION,
         "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
         "loop": {
             **{name: described.pop(name) for name in LOOP_FIELDS},
+            **({"unused_tokens": unused} if unused else {}),
             **({} if network.visible_block is None else {"visible_block": network.visible_block}),
             **({} if network.draft_block is None else {"draft_block": network.draft_block}),
             **({"draft_updates": True} if network.has_draft_updates else {}),
@@ -123,7 +125,9 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
     """
     try:
         return NetworkSpec.from_dict(
-            manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS}
+            manifest["network"]
+            | {name: manifest["loop"][name] for name in LOOP_FIELDS}
+            | {"unused_tokens": manifest["loop"].get("unused_tokens", [])}
         )
     except ValueError as err:
         raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, read_json
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import BundleError, RequestError
@@ -27,7 +29,7 @@ from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYT
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """The special tokens of BERT's vocab.txt."""
-# Largest allowed share of unused ids in a vocabulary. Released vocabularies are padded to sizes
+# A larger share of unused ids in a vocabulary is unusual. Released vocabularies are padded to sizes
 # that are efficient for matrices. LLaDA has 126,464 ids, of which 115 are padding. Dream has
 # 152,064 ids, of which 397 are padding.
 PADDING_SHARE = 0.01
@@ -35,11 +37,16 @@ PADDING_SHARE = 0.01
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The text of tokenizer.json, the chat template, and the template's special tokens."""
+    """The text of tokenizer.json, the chat template, and the template's special tokens.
+
+    ``unused_tokens`` are the ids of the denoiser's vocabulary that are no tokens (see
+    ``NetworkSpec``).
+    """
 
     tokenizer: str | None
     chat_template: str | None
     special_tokens: dict[str, str]
+    unused_tokens: tuple[tuple[int, int], ...] = ()
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
@@ -64,7 +71,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     try:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
-            _check_size(checkpoint, tokenizer, network)
+            unused = _unused_tokens(checkpoint, tokenizer, network)
             # Serialise the tokenizer again, without its settings for truncation and padding in
             # training. With these settings, the tokenizer would silently cut or pad prompts.
             text = _with_special(
@@ -83,7 +90,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     template = _chat_template(checkpoint, config)
     for name, each in {"chat_template": template or "", **special}.items():
         _check_text(checkpoint, name, each)
-    return TokenizerFiles(text, template, special)
+    return TokenizerFiles(text, template, special, unused)
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
@@ -205,7 +212,13 @@ def _check_added(checkpoint: Checkpoint, tokenizer: Tokenizer, added: dict[int, 
             )
 
 
-def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSpec) -> None:
+def _unused_tokens(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSpec
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of ids of the denoiser's vocabulary that the tokenizer does not know.
+
+    Raises CheckpointError if the tokenizer does not fit the vocabulary.
+    """
     size, vocab_size = tokenizer.size, network.vocab_size
     if size > vocab_size:
         raise CheckpointError(
@@ -214,17 +227,20 @@ def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSp
     specials = [("eos_token_id", token) for token in network.eos_token_ids]
     if network.noise != "uniform":  # otherwise, the denoiser has no mask token
         specials.insert(0, ("mask_token_id", network.mask_token_id))
-    names = tokenizer.names([token for _, token in specials])
-    for (name, token), text in zip(specials, names, strict=True):
-        if text is None:
+    names = tokenizer.names(range(vocab_size))
+    for name, token in specials:
+        if names[token] is None:
             raise CheckpointError(
                 f"{checkpoint.path}: the tokenizer has {size} ids, but {name} {token} is not one of them"
             )
-    if vocab_size - size > PADDING_SHARE * vocab_size:
-        raise CheckpointError(
-            f"{checkpoint.path}: the tokenizer has {size} ids, too few for the denoiser's vocabulary of {vocab_size} even with "
-            f"padding: it belongs to another checkpoint"
+    is_unused = np.array([False, *(name is None for name in names), False])
+    if is_unused.sum() > PADDING_SHARE * vocab_size:
+        checkpoint.note(
+            f"{is_unused.sum()} of the {vocab_size} ids in the denoiser's vocabulary are not in the tokenizer, and are never "
+            "predicted. Check that the tokenizer belongs to this checkpoint"
         )
+    ends = np.flatnonzero(is_unused[1:] != is_unused[:-1]).tolist()
+    return tuple(zip(ends[::2], ends[1::2], strict=True))
 
 
 def _text(token: Any) -> str | None:

@@ -89,9 +89,8 @@ class Pass(nn.Module):
     def __init__(self, denoiser: Denoiser) -> None:
         super().__init__()
         self.denoiser = denoiser
+        # ``write`` sets the values.
         bias = torch.zeros(denoiser.network.vocab_size)
-        if denoiser.network.has_mask_token:
-            bias[denoiser.network.mask_token_id] = -torch.inf
         self.register_buffer("mask_token_bias", bias, persistent=False)
 
     def forward(

@@ -46,7 +46,7 @@ def data_bytes(
     """Compute an upper bound of the data file's size in bytes.
 
     The bound includes parameters, rotary tables, padding, and the bias that excludes the mask
-    token.
+    token and unused ids.
 
     Args:
         network: The denoiser's description.
@@ -116,6 +116,8 @@ def write_graph(
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
     if c.has_mask_token:
         mask_token_bias[c.mask_token_id] = -np.inf
+    for first, last in c.unused_tokens:
+        mask_token_bias[first:last] = -np.inf
     buffers = {"mask_token_bias": mask_token_bias}
     for i, table in enumerate(c.rotary_tables()):
         for name, values in zip(

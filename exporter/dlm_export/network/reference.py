@@ -178,6 +178,9 @@ class Run:
         """
         turn, proposer = self._turn, self.proposer
         self.nfe += 1
+        logits = logits.clone()
+        for first, last in self.network.unused_tokens:
+            logits[:, first:last] = -torch.inf
         proposals = proposer.propose(turn, self.canvas, logits)
         if self.policy.remask == "noise":
             if len(turn.positions):

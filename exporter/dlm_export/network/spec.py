@@ -239,7 +239,9 @@ class NetworkSpec:
     training replaced tokens with. ``absorbing`` means the mask token. ``uniform`` means random
     tokens. A network with uniform noise has no mask token, and its ``mask_token_id`` is
     ``vocab_size``, which is not a token. ``conditioning`` describes self-conditioning, or is
-    ``None``.
+    ``None``. ``unused_tokens`` contains ranges ``(first, last)`` of the ids in ``[first, last)``
+    that the tokenizer does not know, because the vocabulary is padded or has gaps. They are never
+    predicted.
     """
 
     family: str
@@ -259,6 +261,7 @@ class NetworkSpec:
     embedding: EmbeddingSpec = EmbeddingSpec()
     head: HeadSpec = HeadSpec()
     conditioning: ConditioningSpec | None = None
+    unused_tokens: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_mask_token(self) -> bool:
@@ -692,6 +695,7 @@ class NetworkSpec:
         """Return fields and derived values, for the manifest and for ``inspect --json``."""
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
+            "unused_tokens": [list(unused) for unused in self.unused_tokens],
             "layers": [_layer_values(layer) for layer in self.layers],
             "parameters": self.parameter_count(),
             "active_parameters": self.active_parameter_count(),
@@ -712,6 +716,7 @@ class NetworkSpec:
         chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         chosen["layers"] = tuple(layer_from(layer) for layer in chosen["layers"])
         chosen["eos_token_ids"] = tuple(chosen["eos_token_ids"])
+        chosen["unused_tokens"] = tuple(map(tuple, chosen.get("unused_tokens", ())))
         for name, kind in (
             ("embedding", EmbeddingSpec),
             ("head", HeadSpec),

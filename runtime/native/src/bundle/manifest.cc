@@ -260,6 +260,28 @@ void read_noise(const json::Value& loop, Denoiser& out) {
   if (!is_uniform) size->refuse("needs noise \"uniform\"");
 }
 
+std::vector<std::pair<int32_t, int32_t>> read_unused(const json::Value& loop,
+                                                     const Denoiser& denoiser) {
+  std::vector<std::pair<int32_t, int32_t>> ranges;
+  if (loop.find("unused_tokens") == nullptr) return ranges;
+  int64_t next = 0, count = 0;
+  for (const json::Value& range : loop.array("unused_tokens")) {
+    std::vector<int64_t> ends;
+    for (const json::Value& end : range.elements())
+      ends.push_back(end.integer(next, denoiser.vocab_size)), next = ends.back() + 1;
+    if (ends.size() != 2) range.refuse("must be two ids, the first id and the id after the last");
+    const auto first = static_cast<int32_t>(ends[0]), last = static_cast<int32_t>(ends[1]);
+    const auto is_inside = [=](int32_t token) { return first <= token && token < last; };
+    if (is_inside(denoiser.mask_token_id) ||
+        std::any_of(denoiser.eos_token_ids.begin(), denoiser.eos_token_ids.end(), is_inside))
+      range.refuse("contains the mask token or an end token");
+    ranges.emplace_back(first, last);
+    count += last - first;
+  }
+  if (count >= denoiser.vocab_size - 1) loop.at("unused_tokens").refuse("leaves no token");
+  return ranges;
+}
+
 Denoiser read_denoiser(const json::Value& loop) {
   Denoiser out{};
   out.vocab_size = read_size(loop, "vocab_size", 3, 1 << 24);
@@ -282,6 +304,7 @@ Denoiser read_denoiser(const json::Value& loop) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
     if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
   }
+  out.unused_tokens = read_unused(loop, out);
   const json::Value& graph = loop.object("graph");
   out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
   out.cache = read_cache(graph, out.draft_block > 0);
@@ -476,7 +499,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
-  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",
+  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "unused_tokens", "max_canvas_length", "shift",
                        "visible_block", "draft_block", "draft_updates", "noise",
                        "conditioning_size", "graph", "presets", "default_preset", "max_new_tokens",
                        "effort", "engines"});

@@ -1,5 +1,8 @@
 #include "decode/pass.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "base/error.h"
 
 namespace dlm {
@@ -76,6 +79,15 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
   if (!needs.logits) return;
   buffers.logits.resize(scored * denoiser.vocab_size);
   pass.logits = buffers.logits.data();
+}
+
+void rule_out_unused(const Denoiser& denoiser, const dlm_pass& pass) {
+  if (pass.logits == nullptr) return;
+  const int64_t rows = static_cast<int64_t>(pass.batch) * pass.rows;
+  for (int64_t row = 0; row < rows; ++row)
+    for (const auto& [first, last] : denoiser.unused_tokens)
+      std::fill_n(pass.logits + row * denoiser.vocab_size + first, last - first,
+                  -std::numeric_limits<float>::infinity());
 }
 
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,

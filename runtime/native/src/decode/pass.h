@@ -6,7 +6,8 @@
 //      predicts tokens.
 //   3. prepare_scores allocates the outputs.
 //   4. The engine runs the pass.
-//   5. predictions_of returns each request's part of the outputs.
+//   5. rule_out_unused excludes the ids that are no tokens.
+//   6. predictions_of returns each request's part of the outputs.
 // The pointers in a dlm_pass point into the Buffers. The dlm_pass is valid until the Buffers are
 // used for the next pass.
 //
@@ -81,6 +82,10 @@ dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces
 // self-conditioning, sets the temperature of all rows to 1. The caller may then change
 // buffers.temperature.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
+
+// Sets the logits of the denoiser's unused_tokens to -inf, so that no proposer chooses them. The
+// graph's candidates do not contain them.
+void rule_out_unused(const Denoiser& denoiser, const dlm_pass& pass);
 
 // Returns the part of the outputs that belongs to one request. `first` and `apart` are the fields
 // first_row and apart of the request's Member.

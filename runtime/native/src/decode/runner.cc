@@ -351,6 +351,7 @@ void Runner::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
 void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_pass& made,
                     const PassSeconds& seconds) {
   const auto sharers = static_cast<double>(chosen.size());
+  rule_out_unused(denoiser_, made);
   for (const std::shared_ptr<Job>& job : chosen) {
     dlm_stats& stats = job->stats_;
     const Member& member = *job->member_;
