@@ -370,8 +370,24 @@ def test_the_layout_and_the_call_format_are_those_of_generation_config(tmp_path:
             text_option(Checkpoint(path), "json_layout", LAYOUTS)
 
 
-def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:
-    assert _network(_special(tmp_path, llada_config(pad_token_id=None))).pad_token_id is None
+@pytest.mark.parametrize("said", [None, -1, [], [-1]])
+def test_a_checkpoint_without_padding_or_end_token_has_none(tmp_path: Path, said: Any) -> None:
+    network = _network(_special(tmp_path, llada_config(pad_token_id=said, eos_token_id=said)))
+    assert (network.pad_token_id, network.eos_token_ids) == (None, ())
+
+
+def test_a_list_of_one_token_is_that_token(tmp_path: Path) -> None:
+    network = _network(_special(tmp_path, llada_config(pad_token_id=[7], mask_token_id=[8])))
+    assert (network.pad_token_id, network.mask_token_id) == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("pad", 160), ("pad", [1, 2]), ("eos", -2), ("eos", True), ("mask", 160)]
+)
+def test_the_advice_on_a_wrong_token_fits_the_token(tmp_path: Path, key: str, said: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}_token_id .* is outside") as caught:
+        _network(_special(tmp_path, llada_config(**{f"{key}_token_id": said})))
+    assert ("Pass --mask-token-id" in str(caught.value)) == (key == "mask")
 
 
 @pytest.mark.parametrize(

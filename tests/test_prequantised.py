@@ -478,7 +478,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     ("embedded", "says"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quantised by 'gptq', which is not read"),
-        ({}, "quantised by None"),
+        ({}, "quantised by a tool that it does not name"),
         ("fp8", "quantization_config must be an object, found str"),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8"},

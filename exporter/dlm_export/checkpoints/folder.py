@@ -316,8 +316,10 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
             f"{config.path}: quantization_config must be an object, found {type(embedded).__name__}"
         )
     if embedded is not None and embedded.get("quant_method") != "modelopt":
+        method = embedded.get("quant_method")
+        by = "a tool that it does not name" if method is None else reprlib.repr(method)
         raise CheckpointError(
-            f"{config.path}: quantised by {reprlib.repr(embedded.get('quant_method'))}, which is not read; only modelopt's "
+            f"{config.path}: quantization_config: quantised by {by}, which is not read; only modelopt's "
             f"{', '.join(ALGORITHMS)} are. Use the checkpoint that is not quantised."
         )
     path = folder / QUANTISATION_FILE

@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Overrides
@@ -51,7 +52,7 @@ def _mask_token(checkpoint: Checkpoint, overrides: Overrides, mask_text: str | N
     config = checkpoint.config
     mask = overrides.mask_token_id
     for found in (
-        config.get("mask_token_id"),
+        _single(config.get("mask_token_id")),
         _named_id(checkpoint, "mask_token"),
         _id_of(checkpoint, mask_text),
     ):
@@ -76,21 +77,33 @@ def end_and_pad_tokens(
     generation = checkpoint.optional_json("generation_config.json")
     for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
         for token in value if isinstance(value, list) else [value]:
-            if token is not None and token not in eos:
+            if token not in (None, -1, *eos):
                 eos.append(token)
-    pad = config.get("pad_token_id")
-    if pad is not None:
-        _check_token(checkpoint, "pad_token_id", pad, vocab_size)
     for token in eos:
         _check_token(checkpoint, "eos_token_id", token, vocab_size)
-    return tuple(eos), pad
+    return tuple(eos), padding_token(checkpoint, config, vocab_size)
+
+
+def padding_token(checkpoint: Checkpoint, config: Config, vocab_size: int) -> int | None:
+    """Find the ID of the padding token. Raises CheckpointError."""
+    pad = _single(config.get("pad_token_id"))
+    if pad is not None:
+        _check_token(checkpoint, "pad_token_id", pad, vocab_size)
+    return pad
+
+
+def _single(token: Any) -> Any:
+    """Return a token ID, which some files write as a list of one. -1 and ``[]`` mean no token."""
+    if isinstance(token, list) and len(token) < 2:
+        token = next(iter(token), None)
+    return None if token == -1 else token
 
 
 def _check_token(checkpoint: Checkpoint, name: str, token: object, vocab_size: int) -> None:
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
         raise CheckpointError(
             f"{checkpoint.config.path}: {name} {reprlib.repr(token)} is outside the vocabulary (0..{vocab_size - 1}). "
-            "Pass --mask-token-id, or correct the file."
+            f"{'Pass --mask-token-id, or correct' if name == 'mask_token_id' else 'Correct'} the file."
         )
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.masked import family, layout
+from dlm_export.families.reading import padding_token
 
 
 def _first_position(checkpoint: Checkpoint) -> int:
     """Return the index of the table row for position 0: the padding token's id plus 1."""
-    default = 1  # the default of transformers' RobertaConfig
-    return checkpoint.config.integer("pad_token_id", default=default, low=0) + 1
+    config = checkpoint.config
+    if config.get("pad_token_id") is None:
+        return 2  # the default of transformers' RobertaConfig is 1
+    pad = padding_token(checkpoint, config, config.integer("vocab_size"))
+    return 0 if pad is None else pad + 1
 
 
 LAYOUT = layout(
