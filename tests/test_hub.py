@@ -116,22 +116,25 @@ def test_headers_are_read_without_the_weights(
         assert told == same
 
 
-def test_an_adapter_is_fetched_and_other_folders_are_not(tmp_path: Path) -> None:
+def test_adapters_are_fetched_and_other_files_of_folders_are_not(tmp_path: Path) -> None:
     config = nemotron_config()
     folder = write_checkpoint(tmp_path / "repository", config)
     write_adapter(folder, config)
     shutil.copytree(folder / "linear_spec_lora", folder / "other_lora")
+    (folder / "other_lora" / "notes.json").write_text("{}")
+    options = ("--adapter", "other_lora", "--json")
     with HubServer(folder) as server:
-        done = run(server, tmp_path, "inspect", NAME, "--json")
+        refused(run(server, tmp_path, "inspect", NAME), 2, "Pass --adapter other_lora to merge it")
+        done = run(server, tmp_path, "inspect", NAME, *options)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
-        local = json.loads(run(server, tmp_path, "inspect", str(folder), "--json").stdout)
+        local = json.loads(run(server, tmp_path, "inspect", str(folder), *options).stdout)
         assert told["network"] == local["network"]
         assert told["stored_bytes"] == local["stored_bytes"]
         assert told["network"]["layers"][0]["draft_updates"][0]["rank"] == 4
-        assert set(server.sent) & {"other_lora/adapter_model.safetensors"} == set()
+        assert "other_lora/notes.json" not in server.sent
         weights = folder / "linear_spec_lora" / "adapter_model.safetensors"
-        header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+        header = 2 * (8 + int.from_bytes(weights.read_bytes()[:8], "little"))  # two commands
         assert server.sent["linear_spec_lora/adapter_model.safetensors"] == header
 
 

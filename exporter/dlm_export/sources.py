@@ -142,6 +142,7 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
             built.max_canvas_length,
             built.layers[0].attention.block_length,
             no_adapter=not built.has_draft_updates,
+            adapter=built.adapter,
         )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)

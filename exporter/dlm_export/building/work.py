@@ -22,7 +22,6 @@ from typing import Any
 from dlm_export.building.memory import activation_bytes
 from dlm_export.building.request import Job
 from dlm_export.bundle.folder import sha256
-from dlm_export.checkpoints.adapters import ADAPTER_FILES
 from dlm_export.distributed.ray_workers import connected
 from dlm_export.distributed.record import Record
 from dlm_export.distributed.workers import Shared
@@ -136,7 +135,7 @@ def _key(job: Job) -> dict[str, Any]:
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
     files = sorted(
         file
-        for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data", *ADAPTER_FILES)
+        for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data", "*/adapter_*")
         for file in source.path.glob(pattern)
     )
     return {

@@ -1,4 +1,4 @@
-"""Reads the LoRA adapters in a checkpoint's folder, in the layout of the library PEFT.
+"""Reads the LoRA adapters beside a checkpoint's weights, in the layout of the library PEFT.
 
 An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``. For each
 adapted matrix, the second file contains two tensors: ``lora_A`` ``[rank, inputs]`` and ``lora_B``
@@ -9,6 +9,7 @@ trusted. This module does not import torch.
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +19,21 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config, r
 DRAFT_ADAPTER = "linear_spec_lora"
 """Name of the folder in releases of Nemotron-Labs-Diffusion with the adapter for draft passes."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-ADAPTER_FILES = (f"{DRAFT_ADAPTER}/{CONFIG_FILE}", f"{DRAFT_ADAPTER}/{WEIGHTS_FILE}")
-"""Paths of the adapter's files in a checkpoint."""
+BESIDE = "."
+"""Name of an adapter whose files are in the checkpoint's own folder, not in a folder of their own."""
 PREFIX = "base_model.model."
 """The start of the names of an adapter's tensors. The name of the adapted module follows it."""
 WITHOUT = "To leave the adapter out, pass --no-adapter."
 """The end of error messages about an adapter."""
 LARGEST_SCALE = 1e6
+_PLAIN = re.compile(r"\^?[\w.]+")
+"""Matches the keys of ``alpha_pattern`` that are names. PEFT allows regular expressions."""
 
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "modules_to_save": ([],),
-    "exclude_modules": ([],),
-    "layers_to_transform": ([],),
-    "layers_pattern": (),
     "layer_replication": (),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "target_parameters": ([],),
     "trainable_token_indices": (),
     "use_dora": (False,),
@@ -52,6 +50,14 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """The settings that change what an adapter computes, with their supported values besides null."""
+_OF_SOME: dict[str, tuple[object, ...]] = {
+    "exclude_modules": ([],),
+    "layers_to_transform": ([],),
+    "layers_pattern": (),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+}
+"""The settings that differ by module. An adapter for draft passes is the same in every layer."""
 _HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
     *("megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config"),
@@ -87,15 +93,117 @@ class Adapter:
         )
 
 
+def names_of(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of all adapters beside the checkpoint's weights."""
+    files = [*checkpoint.path.glob("adapter_*"), *checkpoint.path.glob("*/adapter_*")]
+    folders = {file.parent for file in files if file.name in (CONFIG_FILE, WEIGHTS_FILE)}
+    return sorted(folder.relative_to(checkpoint.path).as_posix() for folder in folders)
+
+
 def read_adapter(checkpoint: Checkpoint, name: str) -> Adapter | None:
-    """Read the adapter in the folder ``name`` of a checkpoint, and the header of its tensor file.
+    """Read the adapter for draft passes in the folder ``name`` of a checkpoint.
 
     Returns ``None`` if the folder does not contain an adapter. Raises CheckpointError.
     """
+    if name not in names_of(checkpoint):
+        return None
+    config = _open(checkpoint, name, _SUPPORTED | _OF_SOME)
+    rank = config.integer("r")
+    base = config.get("base_model_name_or_path")
+    return Adapter(
+        name,
+        rank,
+        _scale(config, rank, config.number("lora_alpha")),
+        _modules(config.path, config.get("target_modules")),
+        base if isinstance(base, str) and base.isprintable() and len(base) <= 200 else None,
+        tuple(config.unread()),
+    )
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of one matrix ``[out, in]``: ``scale`` times the tensor ``b`` times the tensor ``a``."""
+
+    a: str
+    b: str
+    scale: float
+
+
+def read_updates(checkpoint: Checkpoint, name: str) -> dict[str, Update]:
+    """Read an adapter that changes all passes, and return its updates by the name of the matrix.
+
+    Raises CheckpointError if the adapter would change anything else, because it could not be merged.
+    """
+    if name not in names_of(checkpoint):
+        known = ", ".join(names_of(checkpoint)) or "none"
+        raise CheckpointError(
+            f"{checkpoint.path}: --adapter {reprlib.repr(name)}: there is no such adapter. Adapters beside the weights: {known}"
+        )
+    config = _open(checkpoint, name, _SUPPORTED)
+    keys = ("target_modules", "base_model_name_or_path", "lora_alpha", "use_rslora", *_OF_SOME)
+    for key in keys:
+        config.get(key)
+    if unknown := config.unread():
+        raise CheckpointError(
+            f"{config.path}: {', '.join(map(reprlib.repr, unknown))}: not a setting of LoRA that can be merged"
+        )
+    alphas = config.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict) or not all(_PLAIN.fullmatch(key) for key in alphas):
+        raise CheckpointError(
+            f"{config.path}: alpha_pattern: only names of modules can be merged, found {reprlib.repr(alphas)}"
+        )
+    updates: dict[str, Update] = {}
+    for tensor in [tensor for tensor in checkpoint.tensors if tensor.startswith(f"{name}/")]:
+        module = tensor.removeprefix(f"{name}/").removeprefix(PREFIX)
+        if module.endswith(".lora_B.weight"):
+            continue
+        a, b = tensor, tensor.replace(".lora_A.", ".lora_B.")
+        matrix = _matrix(checkpoint, name, module.removesuffix(".lora_A.weight"))
+        if not module.endswith(".lora_A.weight") or b not in checkpoint.tensors or matrix is None:
+            raise CheckpointError(
+                f"{config.path}: {tensor} cannot be merged: only pairs of lora_A and lora_B for a matrix of the checkpoint can"
+            )
+        rank, outputs = checkpoint.tensors[a].shape[0], checkpoint.tensors[b].shape[0]
+        shapes = (outputs, *checkpoint.tensors[a].shape[1:]), checkpoint.tensors[b].shape[1:]
+        if shapes != (checkpoint.tensors[matrix].shape, (rank,)) or matrix in updates:
+            raise CheckpointError(f"{config.path}: {tensor} does not fit {matrix}")
+        alpha = next(
+            (value for key, value in alphas.items() if _names(key, module)),
+            config.get("lora_alpha"),
+        )
+        updates[matrix] = Update(a, b, _scale(config, rank, config.positive("lora_alpha", alpha)))
+    if not updates:
+        raise CheckpointError(f"{config.path}: the adapter contains no tensors")
+    return updates
+
+
+def _names(key: str, module: str) -> bool:
+    """Return True if a key of a pattern names a module, as in PEFT."""
+    module = module.removesuffix(".lora_A.weight")
+    return module == key.removeprefix("^") or (
+        not key.startswith("^") and module.endswith(f".{key}")
+    )
+
+
+def _matrix(checkpoint: Checkpoint, name: str, module: str) -> str | None:
+    """Return the name of an adapted matrix. The adapter's names may lack the start of its name."""
+    if f"{module}.weight" in checkpoint.tensors:
+        return f"{module}.weight"
+    found = [
+        tensor
+        for tensor in checkpoint.tensors
+        if tensor.endswith(f".{module}.weight") and not tensor.startswith(f"{name}/")
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _open(checkpoint: Checkpoint, name: str, supported: dict[str, tuple[object, ...]]) -> Config:
+    """Check the settings of an adapter, and read the header of its tensor file.
+
+    Raises CheckpointError.
+    """
     folder = checkpoint.path / name
     path, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    if not path.exists() and not weights.exists():
-        return None
     for file in (path, weights):
         if not file.is_file():
             raise CheckpointError(
@@ -103,28 +211,24 @@ def read_adapter(checkpoint: Checkpoint, name: str) -> Adapter | None:
             )
     config = Config(path, read_json(path))
     config.require("peft_type", "LORA", is_said=True)
-    for key, allowed in _SUPPORTED.items():
+    for key, allowed in supported.items():
         config.require(key, *allowed)
     for key in _HARMLESS:
         config.get(key)
-    rank, alpha = config.integer("r"), config.number("lora_alpha")
+    config.integer("r")
+    checkpoint.include(weights, f"{name}/")
+    return config
+
+
+def _scale(config: Config, rank: int, alpha: float) -> float:
+    """Return the number by which the product of two matrices is multiplied."""
     scale = alpha / (math.sqrt(rank) if config.flag("use_rslora") else rank)
     if not 0 < scale <= LARGEST_SCALE:
         raise CheckpointError(
-            f"{path}: r {rank} and lora_alpha {alpha:g} give the scale {scale:g}; it must be above 0 and at most "
+            f"{config.path}: r {rank} and lora_alpha {alpha:g} give the scale {scale:g}; it must be above 0 and at most "
             f"{LARGEST_SCALE:g}"
         )
-    base = config.get("base_model_name_or_path")
-    adapter = Adapter(
-        name,
-        rank,
-        scale,
-        _modules(path, config.get("target_modules")),
-        base if isinstance(base, str) and base.isprintable() and len(base) <= 200 else None,
-        tuple(config.unread()),
-    )
-    checkpoint.include(weights, f"{name}/")
-    return adapter
+    return scale
 
 
 def _modules(path: Path, found: object) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import re
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_export.bundle.folder import sha256
-from dlm_export.checkpoints.adapters import ADAPTER_FILES
+from dlm_export.checkpoints.adapters import CONFIG_FILE, WEIGHTS_FILE
 from dlm_export.checkpoints.hub import Hub, HubName, Located
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -44,7 +45,7 @@ FILES = (
 )
 """Names of the files in the top folder that this module downloads.
 
-It also downloads the files of ``ADAPTER_FILES``, and no others.
+It also downloads the files of adapters, which may be in folders of their own, and no others.
 """
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
@@ -109,13 +110,15 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
     found = [
         file
         for file in listed
-        if file.rfilename in ADAPTER_FILES
+        if re.fullmatch(rf"(?:\w[\w.-]*/)?(?:{CONFIG_FILE}|{WEIGHTS_FILE})", file.rfilename)
         or (
             any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
             and "/" not in file.rfilename
         )
     ]
-    names = {file.rfilename for file in found}.difference(ADAPTER_FILES)
+    names = {file.rfilename for file in found} - {
+        file.rfilename for file in found if Path(file.rfilename).name in (CONFIG_FILE, WEIGHTS_FILE)
+    }
     for pattern in ("config.json", WEIGHTS):
         if not fnmatch.filter(names, pattern):
             raise HubError(f"{name}: the repository has no {pattern}", is_input=True)

@@ -170,7 +170,10 @@ SOURCE_OPTIONS = (
         "Tokens per attention block, if the checkpoint has none.",
         most=1 << 20,
     ),
-    flag("--no-adapter", help="Leave out the checkpoint's adapter for draft passes.", default=None),
+    option(
+        "--adapter", metavar="NAME", help="LoRA adapter to merge: a folder of CHECKPOINT, or `.`."
+    ),
+    flag("--no-adapter", help="Leave out the adapters beside the weights.", default=None),
 )
 TEXT_OPTIONS = (
     choice(

@@ -141,7 +141,7 @@ def _plan(
     if source is None or (source / "manifest.json").is_file():
         refuse(
             values,
-            ("mask_token_id", "max_canvas_length", "attention_block", "no_adapter"),
+            ("mask_token_id", "max_canvas_length", "attention_block", "adapter", "no_adapter"),
             "is for checkpoints",
         )
     targets = find_targets(values["targets"])

@@ -14,6 +14,7 @@ import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dlm_export.checkpoints.adapters import BESIDE, DRAFT_ADAPTER, names_of
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import (
@@ -82,6 +83,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         raise CheckpointError(
             f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks"
         )
+    network = replace(network, adapter=overrides.adapter)
+    _check_adapters(checkpoint, network, overrides)
     for layer in network.layers:
         table = rotary_table(layer.attention)
         if table is not None and (table.size % 2 or table.size == 0):
@@ -91,6 +94,18 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             )
         _check_length(checkpoint, network, table)
     return network
+
+
+def _check_adapters(checkpoint: Checkpoint, network: NetworkSpec, overrides: Overrides) -> None:
+    """Raise CheckpointError if an adapter would be left out, although the user did not say so."""
+    used = {overrides.adapter, *([DRAFT_ADAPTER] if network.draft_block is not None else [])}
+    others = [name for name in names_of(checkpoint) if name not in used]
+    if others and not overrides.no_adapter:
+        where = "files" if others[0] == BESIDE else f"folder {others[0]}"
+        raise CheckpointError(
+            f"{checkpoint.path}: has a LoRA adapter beside the weights ({where}). Pass --adapter {others[0]} to merge it, or "
+            "--no-adapter to leave it out."
+        )
 
 
 def _with_head(checkpoint: Checkpoint, family: Family, network: NetworkSpec) -> NetworkSpec:

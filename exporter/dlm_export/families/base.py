@@ -124,7 +124,9 @@ class Overrides:
     json_layout: str | None = None
     call_format: str | None = None
     no_adapter: bool | None = None
-    """True to leave out the checkpoint's adapter for draft passes."""
+    """True to leave out all adapters beside the checkpoint's weights."""
+    adapter: str | None = None
+    """The name of an adapter to merge into the weights: a folder, or "." for files beside them."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def end_and_pad_tokens(
     generation = checkpoint.optional_json("generation_config.json")
     for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
         for token in value if isinstance(value, list) else [value]:
-            if token not in (None, -1, *eos):
+            if token is not None and token not in (-1, *eos):
                 eos.append(token)
     for token in eos:
         _check_token(checkpoint, "eos_token_id", token, vocab_size)
@@ -86,7 +86,7 @@ def end_and_pad_tokens(
 
 def padding_token(checkpoint: Checkpoint, config: Config, vocab_size: int) -> int | None:
     """Find the ID of the padding token. Raises CheckpointError."""
-    pad = _single(config.get("pad_token_id"))
+    pad: int | None = _single(config.get("pad_token_id"))
     if pad is not None:
         _check_token(checkpoint, "pad_token_id", pad, vocab_size)
     return pad

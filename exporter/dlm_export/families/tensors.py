@@ -12,7 +12,13 @@ import numpy as np
 
 from dlm_calibration.formats import FP16, FP32, NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
-from dlm_export.checkpoints.adapters import CONFIG_FILE, DRAFT_ADAPTER, WITHOUT, read_adapter
+from dlm_export.checkpoints.adapters import (
+    DRAFT_ADAPTER,
+    WITHOUT,
+    names_of,
+    read_adapter,
+    read_updates,
+)
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected
 from dlm_export.families.base import Origin
@@ -47,9 +53,11 @@ class Tensors:
         error names all of these tensors.
         """
         self.checkpoint, self.left_out = checkpoint, left_out
-        self.shapes, self.has_drafts = network.parameters(), network.draft_block is not None
+        self.shapes = network.parameters()
         self.origins = dict(origins)
         assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
+        self.updates = {} if network.adapter is None else read_updates(checkpoint, network.adapter)
+        self.adapter = network.adapter
         self.quantised: dict[str, str] = {}
         for parameter, origin in (
             self.origins.items() if checkpoint.quantisation is not None else ()
@@ -133,6 +141,7 @@ class Tensors:
             and name not in cache
             and not name.endswith("rotary_emb.inv_freq")
             and not name.startswith(self.left_out)
+            and not any(name in (update.a, update.b) for update in self.updates.values())
         ]
         present = {
             name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors
@@ -157,6 +166,11 @@ class Tensors:
                 ("whose inputs are not a multiple of NVFP4's group size", self._undivided()),
             )
             if names
+        ]
+        problems += [
+            f"the adapter {self.adapter} changes {name}, which the denoiser does not read in full precision"
+            for name in self.updates
+            if name not in expected or tensors[name].dtype not in WEIGHT_DTYPES
         ]
         if problems:
             of_adapter = any(f"{DRAFT_ADAPTER}/" in problem for problem in problems)
@@ -183,19 +197,18 @@ class Tensors:
             self.checkpoint.note(
                 f"{len(unused)} tensors are left out, because the denoiser does not need them: {_some(unused)}"
             )
-        for config in sorted(self.checkpoint.path.glob(f"*/{CONFIG_FILE}")):
-            folder = config.parent.name
+        for folder in names_of(self.checkpoint):
             adapter = None
             if any(name.startswith(f"{folder}/") for name in used):
                 adapter = read_adapter(self.checkpoint, folder)
             if adapter is not None:
                 self.checkpoint.note(adapter.describe())
-            elif folder == DRAFT_ADAPTER and self.has_drafts:
-                self.checkpoint.note(f"the adapter {folder} is left out")
-            else:
+            elif folder == self.adapter:
                 self.checkpoint.note(
-                    f"the adapter {folder} is not applied, because this family does not support it"
+                    f"the adapter {folder} is merged into {len(self.updates)} matrices"
                 )
+            else:
+                self.checkpoint.note(f"the adapter {folder} is left out")
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
             self.checkpoint.note(

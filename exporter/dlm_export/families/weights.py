@@ -156,6 +156,10 @@ class Weights(Tensors):
 
     def _piece(self, piece: Piece) -> torch.Tensor:
         tensor = self.checkpoint.tensor(piece.tensor)
+        if (update := self.updates.get(piece.tensor)) is not None:
+            a, b = (self.checkpoint.tensor(name).float() for name in (update.a, update.b))
+            # The type is that of the merged checkpoint which PEFT would write.
+            tensor = (tensor.float() + update.scale * (b @ a)).to(tensor.dtype)
         if piece.rows is None:
             return tensor
         first, last = piece.rows

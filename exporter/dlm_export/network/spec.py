@@ -241,7 +241,7 @@ class NetworkSpec:
     ``vocab_size``, which is not a token. ``conditioning`` describes self-conditioning, or is
     ``None``. ``unused_tokens`` contains ranges ``(first, last)`` of the ids in ``[first, last)``
     that the tokenizer does not know, because the vocabulary is padded or has gaps. They are never
-    predicted.
+    predicted. ``adapter`` is the name of the adapter that is merged into the checkpoint's weights.
     """
 
     family: str
@@ -262,6 +262,7 @@ class NetworkSpec:
     head: HeadSpec = HeadSpec()
     conditioning: ConditioningSpec | None = None
     unused_tokens: tuple[tuple[int, int], ...] = ()
+    adapter: str | None = None
 
     @property
     def has_mask_token(self) -> bool:
@@ -693,7 +694,9 @@ class NetworkSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return fields and derived values, for the manifest and for ``inspect --json``."""
-        values = asdict(self) | {
+        merged = {} if self.adapter is None else {"adapter": self.adapter}
+        values = {key: value for key, value in asdict(self).items() if key != "adapter"} | merged
+        values |= {
             "eos_token_ids": list(self.eos_token_ids),
             "unused_tokens": [list(unused) for unused in self.unused_tokens],
             "layers": [_layer_values(layer) for layer in self.layers],
