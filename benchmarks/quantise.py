@@ -25,7 +25,7 @@ from shapes import ROOT, machine
 
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.run import JudgingOptions, judge_bundle
 from dlm_export.judging.tuning.fit_in_build import fit_threshold
 from dlm_export.opening import Opening

@@ -28,7 +28,7 @@ from shapes import FOLDER, checkpoint, machine
 
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.distributed.ray_workers import LOCAL, connected
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.quantising.samples import CalibrationOptions
 
 TIMES = ("speed", "candidate")

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from dlm_calibration.metrics import Run, summarise_runs
+from dlm_calibration.samples import Sample
+
 RATIOS = [0.05 + i / 10 for i in range(10)]
 HOSTILE = (
     "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u202e\ud800 {{ 7 * 7 }} $x$"
@@ -79,6 +84,17 @@ def made_up_manifest() -> dict[str, Any]:
     }
 
 
+def right_answers(theirs: list[int], ours: list[int]) -> dict[str, Any]:
+    """Return the section of right answers for given answers, as a build writes it."""
+    answers = {"right": Run([1], "yes", 1), "wrong": Run([2], "no", 1)}
+    runs = [[answers["right" if right else "wrong"] for right in side] for side in (theirs, ours)]
+    samples = [Sample(np.array([0, 1]), 1, "yes", "a prompt")] * len(theirs)
+    found: dict[str, Any] = summarise_runs(samples, ["p"] * len(theirs), *runs, seed=0)[
+        "right_answers"
+    ]
+    return found
+
+
 def made_up_accuracy() -> dict[str, Any]:
     buckets = [
         {
@@ -89,6 +105,7 @@ def made_up_accuracy() -> dict[str, Any]:
             "ce_increase": 0.003 + 0.012 * ratio,
             "ce_increase_interval": [-0.001 + 0.009 * ratio, 0.006 + 0.016 * ratio],
             "top1": 0.995 - 0.03 * ratio,
+            "top1_interval": [0.99 - 0.03 * ratio, 0.998 - 0.03 * ratio],
             "top5": 0.999 - 0.01 * ratio,
             "kl_mean": 0.002 + 0.01 * ratio,
             "kl_p95": 0.01 + 0.05 * ratio,
@@ -118,12 +135,7 @@ def made_up_accuracy() -> dict[str, Any]:
             "reference": "checkpoints/of/one/long/path/LLaDA-8B-Instruct, fp32",
             "candidate": "demo mixed",
             "data": {"samples": 200, "sha256": "c3" * 32, "seed": 1},
-            "effort": {
-                "judge": "full",
-                "stopped": "all",
-                "states_of": "reference",
-                "free_runs": 200,
-            },
+            "effort": "full",
             "policy": {"commit": "threshold", "threshold": 0.9, "block_length": 32},
             "buckets": buckets,
             "overall": {
@@ -146,24 +158,20 @@ def made_up_accuracy() -> dict[str, Any]:
                 "committed": 3600,
                 "flips": 45,
                 "flip_rate": 0.0125,
+                "flip_rate_interval": [0.009, 0.017],
                 "kl_mean": 0.0123,
             },
             "free_running": {
                 "prompts": 64,
-                "equal_by_induction": None,
                 "exact_match": 0.8125,
+                "exact_match_interval": [0.7, 0.89],
                 "token_agreement": 0.961,
                 "first_divergence_median": 17.0,
                 "reference_nfe": [6 + i * 7 % 11 for i in range(64)],
                 "candidate_nfe": [6 + i * 7 % 13 for i in range(64)],
                 "nfe_ratio": 1.031,
                 "nfe_ratio_interval": [0.99, 1.07],
-                "task": {
-                    "reference": 0.795,
-                    "candidate": 0.789,
-                    "difference": -0.006,
-                    "difference_interval": [-0.018, 0.004],
-                },
+                "right_answers": right_answers([1] * 51 + [0] * 13, [1] * 50 + [0] * 14),
                 "samples": [
                     {**differing, "reference_nfe": 9, "candidate_nfe": 11},
                     {**same, "reference_nfe": 4, "candidate_nfe": 4},
@@ -194,8 +202,10 @@ def made_up_accuracy() -> dict[str, Any]:
                 "interval": [-0.02, 0.02],
             },
             "budgets": [
-                {"name": "max_ce_increase", "limit": 0.01, "value": 0.0108, "passed": False},
-                {"name": "min_top1", "limit": 0.97, "value": 0.9755, "passed": True},
+                {"name": "max_ce_increase", "limit": 0.01, "value": 0.0108, "passed": False}
+                | {"interval": [0.009, 0.0126], "is_clear": False},
+                {"name": "min_top1", "limit": 0.97, "value": 0.9755, "passed": True}
+                | {"interval": [0.9705, 0.9785], "is_clear": True},
             ],
             "passed": False,
         },

@@ -36,7 +36,7 @@ from dlm_export.cli import main
 from dlm_export.graph import attention, caches, functions, fuse, trace
 from dlm_export.graph.attention import BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.network import reference
 from dlm_export.network.caches import read_back
 from dlm_runtime import BundleError

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
-from made_up_results import made_up_accuracy
+from made_up_results import made_up_accuracy, right_answers
 from test_report import Page, laid_out, needs_browser
 
 from dlm_export.bundle.folder import finish
@@ -41,7 +41,7 @@ def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
         folder = Path(shutil.copytree(llada_bundle, tmp_path / name))
         judgement = made_up_accuracy()["judgement"]
         for section, values in changes.items():
-            judgement[section] |= values
+            judgement[section] = values if section == "effort" else judgement[section] | values
         (folder / "accuracy.json").write_text(content or json.dumps({"judgement": judgement}))
         manifest = json.loads((folder / "manifest.json").read_text())
         del manifest["files"]
@@ -85,6 +85,10 @@ def test_the_page_has_size_loss_answers_and_time_of_every_bundle(
         "LLaDAModelLM: fp32, int8, int4",
         "the reference",
         "+5.00% +3.00% to +8.00%",
+        "What quantisation cost. Right answers to the same 64 prompts: checkpoints/of/one/long/path/LLaDA-8B-Instruct, fp32 51 "
+        "(79.7%), int8 50 (78.1%), int4 50 (78.1%). These prompts cannot tell which bundle is better: the 95% interval of "
+        "every difference includes zero (the widest is",
+        "int4, int8 0 0 +0.0",
         "1.031 0.990 to 1.070",
         "2.00 1.80 to 2.20",
         "AMD EPYC 7B13, 2 cores",
@@ -127,10 +131,13 @@ document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"data": {"sha256": "d4" * 32}}, r"not judged like .*int8 \(data: sha256\)"),
-        ({"data": {"seed": 2}}, r"\(data: seed\)"),
-        ({"policy": {"threshold": 0.5}}, r"\(policy: threshold\)"),
-        ({"effort": {"states_of": "candidate"}}, r"\(effort: states_of\)"),
+        ({"data": {"sha256": "d4" * 32}}, r"not judged like .*int8 \(data: sha256 d4"),
+        (
+            {"data": {"samples": 50}},
+            r"\(data: samples 50 here, 200 there\)\. Bundles .* cannot be compared",
+        ),
+        ({"policy": {"threshold": 0.5}}, r"\(policy: threshold 0.5 here, 0.9 there\)"),
+        ({"effort": "default"}, "judged with --judge default, and .*int8 with --judge full"),
         (
             {"overall": {"reference_ce": 9.0}},
             "judged by another denoiser than .*int8: the reference's cross-entropy is 9 there",
@@ -144,19 +151,17 @@ def test_bundles_that_were_judged_otherwise_are_refused(
         read_entries([judged("int8"), judged("int4", **changes)])
 
 
-def test_bundles_that_took_more_or_fewer_of_the_same_samples_stand_side_by_side(
-    judged: Judged, tmp_path: Path
-) -> None:
-    fewer = {
-        "data": {"samples": 50},
-        "overall": {"reference_ce": 9.0},
-        "effort": {"stopped": "time"},
-    }
-    write_comparison(
-        tmp_path / "page.html", read_entries([judged("int8"), judged("int4", **fewer)])
-    )
-    page = Page((tmp_path / "page.html").read_text())
-    assert "on the first 50 or 200 of the same samples" in page.text
+def test_a_difference_is_found_prompt_by_prompt(judged: Judged, tmp_path: Path) -> None:
+    """The intervals of both shares overlap, but the paired difference excludes zero."""
+    ours, theirs = [1] * 44 + [0] * 20, [1] * 51 + [0] * 13
+    worse = {"right_answers": right_answers(theirs, ours)}
+    entries = read_entries([judged("int8"), judged("int4", free_running=worse)])
+    write_comparison(tmp_path / "page.html", entries)
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert "int4 gives fewer right answers than" in text
+    assert "The other differences may be chance." in text
+    rows = [entry.as_dict() for entry in entries]
+    assert rows[1]["right_answers_interval"][1] > rows[0]["right_answers_interval"][0]
 
 
 def test_bundles_of_two_checkpoints_and_one_alone_are_refused(

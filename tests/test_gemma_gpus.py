@@ -21,7 +21,7 @@ from test_gemma_quantised import write_calm
 
 import dlm_runtime
 from dlm_export.build import BuildOptions, build
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.sources import open_source
 
 VOCAB, LONGEST, HIDDEN, WINDOW = 160, 256, 64, 7

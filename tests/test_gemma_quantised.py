@@ -38,8 +38,8 @@ from dlm_export.building import memory
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import check_job, check_request
 from dlm_export.cli import main
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.masked import masked_canvases
-from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.bundle import BundlePredictor
@@ -493,8 +493,8 @@ def test_both_sides_generate_texts_if_asked(built: Callable[[str], Built], sourc
     policy = replace(source.presets["diffusion-gemma"], steps_per_block=3, stable_entropy=0.0)
     with dlm_runtime.open(built("int4").report.output, threads=1) as bundle:
         judged = judge_source(
-            *(source, bundle, make_samples(3), "int4", policy),
-            JudgingOptions(effort=Effort("default", judged=3, free_runs=2)),
+            *(source, bundle, make_samples(2), "int4", policy),
+            JudgingOptions(effort=Effort("full", judged=2)),
             lambda: None,
         )
     assert judged.free_running is not None
@@ -571,4 +571,4 @@ def test_budgets_of_texts_need_texts(built: Callable[[str], Built], checkpoint: 
     given = ("verify", bundle, "--checkpoint", checkpoint, "--max-nfe-ratio", 1.5)
     refused = invoke(*given, "--judged", 1)
     assert refused.exit_code == 2
-    assert "--judge full or --free-runs" in refused.stderr
+    assert "generated with --judge full" in refused.stderr

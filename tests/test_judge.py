@@ -19,13 +19,13 @@ import torch
 from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner, Result
 from denoisers import load
-from judging import judge
 
 import dlm_runtime
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS, random_tokens
 from dlm_export.cli import main
 from dlm_export.judging.accuracy import frontier
+from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.bundle import BundlePredictor, scores
 from dlm_export.judging.sides.side import JudgeError, Predictor
@@ -140,7 +140,7 @@ def test_both_see_the_same_canvases_and_prompts_are_never_masked() -> None:
 def test_masks_depend_on_the_seed_and_a_samples_place_alone() -> None:
     def canvases(seed: int, samples: Sequence[Sample]) -> list[list[int]]:
         reference = Scripted()
-        judged(reference, Scripted(), samples, seed=seed, free_runs=1)
+        judged(reference, Scripted(), samples, seed=seed)
         return [canvas.tolist() for canvas in reference.seen[: len(MASK_RATIOS)]]
 
     assert canvases(0, [text_sample(20)]) == canvases(0, [text_sample(20), answered()])
@@ -151,7 +151,7 @@ def test_masks_depend_on_the_seed_and_a_samples_place_alone() -> None:
 def test_a_row_is_scored_for_the_position_that_it_predicts(shift: int) -> None:
     sample = text_sample(30)
     right, wrong = (knows(sample.tokens, s) for s in (shift, 1 - shift))
-    found = judged(Scripted(right, shift), Scripted(wrong, shift), [sample], free_runs=1)
+    found = judged(Scripted(right, shift), Scripted(wrong, shift), [sample])
     assert found.overall["reference_ce"] < 1e-12
     assert found.overall["candidate_ce"] > 10
 
@@ -404,7 +404,6 @@ def test_a_bundle_in_fp32_costs_nothing(
             reference,
             _samples(reference),
             policy=POLICY,
-            free_runs=1,
         )
     for one in (found, back):
         assert abs(one.overall["ce_increase"]) < 1e-5
@@ -436,10 +435,9 @@ def test_a_damaged_denoiser_shows_in_every_view(
         damaged,
         _samples(reference),
         noise_floor=TorchPredictor(half, "bf16"),
-        free_runs=2,
         on_done=lambda: calls.append(1),
     )
-    assert len(calls) == 3 + 2
+    assert len(calls) == 3 + 3
     floor = found.noise_floor
     assert floor is not None
     assert 0 < floor["kl_mean"] < found.overall["kl_mean"]
@@ -447,7 +445,7 @@ def test_a_damaged_denoiser_shows_in_every_view(
     assert found.overall["top1"] <= found.overall["top5"]
     assert found.frontier["jaccard"] < 1
     assert found.free_running["exact_match"] < 1
-    assert found.free_running["prompts"] == 2
+    assert found.free_running["prompts"] == 3
     assert [row["mask_ratio"] for row in found.buckets] == list(MASK_RATIOS)
     assert sum(row["positions"] for row in found.buckets) == found.overall["positions"]
     low, high = found.overall["ce_increase_interval"]
@@ -457,7 +455,6 @@ def test_a_damaged_denoiser_shows_in_every_view(
         damaged,
         _samples(reference),
         noise_floor=TorchPredictor(half, "bf16"),
-        free_runs=2,
     )
     assert again.as_dict() == found.as_dict()
 
@@ -471,7 +468,7 @@ BUCKET = {
         "ce_increase",
         "ce_increase_interval",
     ),
-    *("top1", "top5", "kl_mean", "kl_p95"),
+    *("top1", "top1_interval", "top5", "kl_mean", "kl_p95"),
 }
 
 
@@ -513,6 +510,7 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
         "committed",
         "flips",
         "flip_rate",
+        "flip_rate_interval",
         "kl_mean",
     }
     assert set(found["frontier"]["buckets"][0]) == {
@@ -526,22 +524,21 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
         *(
             "prompts",
             "exact_match",
+            "exact_match_interval",
             "token_agreement",
             "first_divergence_median",
             "reference_nfe",
             "candidate_nfe",
         ),
-        *("nfe_ratio", "nfe_ratio_interval", "task", "samples", "equal_by_induction"),
+        *("nfe_ratio", "nfe_ratio_interval", "right_answers", "samples"),
     }
-    assert set(found["free_running"]["task"]) == {
-        "reference",
-        "candidate",
-        "difference",
-        "difference_interval",
+    right = found["free_running"]["right_answers"]
+    assert set(right) == {"prompts", "difference", "difference_interval"} | {
+        f"{who}{what}" for who in ("reference", "candidate") for what in ("", "_interval", "_right")
     }
     shown = {"prompt", "answer", "reference", "candidate", "reference_nfe", "candidate_nfe"}
     assert set(found["free_running"]["samples"][0]) == shown
-    assert set(found["budgets"][0]) == {"name", "limit", "value", "passed"}
+    assert {"name", "limit", "value", "passed", "interval", "is_clear"} == set(found["budgets"][0])
 
 
 def test_one_bundle_is_compared_with_itself_under_another_policy(
@@ -568,7 +565,7 @@ def test_one_bundle_is_compared_with_itself_under_another_policy(
     assert (shared["cache"], shared["refresh"], shared["reuse_prompt"]) == ("dual", 0, 0)
     assert 0 < own["cached_tokens"] < own["prompt_tokens"]
     assert found["free_running"]["prompts"] == found["data"]["samples"]
-    assert found["free_running"]["task"] is not None
+    assert found["free_running"]["right_answers"] is not None
     assert found["overall"]["top1"] == 1  # masked positions are predicted without a cache
     assert "has refresh 8, reuse_prompt 1; it reused" in compared(*changes).output
     assert "no prompt was reused" in compared(*changes, "--candidate-set=refresh=64").output
@@ -586,7 +583,7 @@ def test_plain_text_is_continued_from_its_middle() -> None:
 
     found = judged(Scripted(write=write), Scripted(write=write), [text_sample(12)])
     assert asked == [(list(range(6)), 8)] * 2
-    assert found.free_running["task"] is None
+    assert found.free_running["right_answers"] is None
     assert found.free_running["samples"][0]["prompt"] == "0 1 2 3 4 5"
     assert found.free_running["samples"][0]["reference"] == "4 4 4 4 4 4 4 4"
 
@@ -691,9 +688,18 @@ def judgement() -> Judgement:
             {"mask_ratio": 0.15} | worst,
             {"mask_ratio": 0.25} | chance,
         ],
-        overall={"ce_increase": 0.02, "top1": 0.95},
+        overall={
+            "ce_increase": 0.02,
+            "ce_increase_interval": [0.01, 0.03],
+            "top1": 0.95,
+            "top1_interval": [0.955, 0.97],
+        },
         frontier={},
-        free_running={"nfe_ratio": 1.1, "task": {"candidate": 0.8}},
+        free_running={
+            "nfe_ratio": 1.1,
+            "nfe_ratio_interval": None,
+            "right_answers": {"candidate": 0.8, "candidate_interval": [0.7, 0.9]},
+        },
         layers=[
             {"layer": f"blocks.{i}.mlp.down", "format": "int4", "kl": 0.0, "frontier_kl": 0.1 * i}
             for i in (1, 4, 3, 2)
@@ -720,9 +726,9 @@ def judgement() -> Judgement:
             "NFE ratio is 1.1000, the limit is 1.0500",
         ),
         (
-            Budgets(min_task=0.8),
-            Budgets(min_task=0.81),
-            "task score is 80.00%, the minimum is 81.00%",
+            Budgets(min_right_answers=0.8),
+            Budgets(min_right_answers=0.81),
+            "right answers are 80.00%, the minimum is 81.00%",
         ),
     ],
 )
@@ -756,22 +762,24 @@ def test_no_budget_is_no_miss_and_all_are_measured(judgement: Judgement) -> None
     assert judgement.with_budgets(Budgets()).passed
     everything = judgement.with_budgets(Budgets(0.5, 0.99, 1.0, 0.5))
     assert [row["passed"] for row in everything.budgets] == [True, False, False, True]
+    # The interval of the first two values excludes the limit. The third value has no interval.
+    assert [row["is_clear"] for row in everything.budgets] == [True, True, False, True]
 
 
 def test_a_loss_out_of_nothing_exceeds_every_budget(judgement: Judgement) -> None:
-    lost = replace(judgement, overall={"ce_increase": None, "top1": 1.0})
+    lost = replace(judgement, overall=judgement.overall | {"ce_increase": None})
     assert not lost.with_budgets(Budgets(max_ce_increase=1e9)).passed
     assert "inf" in lost.with_budgets(Budgets(max_ce_increase=1e9)).misses[0]
 
 
-def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
+def test_a_budget_for_right_answers_needs_answers(judgement: Judgement) -> None:
     with pytest.raises(JudgeError, match="no answers"):
-        Budgets(min_task=0.5).check([text_sample()])
-    Budgets(min_task=0.5).check([text_sample(), answered()])
+        Budgets(min_right_answers=0.5).check([text_sample()])
+    Budgets(min_right_answers=0.5).check([text_sample(), answered()])
     Budgets(max_nfe_ratio=1.0).check([text_sample()])
     with pytest.raises(JudgeError, match="no answers"):
-        replace(judgement, free_running={"nfe_ratio": 1.0, "task": None}).with_budgets(
-            Budgets(min_task=0.5)
+        replace(judgement, free_running={"nfe_ratio": 1.0, "right_answers": None}).with_budgets(
+            Budgets(min_right_answers=0.5)
         )
 
 

@@ -1,15 +1,12 @@
 """Tests of how much work judging does.
 
-Judging compares a candidate with its reference. The tests count canvases, and check when judging
-stops early. They also check thresholds that are tried on stored passes.
+Judging compares a candidate with its reference, on a number of samples that does not depend on the
+speed of the machine. The tests count canvases, samples and texts.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from denoisers import load
-from judging import judge
 from test_judge import (
     EOS,
+    MASK,
     POLICY,
     Scripted,
     answered,
     decode,
-    knows,
     no_text,
     text_sample,
 )
@@ -32,18 +28,14 @@ from test_judge import (
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS, random_tokens
 from dlm_export import families
-from dlm_export.judging.accuracy import rounds
-from dlm_export.judging.accuracy.evidence import Evidence
-from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within
-from dlm_export.judging.accuracy.rounds import Effort, judge_in_rounds
-from dlm_export.judging.accuracy.verdict import Budgets
+from dlm_export.judging.accuracy.effort import Effort
+from dlm_export.judging.accuracy.evidence import judge
+from dlm_export.judging.accuracy.frontier import meet_within
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import Seer, View
 from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.sources import open_source
 from dlm_runtime import Policy
-
-NEW = 24
 
 
 class Sides:
@@ -79,76 +71,39 @@ def sides(request: pytest.FixtureRequest) -> Sides:
     return Sides(request.getfixturevalue(request.param))
 
 
-def _met(predictor: TorchPredictor, samples: Sequence[Sample], policy: Policy) -> list[Met]:
-    return [
-        meet(predictor, sample, i, policy, NEW, predictor.max_canvas_length)
-        for i, sample in enumerate(samples)
-    ]
-
-
-# --- A reference that only predicts given canvases ---
+# --- A reference whose layers are loaded one at a time ---
 
 LOOPS: dict[str, dict[str, Any]] = {
     "no cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
     "dual cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8, "cache": "dual"},
-    "prefix cache": {
+    "static, prefix cache": {
         "commit": "static",
         "steps_per_block": 4,
         "block_length": 8,
         "cache": "prefix",
     },
-    "refreshed cache": {
-        "commit": "threshold",
-        "threshold": 0.05,
-        "block_length": 6,
-        "cache": "dual",
-        "refresh": 4,
-    },
-    "one block": {
-        "commit": "timestep",
-        "score": "entropy",
-        "block_length": 0,
-        "steps_per_block": 6,
-    },
 }
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """``follow`` reports whether the reference's own loop would give the canvases of a run.
-
-    ``follow`` only uses ``seer``, not the loop. The test runs the loop of ``free`` and compares the
-    canvases.
-    """
-    policy = Policy(**LOOPS[name])
-    samples = sides.samples(6)
-    runs = _met(sides.candidate, samples[:4], policy) + _met(sides.free, samples[4:], policy)
-    sides.seer.see([], [run.walk(sides.seer) for run in runs])
-    found = []
-    for walk, run in enumerate(runs):
-        followed = follow(sides.seer, walk, run, policy)
-        own = sides.free.states(run.prompt, run.room, policy)
-        same = [a.tokens.tolist() for a in own] == [b.tokens.tolist() for b in run.canvases]
-        assert followed.is_equal == same
-        if same:
-            assert followed.nfe == len(own) - 1
-        found.append(same)
-    assert found[4:] == [True, True]
-    assert not all(found)
-
-
-def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) -> None:
-    sides = Sides(llada_checkpoint)
-    policy = Policy(block_length=4)
-    (sample,) = sides.samples(1)
-    first = sides.free.generate(sample.tokens[:6].tolist(), 12, policy)[0][7]
-    for one in (sides.free, sides.seer):
-        one.eos_token_ids = (first,)
-    sides.free.denoiser.network = replace(sides.free.denoiser.network, eos_token_ids=(first,))
-    (run,) = _met(sides.free, [sample], policy)
-    assert run.nfe == 4
-    sides.seer.see([], [run.walk(sides.seer)])
-    assert follow(sides.seer, 0, run, policy).is_equal
+def test_a_reference_loaded_layer_by_layer_judges_like_a_whole_one(sides: Sides, name: str) -> None:
+    samples = sides.samples(3)
+    given: dict[str, Any] = {"policy": Policy(**LOOPS[name]), "max_new_tokens": 8, "decode": decode}
+    whole, layered = (
+        judge(each, sides.candidate, samples, **given) for each in (sides.free, sides.seer)
+    )
+    assert whole.free_running == layered.free_running
+    assert layered.free_running["prompts"] == 3
+    assert whole.data == layered.data
+    for ours, theirs in zip(
+        [layered.overall, *layered.buckets], [whole.overall, *whole.buckets], strict=True
+    ):
+        for figure in ("positions", "top1", "top5"):
+            assert ours[figure] == theirs[figure]
+        for figure in ("reference_ce", "candidate_ce", "kl_mean"):
+            assert ours[figure] == pytest.approx(theirs[figure], rel=1e-4)
+    for figure in ("committed", "flips", "jaccard"):
+        assert layered.frontier[figure] == whole.frontier[figure]
 
 
 def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> None:
@@ -170,131 +125,49 @@ def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> No
         sides.seer.logits(canvases[1], np.array([0]))
 
 
-def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_freely_where_asked(
-    sides: Sides,
-) -> None:
-    samples = sides.samples(3)
-    given: dict[str, Any] = {
-        "policy": replace(POLICY, cache="dual"),
-        "max_new_tokens": 8,
-        "decode": decode,
-    }
-    full = judge(sides.free, sides.candidate, samples, **given)
-    evidence = Evidence(sides.seer, sides.candidate, samples, free=sides.free, free_runs=1, **given)
-    for _ in samples:
-        evidence.add(1)
-    found = evidence.judgement()
-    for ours, theirs in zip(
-        [found.overall, *found.buckets], [full.overall, *full.buckets], strict=True
-    ):
-        for name in ("positions", "top1", "top5"):
-            assert ours[name] == theirs[name]
-        for name in ("reference_ce", "candidate_ce", "kl_mean"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
-    assert found.data == full.data
-    assert found.effort == {"states_of": "candidate", "free_runs": 1}
-    assert full.effort == {"states_of": "reference", "free_runs": 3}
-    assert found.free_running["candidate_nfe"] == full.free_running["candidate_nfe"]
-    assert found.free_running["reference_nfe"][0] == full.free_running["reference_nfe"][0]
-    everything = Evidence(
-        sides.seer, sides.candidate, samples, free=sides.free, free_runs=3, **given
-    )
-    everything.add(3)
-    known = everything.judgement().free_running
-    assert {name: known[name] for name in full.free_running if name != "equal_by_induction"} == {
-        name: value for name, value in full.free_running.items() if name != "equal_by_induction"
-    }
+# --- How much is compared ---
 
 
-def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
+def test_the_cache_is_judged_on_fewer_prompts_if_a_run_takes_a_pass_a_token() -> None:
     slow = Scripted(write=lambda tokens, new, policy: ([EOS] * new, new))
     samples = list(enumerate([answered()] * 6))
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=20)) == 2
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1)) == 1
-    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1, least=3)) == 3
-    evidence = Evidence(
-        Scripted(), slow, [answered((7,))] * 6, policy=POLICY, max_new_tokens=40, decode=decode
+
+
+def test_every_sample_gets_an_answer_of_both_however_many_passes_it_takes() -> None:
+    slow = Scripted(write=lambda tokens, new, policy: ([EOS] * new, new))
+    found = judge(
+        Scripted(), slow, [answered()] * 40, policy=POLICY, max_new_tokens=40, decode=decode
     )
-    evidence.add(6)
-    found = evidence.judgement()
-    masked = len(MASK_RATIOS) * 6
-    assert 0 < found.free_running["prompts"] * 40 <= masked
-    assert found.data["samples"] == 6
+    assert found.free_running["prompts"] == found.data["samples"] == 40
+    assert len(found.free_running["right_answers"]["reference_right"]) == 40
 
 
-# --- Rounds ---
+def test_the_number_of_samples_is_32_or_as_many_as_are_asked_for() -> None:
+    pool = [text_sample(12)] * 40
+    assert len(Effort().chosen(pool)) == 32
+    assert len(Effort("full", judged=35).chosen(pool)) == 35
+    assert Effort(judged=40).shortage(pool, option="--data") == []
+    (told,) = Effort(judged=41).shortage(pool, option="--data")
+    assert "--judged 41: the data has only 40 samples" in told
+    assert len(Effort(judged=41).chosen(pool)) == 40
 
 
-class Clock:
-    """A fake clock. It advances by 0.25 seconds for each judged sample."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self.evidence = evidence
-
-    def perf_counter(self) -> float:
-        return self.evidence.judged / 4
-
-
-def _in_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-    effort: Effort,
-    budgets: Budgets,
-    candidate: Any = None,
-    samples: int = 40,
-) -> tuple[dict[str, Any], list[int]]:
-    """Judge samples in rounds.
-
-    Returns a dict that describes the effort, and the number of judged samples after each round.
-    """
-    pool = [text_sample(12)] * min(samples, effort.most)
-    evidence = Evidence(
-        Scripted(), candidate or Scripted(), pool, policy=POLICY, max_new_tokens=4, decode=no_text
+def test_few_canvases_of_a_sample_cover_all_mask_ratios_together() -> None:
+    reference = Scripted()
+    samples = [text_sample(40)] * len(MASK_RATIOS)
+    found = judge(
+        reference,
+        Scripted(),
+        samples,
+        policy=POLICY,
+        max_new_tokens=8,
+        decode=no_text,
+        canvases=Effort().canvases,
     )
-    monkeypatch.setattr(rounds, "time", Clock(evidence))
-    seen: list[int] = []
-    add = evidence.add
-    monkeypatch.setattr(
-        evidence, "add", lambda *given: (add(*given), seen.append(evidence.judged))[0]
-    )
-    found = judge_in_rounds(evidence, effort, budgets, 4)
-    assert found.data["samples"] == seen[-1]
-    return found.effort, seen
-
-
-def test_judging_stops_when_its_time_is_spent_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    effort, judged = _in_rounds(monkeypatch, Effort(seconds=5), Budgets())
-    assert judged == [4, 20], "four a second, and four seconds were left"
-    assert (effort["judge"], effort["stopped"], effort["states_of"]) == (
-        "default",
-        "time",
-        "candidate",
-    )
-    assert _in_rounds(monkeypatch, Effort(seconds=0.5), Budgets())[1] == [4]
-
-
-def test_judging_takes_32_samples_at_most_and_as_many_as_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), Budgets())
-    assert (judged, effort["stopped"]) == ([4, 32], "most")
-    effort, judged = _in_rounds(monkeypatch, Effort(judged=35, seconds=0), Budgets())
-    assert (judged, effort["stopped"]) == ([35], "asked")
-    effort, judged = _in_rounds(monkeypatch, Effort(judged=100, seconds=0), Budgets())
-    assert (judged, effort["stopped"]) == ([40], "all")
-    assert Effort().lasting(1).seconds == rounds.LEAST_SECONDS
-    assert Effort().lasting(70).seconds == 70
-
-
-def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Scripted(knows(text_sample(12).tokens + 1, 0))
-    effort, judged = _in_rounds(
-        monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong
-    )
-    assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
-    # The candidate and the reference make the same predictions, so the confidence interval of the
-    # top-1 agreement is the single point 1.0. This point equals the limit ``min_top1``, so the
-    # budget is never decided.
-    undecided = Budgets(max_ce_increase=0.01, min_top1=1.0)
-    effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
-    assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")
-    assert all(after <= 2 * before for before, after in pairwise(judged))
+    assert [row["mask_ratio"] for row in found.buckets] == list(MASK_RATIOS)
+    masked = [canvas for canvas in reference.seen if len(canvas) == 40]
+    assert len(masked) == Effort().canvases * len(samples)
+    shares = [round(float((canvas == MASK).mean()), 2) for canvas in masked[:4]]
+    assert shares == [0.05, 0.55, 0.15, 0.65]

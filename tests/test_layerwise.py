@@ -22,7 +22,7 @@ from dlm_export.building.quantising import quantise
 from dlm_export.building.request import check_job, check_request
 from dlm_export.graph import DATA_FILE, GRAPH_FILE, trace
 from dlm_export.graph.taps import find_taps
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.parity import by_layer
 from dlm_export.judging.parity.verdict import PART_TOLERANCES, Parity, ParityError, require_parity
 from dlm_export.progress import Stages

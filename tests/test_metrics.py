@@ -23,7 +23,7 @@ quick = settings(max_examples=60, deadline=None)
 rows_of_logits = st.lists(
     st.lists(st.integers(-6, 6), min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=5
 ).map(lambda rows: np.array(rows, np.float32))
-losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12).map(np.array)
+losses = st.lists(st.floats(0.01, 10), min_size=2, max_size=12).map(np.array)
 token_lists = st.lists(st.integers(0, 3), max_size=8)
 
 
@@ -191,8 +191,52 @@ def test_an_interval_is_as_wide_as_the_theory_says() -> None:
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
 
 
-def test_an_interval_without_a_ratio_is_none() -> None:
+def test_an_interval_without_a_ratio_or_of_one_sample_is_none() -> None:
     assert metrics.ratio_interval(np.ones(3), np.zeros(3), seed=0) is None
+    assert metrics.ratio_interval(np.ones(1), np.ones(1), seed=0) is None
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"),
+    # Table I of Newcombe, Statistics in Medicine 17 (1998), pages 857 to 872, method 3
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_score_interval_is_the_published_one(
+    hits: int, count: int, low: float, high: float
+) -> None:
+    assert metrics.wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)
+    one_each = np.arange(count) < hits
+    assert metrics.share_interval(one_each, np.ones(count)) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_positions_of_one_sample_count_as_one_if_they_are_alike() -> None:
+    ten = np.full(30, 10)
+    alike, mixed = np.where(np.arange(30) < 27, 10, 0), np.full(30, 9)
+    widths = [high - low for low, high in (metrics.share_interval(h, ten) for h in (alike, mixed))]
+    assert widths[0] > 2.5 * widths[1]
+    # All positions agree: this does not show more than 30 samples can show.
+    assert metrics.share_interval(ten, ten) == metrics.wilson_interval(1.0, 30)
+
+
+def test_paired_intervals_contain_the_true_difference_as_often_as_they_claim() -> None:
+    """A bootstrap claims certainty in every draw without a difference: here 27% of the draws."""
+    rng = np.random.default_rng(0)
+    covered, draws, certain = 0, 1000, 0
+    for _ in range(draws):
+        hard = rng.random(32)
+        theirs, ours = ((hard < share).astype(int) for share in (0.9, 0.86))
+        low, high = metrics.paired_interval(theirs, ours)
+        covered += low <= -0.04 <= high
+        certain += low == high
+    assert 0.93 * draws <= covered
+    assert certain == 0
+    same = metrics.paired_interval(np.ones(32), np.ones(32))
+    assert same == pytest.approx((-0.1072, 0.1072), abs=1e-4)
 
 
 # --- The frontier ---
@@ -218,8 +262,8 @@ def test_a_flip_is_another_token_at_a_position_that_both_commit() -> None:
     frontier = Frontier(MASK)
     reference = _commitment([0, 1, 2, 3], [True, True, True, False])
     candidate = _commitment([0, 2, 3, 4], [True, True, False, False])
-    frontier.add(0.36, reference, candidate)
-    frontier.add(1.0, reference, reference)
+    frontier.add(0, 0.36, reference, candidate)
+    frontier.add(1, 1.0, reference, reference)
     found = frontier.as_dict()
     assert [row["mask_ratio"] for row in found["buckets"]] == [0.35, 0.95]
     low, full = found["buckets"]
@@ -325,28 +369,29 @@ def test_runs_are_shown_with_the_differing_ones_first_and_bounded() -> None:
     assert found["first_divergence_median"] == 1
     assert found["nfe_ratio"] == 1.25
     assert found["nfe_ratio_interval"] == pytest.approx([1.25, 1.25])
-    assert found["task"]["difference"] == -0.5
-    low, high = found["task"]["difference_interval"]
+    assert found["right_answers"]["difference"] == -0.5
+    low, high = found["right_answers"]["difference_interval"]
     assert -0.8 < low < -0.5 < high < -0.2
     json.dumps(found, allow_nan=False)
 
 
-def test_equal_runs_without_answers_have_neither_divergence_nor_task() -> None:
+def test_equal_runs_without_answers_have_neither_divergence_nor_right_answers() -> None:
     runs = [Run([1, 2], None, 4)] * 2
     found = metrics.summarise_runs([_sample(None)] * 2, [None, None], runs, runs, seed=0)
-    assert (found["exact_match"], found["first_divergence_median"], found["task"]) == (
+    assert (found["exact_match"], found["first_divergence_median"], found["right_answers"]) == (
         1,
         None,
         None,
     )
+    # Two equal texts do not show that all texts are equal.
+    assert found["exact_match_interval"][0] < 0.5
 
 
-def test_a_task_is_scored_over_the_samples_that_carry_answers() -> None:
+def test_right_answers_are_counted_over_the_samples_that_carry_answers() -> None:
     samples = [_sample("x"), _sample(None), _sample("y")]
     runs = [Run([1], "x", 1)] * 3
-    assert (
-        metrics.summarise_runs(samples, ["p"] * 3, runs, runs, seed=0)["task"]["candidate"] == 0.5
-    )
+    right = metrics.summarise_runs(samples, ["p"] * 3, runs, runs, seed=0)["right_answers"]
+    assert (right["prompts"], right["candidate"], right["candidate_right"]) == (2, 0.5, [1, 0])
 
 
 def test_an_end_token_is_counted_and_not_decoded() -> None:

@@ -31,7 +31,7 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing
 from dlm_export.cli import main
 from dlm_export.families.base import later
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.parity.verdict import ParityError
 from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.network.experts import RoutedMLPs, Router

@@ -25,7 +25,7 @@ from dlm_export.cli import main  # noqa: E402
 from dlm_export.distributed.ray_workers import LOCAL, RETRIES, RayWorkers, connected  # noqa: E402
 from dlm_export.distributed.record import Record  # noqa: E402
 from dlm_export.distributed.workers import Shared, WorkerError, WorkerInputError  # noqa: E402
-from dlm_export.judging.accuracy.rounds import Effort  # noqa: E402
+from dlm_export.judging.accuracy.effort import Effort  # noqa: E402
 from dlm_export.quantising import in_pieces, samples  # noqa: E402
 from dlm_export.quantising.samples import CalibrationOptions  # noqa: E402
 from dlm_export.sources import open_source  # noqa: E402

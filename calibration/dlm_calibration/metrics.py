@@ -5,7 +5,10 @@ There are four kinds of metrics:
 - cross-entropy, agreement and Kullback-Leibler divergence at masked positions, in nats;
 - the likelihood bound of masked diffusion (arXiv:2502.09992, equation 6), in bits per byte;
 - comparisons of whole generations (free runs);
-- paired bootstrap intervals (Efron 1979).
+- 95% intervals. Ratios of sums get the paired bootstrap over samples (Efron 1979). Shares get the
+  score interval (Wilson 1927), and the difference of two shares of the same samples gets the
+  interval for paired proportions that is built from it (Newcombe 1998, method 10). A bootstrap of
+  shares would claim certainty if all samples agree.
 
 All metrics are computed in float64. In fp32, the rounding of sums could hide the effect of
 quantisation.
@@ -24,10 +27,10 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-# Number of resamples of a bootstrap. A 95% interval excludes the 25 lowest and the 25 highest of
-# the 1000 results.
+# Number of resamples of a bootstrap.
 RESAMPLES = 1000
 LEVEL = 0.95
+_Z = 1.959963984540054  # the standard normal distribution exceeds it with probability (1 - LEVEL) / 2
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
 # The number of logits that are processed at a time: 32 MB in float64, or 33 rows with a vocabulary
@@ -145,7 +148,7 @@ def compare_rows(
 
 
 def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[str, Any]:
-    """Return the mean of each metric, and the bootstrap interval of the increase in cross-entropy.
+    """Return the mean of each metric, and intervals of top-1 agreement and of ``ce_increase``.
 
     ``sample`` ``[R]`` is the index of the sample that contains each position, and ``samples`` is
     the number of samples. ``ce_increase`` is relative: 0.01 is an increase of one per cent.
@@ -155,8 +158,11 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
     """
     if not len(rows):
         raise ValueError("no rows to summarise")
-    theirs = np.bincount(sample, rows.reference_ce, samples)
-    ours = np.bincount(sample, rows.candidate_ce, samples)
+    has_rows = np.bincount(sample, None, samples) > 0
+    theirs, ours = (
+        np.bincount(sample, loss, samples)[has_rows]
+        for loss in (rows.reference_ce, rows.candidate_ce)
+    )
     increase = ratio(float(ours.sum()), float(theirs.sum()))
     interval = ratio_interval(ours, theirs, seed)
     return {
@@ -166,22 +172,27 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
         "ce_increase": None if increase is None else increase - 1,
         "ce_increase_interval": None if interval is None else [interval[0] - 1, interval[1] - 1],
         "top1": float((rows.rank == 0).mean()),
+        "top1_interval": list(
+            share_interval(
+                np.bincount(sample, rows.rank == 0, samples), np.bincount(sample, None, samples)
+            )
+        ),
         "top5": float((rows.rank < TOP).mean()),
         "kl_mean": float(rows.kl.mean()),
         "kl_p95": float(np.percentile(rows.kl, 95)),
     }
 
 
-def is_told_from_zero(row: Mapping[str, Any]) -> bool:
-    """Return True if a result of ``summarise`` shows a significant increase in cross-entropy.
+def direction(row: Mapping[str, Any]) -> int:
+    """Return whether a result of ``summarise`` shows a significant change of cross-entropy.
 
-    An increase is significant if its bootstrap interval is above 0, or if ``ce_increase`` is
-    ``None`` or not finite.
+    The result is 1 for an increase, -1 for a decrease, and 0 if the 95% interval includes zero. An
+    increase that is ``None`` or not finite is significant.
     """
     increase, interval = row["ce_increase"], row["ce_increase_interval"]
     if increase is None or not np.isfinite(increase):
-        return True
-    return interval is not None and bool(interval[0] > 0)
+        return 1
+    return 0 if interval is None else int(interval[0] > 0) - int(interval[1] < 0)
 
 
 def ratio(above: float, below: float) -> float | None:
@@ -199,8 +210,11 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
 
     Each resample consists of N random pairs ``(above[i], below[i])``, selected with replacement.
     Both values of a pair come from the same sample. The difficulty of the sample therefore cancels
-    out in the ratio. Returns ``None`` if the ratio of a resample is undefined.
+    out in the ratio. The quantiles are those of the expanded percentile interval (see ``_tail``).
+    Returns ``None`` if there are fewer than two samples, or if the ratio of a resample is undefined.
     """
+    if len(above) < 2:
+        return None
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(RESAMPLES):
@@ -209,12 +223,88 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
         if value is None:
             return None
         found.append(value)
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(found, [tail := _tail(len(above)), 1 - tail])
     return float(low), float(high)
+
+
+def _tail(count: int) -> float:
+    """Return the share of resamples that an interval of ``count`` samples excludes on each side.
+
+    The percentiles of a bootstrap of few samples are too narrow: they ignore the factor n / (n - 1)
+    of the variance, and the tails of Student's t. Expanded percentiles include both (Hesterberg, The
+    American Statistician 69, 2015).
+    """
+    free = count - 1
+    t = _Z + (_Z**3 + _Z) / (4 * free) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * free**2)
+    return math.erfc(t * math.sqrt(count / free) / math.sqrt(2)) / 2
+
+
+def share_interval(hits: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Return the 95% score interval of the share ``sum(hits) / sum(counts)``.
+
+    Element i of each array belongs to sample i. Positions of one sample resemble each other, so N
+    positions tell less than N samples. The interval therefore uses the effective number of
+    positions: the number that gives the variance between the samples (Korn and Graubard 1998). If
+    the share is 0 or 1, no variance is known, and each sample counts once. ``(0, 1)`` without
+    samples.
+    """
+    is_used = counts > 0
+    hits, counts = hits[is_used], counts[is_used]
+    samples, total = len(counts), float(counts.sum())
+    if not samples:
+        return 0.0, 1.0
+    share = float(hits.sum()) / total
+    effective = float(samples)
+    if samples > 1 and 0 < share < 1:
+        variance = float(((hits - share * counts) ** 2).sum()) / total**2
+        effective = min(share * (1 - share) / variance, total) if variance else total
+        effective = max(effective, 1.0)
+    return wilson_interval(share, effective)
+
+
+def wilson_interval(share: float, count: float) -> tuple[float, float]:
+    """Return the 95% score interval (Wilson 1927) of a share of ``count`` independent trials."""
+    middle = share + _Z**2 / (2 * count)
+    half = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
+    scale = 1 + _Z**2 / count
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def paired_interval(reference: np.ndarray, candidate: np.ndarray) -> tuple[float, float]:
+    """Return the 95% interval of ``mean(candidate) - mean(reference)`` of paired trials.
+
+    Both arrays ``[N]`` contain 1 for success and 0 for failure. This is method 10 of Newcombe
+    (Statistics in Medicine 17, 1998): the score intervals of both shares, combined with the
+    correlation of the pairs.
+    """
+    count = len(reference)
+    theirs, ours = float(reference.mean()), float(candidate.mean())
+    both = int((reference * candidate).sum())
+    only_theirs, only_ours = int(reference.sum()) - both, int(candidate.sum()) - both
+    neither = count - both - only_theirs - only_ours
+    product = float(both * neither - only_theirs * only_ours)
+    if product > 0:  # the continuity correction of the paper
+        product = max(product - count / 2, 0.0)
+    spread = math.sqrt(
+        (both + only_theirs) * (only_ours + neither) * (both + only_ours) * (only_theirs + neither)
+    )
+    phi = product / spread if spread else 0.0
+    (low_r, high_r), (low_c, high_c) = (wilson_interval(p, count) for p in (theirs, ours))
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a**2 - 2 * phi * a * b + b**2))
+
+    difference = ours - theirs
+    return (
+        difference - reach(ours - low_c, high_r - theirs),
+        difference + reach(high_c - ours, theirs - low_r),
+    )
 
 
 def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     """Return the 95% bootstrap interval of the mean of paired differences ``[N]``."""
+    if len(differences) < 2:
+        return -math.inf, math.inf
     interval = ratio_interval(differences, np.ones(len(differences)), seed)
     assert interval is not None  # the ratio is defined, because all denominators are 1
     return interval
@@ -264,6 +354,7 @@ class Frontier:
 
     def __init__(self, mask_token_id: int) -> None:
         self._mask_token_id = mask_token_id
+        self._samples: list[int] = []
         self._buckets: list[int] = []
         self._jaccard: list[float] = []
         self._committed: list[int] = []
@@ -271,12 +362,16 @@ class Frontier:
         self._kl: list[np.ndarray] = []
         self._frontier_kl: list[np.ndarray] = []
 
-    def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare the tokens that the two denoisers would commit in one calibration state.
+    def add(
+        self, sample: int, mask_ratio: float, reference: Commitment, candidate: Commitment
+    ) -> None:
+        """Compare the tokens that the two denoisers would commit in one state of a decoding run.
 
-        ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
-        position where the two denoisers commit different tokens.
+        ``sample`` is the index of the run's sample. ``mask_ratio`` is the share of positions after
+        the prompt that are masked. A flip is a position where the two denoisers commit different
+        tokens.
         """
+        self._samples.append(sample)
         both = reference.is_chosen & candidate.is_chosen
         rows = compare_rows(
             reference.logits, candidate.logits, reference.guess, self._mask_token_id
@@ -290,12 +385,18 @@ class Frontier:
 
     def merge(self, later: Frontier) -> None:
         """Append the states of ``later`` to the states of this ``Frontier``."""
+        self._samples += later._samples
         self._buckets += later._buckets
         self._jaccard += later._jaccard
         self._committed += later._committed
         self._flips += later._flips
         self._kl += later._kl
         self._frontier_kl += later._frontier_kl
+
+    @property
+    def is_measured(self) -> bool:
+        """True if at least one state was added."""
+        return bool(self._samples)
 
     @property
     def kl(self) -> float:
@@ -332,7 +433,11 @@ class Frontier:
         ]
         overall = summary(np.ones(len(buckets), bool))
         rate = overall["flips"] / overall["committed"] if overall["committed"] else 0.0
-        return {"buckets": rows, **overall, "flip_rate": rate, "kl_mean": self.frontier_kl}
+        interval = share_interval(
+            np.bincount(self._samples, flips), np.bincount(self._samples, committed)
+        )
+        found = {"flip_rate": rate, "flip_rate_interval": list(interval)}
+        return {"buckets": rows, **overall, **found, "kl_mean": self.frontier_kl}
 
 
 # --- Free runs: whole generations of both denoisers ---
@@ -425,54 +530,42 @@ def as_run(
 def summarise_runs(
     samples: Sequence[Sample],
     prompts: Sequence[str | None],
-    reference: Sequence[Run | None],
+    reference: Sequence[Run],
     candidate: Sequence[Run],
     seed: int,
-    reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Compare the generations (free runs) of two denoisers, for accuracy.json.
 
     ``prompts`` are the prompt texts to show.
-
-    A run of the reference may be unknown (``None``). In this case, the results that compare texts
-    are ``None``. ``reference_nfe`` contains an estimated number of passes of the reference for each
-    prompt.
     """
-    known = [run for run in reference if run is not None]
-    pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []
+    pairs = list(zip(reference, candidate, strict=True))
     agreed = [token_agreement(a.tokens, b.tokens) for a, b in pairs]
-    parted = [
-        None if theirs is None else first_divergence(theirs.tokens, ours.tokens)
-        for theirs, ours in zip(reference, candidate, strict=True)
-    ]
+    parted = [first_divergence(a.tokens, b.tokens) for a, b in pairs]
     divergences = [position for position in parted if position is not None]
-    passes = reference_nfe if reference_nfe is not None else [run.nfe for run in known]
-    theirs, ours = np.array(passes), np.array([run.nfe for run in candidate])
+    is_equal = np.array([position is None for position in parted])
+    theirs, ours = (np.array([run.nfe for run in side]) for side in (reference, candidate))
     interval = ratio_interval(ours, theirs, seed)
-    # Runs that differ come first, then runs that cannot be compared, then equal runs.
-    order = sorted(
-        range(len(candidate)), key=lambda i: (parted[i] is None, reference[i] is not None)
-    )[:SHOWN_SAMPLES]
+    # Runs that differ come first.
+    order = sorted(range(len(pairs)), key=lambda i: parted[i] is None)[:SHOWN_SAMPLES]
     return {
-        "prompts": len(candidate),
-        "exact_match": sum(a.tokens == b.tokens for a, b in pairs) / len(pairs) if pairs else None,
+        "prompts": len(pairs),
+        "exact_match": float(is_equal.mean()),
+        "exact_match_interval": list(share_interval(is_equal, np.ones(len(pairs)))),
         "token_agreement": sum(same for same, _ in agreed)
-        / max(1, sum(count for _, count in agreed))
-        if pairs
-        else None,
-        "first_divergence_median": float(np.median(divergences)) if pairs and divergences else None,
+        / max(1, sum(count for _, count in agreed)),
+        "first_divergence_median": float(np.median(divergences)) if divergences else None,
         "reference_nfe": theirs.tolist(),
         "candidate_nfe": ours.tolist(),
         "nfe_ratio": ratio(float(ours.sum()), float(theirs.sum())),
         "nfe_ratio_interval": None if interval is None else list(interval),
-        "task": _task(samples, reference, candidate, seed),
+        "right_answers": _right_answers(samples, pairs),
         "samples": [
             {
                 "prompt": prompts[i],
                 "answer": samples[i].answer,
-                "reference": None if (run := reference[i]) is None else run.text,
+                "reference": reference[i].text,
                 "candidate": candidate[i].text,
-                "reference_nfe": theirs.tolist()[i],
+                "reference_nfe": reference[i].nfe,
                 "candidate_nfe": candidate[i].nfe,
             }
             for i in order
@@ -480,36 +573,29 @@ def summarise_runs(
     }
 
 
-def _task(
-    samples: Sequence[Sample], reference: Sequence[Run | None], candidate: Sequence[Run], seed: int
+def _right_answers(
+    samples: Sequence[Sample], pairs: Sequence[tuple[Run, Run]]
 ) -> dict[str, Any] | None:
-    """Return each denoiser's share of right answers, over the samples that have an answer.
+    """Return which answers of each denoiser are right, over the samples that have an answer.
 
-    Returns ``None`` if no sample has an answer. If a run of the reference is unknown, the
-    reference's share and the difference are ``None``.
+    Returns ``None`` if no sample has an answer.
     """
-    answered = [
-        (sample.answer, theirs, ours)
-        for sample, theirs, ours in zip(samples, reference, candidate, strict=True)
+    right = [
+        [same_answer(run.text, sample.answer) for run in pair]
+        for sample, pair in zip(samples, pairs, strict=True)
         if sample.answer is not None
     ]
-    if not answered:
+    if not right:
         return None
-    right = np.array([same_answer(ours.text, answer) for answer, _, ours in answered], np.float64)
-    found: dict[str, Any] = {
-        "reference": None,
-        "candidate": float(right.mean()),
-        "difference": None,
-        "difference_interval": None,
+    theirs, ours = np.array(right, np.int64).T
+    return {
+        "prompts": len(right),
+        "reference": float(theirs.mean()),
+        "candidate": float(ours.mean()),
+        "difference": float(ours.mean() - theirs.mean()),
+        "reference_interval": list(wilson_interval(float(theirs.mean()), len(right))),
+        "candidate_interval": list(wilson_interval(float(ours.mean()), len(right))),
+        "difference_interval": list(paired_interval(theirs, ours)),
+        "reference_right": theirs.tolist(),
+        "candidate_right": ours.tolist(),
     }
-    known = [
-        same_answer(theirs.text, answer) for answer, theirs, _ in answered if theirs is not None
-    ]
-    if len(known) == len(answered):
-        difference = right - np.array(known, np.float64)
-        found |= {
-            "reference": float(np.mean(known)),
-            "difference": float(difference.mean()),
-            "difference_interval": list(difference_interval(difference, seed)),
-        }
-    return found

@@ -23,7 +23,7 @@ from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.parity.verdict import Parity
 from dlm_export.judging.precision_search.search import CurvePoint
 from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE, write_report
-from dlm_export.judging.sides.side import can_follow
+from dlm_export.judging.sides.side import can_compare_commits
 from dlm_export.judging.tuning.effort_levels import Levels
 from dlm_export.judging.tuning.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
@@ -276,9 +276,13 @@ def _report(
     warnings = [*job.source.notes, *job.notes]
     if quantised is not None and quantised.calibration is not None:
         is_judged = proof is not None and proof.judgement is not None
-        warnings += quantised.calibration.data.doubts(
+        data = quantised.calibration.data
+        warnings += data.doubts(
             option="--calib", has_ranges=bool(quantised.numbers.amax), is_judged=is_judged
         )
+        if is_judged:
+            effort = request.options.quantise.effort
+            warnings += effort.shortage(data.judging, option="--calib")
     if quantised is not None:
         warnings += experts.doubts(quantised.numbers.reached)
     if job.wants_cache_judged and not job.is_cache_judged:
@@ -287,7 +291,7 @@ def _report(
             "with draft passes"
         )
     is_full = request.is_judged and request.options.quantise.effort.name == "full"
-    if is_full and not can_follow(job.source.network, job.source.presets[job.preset]):
+    if is_full and not can_compare_commits(job.source.network, job.source.presets[job.preset]):
         reason = (
             f"the preset {job.preset} has no threshold"
             if job.source.network.has_mask_token

@@ -111,8 +111,7 @@ def needed_bytes(job: Job) -> dict[str, int]:
     if job.request.is_judged and network.draft_block is not None:
         # ONNX Runtime copies the weights of the graph that computes draft passes. The native
         # runtime opens the graph too, to generate texts and to compute causal passes.
-        policy = job.source.presets[job.preset]
-        has_texts = job.request.options.quantise.effort.has_texts(network, policy)
+        has_texts = job.request.options.quantise.effort.has_texts(network)
         graphs = 2 if has_texts or is_verifying(network) else 1
         graph = write.data_bytes(network, job.base, formats, table_dtype(job).itemsize)
         needs["judge"] = graphs * graph + _FP32 * largest + pass_bytes

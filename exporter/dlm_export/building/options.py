@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.quantising.samples import FEWEST_TOKENS, CalibrationOptions

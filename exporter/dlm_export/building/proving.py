@@ -20,7 +20,7 @@ from dlm_export.judging.accuracy.verdict import Judgement, check_budgets
 from dlm_export.judging.parity import against_torch, by_layer
 from dlm_export.judging.parity.verdict import Parity, require_parity
 from dlm_export.judging.precision_search import sensitivity
-from dlm_export.judging.sides.side import can_follow
+from dlm_export.judging.sides.side import can_compare_commits
 from dlm_export.judging.tuning.effort_levels import Levels, level_units
 from dlm_export.judging.tuning.fit_in_build import fit_effort, fit_threshold
 from dlm_export.judging.tuning.threshold import Refit, refit_steps
@@ -191,13 +191,13 @@ def _judge(
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
-    effort = options.effort.beside(sum(stages.seconds.values()))
+    effort = options.effort
     exact = effort.name == "full"
     policy, seed = samples.comparable(source.presets[job.preset]), options.calibration.seed
-    judging = calibration.data.judging[: effort.most]
+    judging = effort.chosen(calibration.data.judging)
     # Without texts, the bundle of a denoiser with self-conditioning makes no pass in the native
     # runtime (see ``judging.sides.drafting``).
-    has_texts = effort.has_texts(source.network, policy)
+    has_texts = effort.has_texts(source.network)
     is_idle = source.network.conditioning is not None and not has_texts
     engine = "none" if is_idle else "onnxruntime"
     with dlm_runtime.open(folder, engine=engine, check_hashes=False) as bundle:
@@ -210,7 +210,7 @@ def _judge(
         # Use as many samples for fitting as for measuring the accuracy.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
-        if exact and can_follow(source.network, policy):
+        if exact and can_compare_commits(source.network, policy):
             with stages.stage("fit threshold", refit_steps(len(fitting), policy)) as advance:
                 threshold = fit_threshold(source, bundle, fitting, job.preset, seed, advance)
             with stages.stage("fit effort", level_units(policy, source.network)) as advance:

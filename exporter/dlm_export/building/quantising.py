@@ -264,7 +264,7 @@ def _search(
         return search.search(
             job.source,
             calibration.states,
-            calibration.data.calibration[: options.effort.most],
+            options.effort.chosen(calibration.data.calibration),
             formats,
             samples.comparable(job.source.presets[job.preset]),
             options.budgets.max_ce_increase,

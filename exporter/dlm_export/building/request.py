@@ -196,7 +196,7 @@ def check_job(request: Request, source: Source) -> Job:
     for target in request.targets:
         if (reason := refusal(network, target)) is not None:
             raise TargetError(f"target {target.name}: {reason}. Build for cpu.")
-    preset, policy = samples.threshold_preset(
+    preset, _ = samples.threshold_preset(
         network, source.presets, options.quantise.calibration.preset
     )
     formats: dict[str, str] | None = None
@@ -231,7 +231,7 @@ def check_job(request: Request, source: Source) -> Job:
         )
     quantising = options.quantise
     if request.is_judged:
-        has_texts = quantising.effort.has_texts(network, policy)
+        has_texts = quantising.effort.has_texts(network)
         quantising.budgets.check_texts(has_texts=has_texts)
     job = Job(request, source, request.base_of(source), preset, formats, notes)
     if options.check_parity:

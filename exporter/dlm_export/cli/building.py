@@ -113,7 +113,7 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 
     SOURCE is a bundle in full precision, or a checkpoint.
 
-    Example: dlm-export quantize build/demo --precision int4 -o build/demo-int4
+    Example: dlm-export quantize build/demo --precision int4 --calib data.jsonl -o build/demo-int4
     """
     _build(Located(source), output, values)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,14 +47,6 @@ if TYPE_CHECKING:
     from dlm_export.judging.accuracy.verdict import Judgement
     from dlm_export.judging.parity.verdict import Parity
     from dlm_export.sources import Source
-
-STOPPED = {
-    "asked": "as requested",
-    "all": "all samples",
-    "most": "the default; --judged sets more",
-    "decided": "enough to decide every budget",
-    "time": "the time limit; --judged sets more",
-}
 
 
 @command()
@@ -172,13 +164,13 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
     """Turn the values of a command's options into ``JudgingOptions``."""
-    from dlm_export.judging.accuracy.run import VERIFY_SECONDS, JudgingOptions
+    from dlm_export.judging.accuracy.run import JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
     data = CalibrationOptions(
         data=values["data"], seed=values["seed"], preset=values["calib_preset"]
     )
-    return JudgingOptions(data, effort(values, VERIFY_SECONDS), budgets(values), opening(values))
+    return JudgingOptions(data, effort(values), budgets(values), opening(values))
 
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
@@ -344,9 +336,12 @@ def print_parity(parity: Parity) -> None:
 def print_judgement(judgement: Judgement) -> None:
     """Print how much accuracy quantisation costs.
 
-    A table shows the results for each mask ratio. Every other result is on its own line after the
-    table.
+    The first line says whether the samples show a loss. A table shows the results for each mask
+    ratio. Every other result is on its own line after the table.
     """
+    from dlm_export.judging.report import cost
+
+    click.echo(f"What quantisation cost: {cost.sentence(judgement.as_dict())}")
     columns = [
         "mask ratio",
         "positions",
@@ -376,16 +371,16 @@ def print_judgement(judgement: Judgement) -> None:
         reason = (
             "this denoiser has no mask token"
             if passes is None
-            else "the reference cannot follow self-speculation"
+            else "the passes of self-speculation depend on drafts"
         )
         click.echo(f"Frontier: not compared, because {reason}")
     else:
         click.echo(
-            f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
-            f"Jaccard of the committed sets {frontier['jaccard']:.3f}"
+            f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ "
+            f"({_interval(frontier['flip_rate_interval'], '.1%')}), Jaccard of the committed sets {frontier['jaccard']:.3f}"
         )
     if judgement.free_running is None:
-        click.echo("Runs: no text was generated (--free-runs)")
+        click.echo("Runs: no text was generated (--judge full)")
     else:
         _print_runs(judgement.free_running)
     if (own := judgement.candidate_loop) is not None:
@@ -402,14 +397,13 @@ def print_judgement(judgement: Judgement) -> None:
         click.echo(
             f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
         )
-    effort = judgement.effort
-    on_canvases = "" if frontier is None else f", on canvases of the {effort['states_of']}'s loop"
     click.echo(
-        f"Judged on {judgement.data['samples']} samples ({STOPPED[effort['stopped']]}){on_canvases}; the reference ran "
-        f"freely on {effort['free_runs']} prompts"
+        f"Judged on {judgement.data['samples']} samples (--judge {judgement.effort}); intervals are 95% intervals"
     )
     for budget in judgement.budgets:
         verdict = "holds" if budget["passed"] else "MISSED"
+        if not budget["is_clear"]:
+            verdict += f", but the interval includes the limit ({_interval(budget['interval'], '.4g')}) (--judged)"
         click.echo(
             f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}"
         )
@@ -417,23 +411,25 @@ def print_judgement(judgement: Judgement) -> None:
 
 def _print_runs(free: Mapping[str, Any]) -> None:
     """Print how much the generated texts differ."""
-    if free["exact_match"] is None:
-        runs, equal = "Runs followed", f"{free['equal_by_induction']:.1%} equal by induction"
-    else:
-        runs = "Free running"
-        equal = f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}"
     click.echo(
-        f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}"
+        f"Texts of {free['prompts']} prompts: {free['exact_match']:.1%} equal "
+        f"({_interval(free['exact_match_interval'], '.1%')}), tokens {free['token_agreement']:.1%}, NFE ratio "
+        f"{shown(free['nfe_ratio'], '.3f')} ({_interval(free['nfe_ratio_interval'], '.3f')})"
     )
-    if (task := free["task"]) is not None:
-        theirs = (
-            "was not run freely (--free-runs)"
-            if task["reference"] is None
-            else f"{task['reference']:.1%}"
+    if (right := free["right_answers"]) is not None:
+        told = ", the reference ".join(
+            f"{right[f'{side}']:.1%} of {right['prompts']} ({_interval(right[f'{side}_interval'], '.1%')})"
+            for side in ("candidate", "reference")
         )
-        click.echo(
-            f"Answers right: {task['candidate']:.1%} of these {free['prompts']}, the reference {theirs}"
-        )
+        click.echo(f"Right answers: {told}")
+
+
+def _interval(pair: Sequence[float] | None, form: str) -> str:
+    if pair is None:
+        return "no interval"
+    return (
+        f"{pair[0]:{form}} to {pair[1]:{form}}" if pair[0] < pair[1] else "the same in every sample"
+    )
 
 
 def _loss_row(name: str, row: Mapping[str, Any]) -> list[str]:

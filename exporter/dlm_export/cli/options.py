@@ -245,24 +245,25 @@ The default engine is onnxruntime, which runs bundles on the CPU.
 # ---- Measuring accuracy ----
 
 _SAMPLE_OPTIONS = (
-    number("--judged", "Samples to judge on.  [default: at most 32]", most=100000),
-    number("--free-runs", "Prompts for which the reference generates text too."),
+    number("--judged", "Samples to judge on.  [default: 32]", most=100000),
     text("--calib-preset", "Preset for calibration and judging.  [default: adaptive]"),
     number("--seed", "Seed of masks, calibration states and intervals.", 0, default=0),
 )
-BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
+BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_right_answers")
 _BUDGET_OPTIONS = (
     real("--max-ce-increase", "Largest increase of cross-entropy; 0.01 is 1%."),
     real("--min-top1", "Smallest share of predictions equal to the reference's, 0 to 1.", 1),
     real("--max-nfe-ratio", "Largest ratio of passes, quantised to full precision."),
-    real("--min-task", "Smallest share of right answers, 0 to 1; the data needs answers.", 1),
+    real(
+        "--min-right-answers", "Smallest share of right answers, 0 to 1; the data needs answers.", 1
+    ),
 )
 judge_group = group(
     "Judging",
     choice(
         "--judge",
         ["default", "full"],
-        "default or full; full generates text for all samples.",
+        "default, or full, which compares more canvases.",
         default="default",
     ),
     file("--data", "JSONL or text file to judge on.  [default: the source's data]"),
@@ -278,7 +279,7 @@ QUANTISE_GROUPS = (
             "default, full (fits effort levels), none.",
             default="default",
         ),
-        *_SAMPLE_OPTIONS[:2],
+        *_SAMPLE_OPTIONS[:1],
         *_BUDGET_OPTIONS,
     ),
     group(
@@ -291,7 +292,7 @@ QUANTISE_GROUPS = (
             "Canvases from denoising, or masked text.",
             default="denoising",
         ),
-        *_SAMPLE_OPTIONS[2:],
+        *_SAMPLE_OPTIONS[1:],
         number(
             "--calib-min-tokens-per-expert", "Fewest tokens to solve an expert on.  [default: 32]"
         ),

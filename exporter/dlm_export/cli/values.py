@@ -21,7 +21,7 @@ from dlm_export.cli.options import BUDGETS
 if TYPE_CHECKING:
     from dlm_export.building.options import BuildOptions, QuantiseOptions
     from dlm_export.families.base import Overrides
-    from dlm_export.judging.accuracy.rounds import Effort
+    from dlm_export.judging.accuracy.effort import Effort
     from dlm_export.judging.accuracy.verdict import Budgets
     from dlm_export.opening import Opening
     from dlm_export.tensorrt.estimate import EngineOptions
@@ -50,7 +50,7 @@ _QUANTISED_ONLY = (
     *("observer", "solver", "smoothing", "rotate_down", "embedding"),
     *BUDGETS,
 )
-_JUDGED_ONLY = ("judged", "free_runs", *BUDGETS)
+_JUDGED_ONLY = ("judged", *BUDGETS)
 _ENGINE_ONLY = (
     *("activations", "canvas", "block", "workspace", "timing_cache"),
     *("builder", "allow_fallback", "no_engine", "plain_graph"),
@@ -210,20 +210,16 @@ def budgets(values: dict[str, Any]) -> Budgets:
     return taken(Budgets, values)
 
 
-def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
-    """Turn ``--judge``, ``--judged`` and ``--free-runs`` into an ``Effort``.
+def effort(values: dict[str, Any]) -> Effort:
+    """Turn ``--judge`` and ``--judged`` into an ``Effort``.
 
-    ``seconds`` is the time limit of the effort "default". Raises UsageError if an option has no
-    effect together with the value of ``--judge``.
+    Raises UsageError if an option has no effect together with ``--judge none``.
     """
-    from dlm_export.judging.accuracy.rounds import Effort
+    from dlm_export.judging.accuracy.effort import Effort
 
     if values["judge"] == "none":
         refuse(values, _JUDGED_ONLY, "has no effect with --judge none")
-    if values["judge"] == "full":
-        why = "has no effect with --judge full, which runs every prompt freely"
-        refuse(values, ("free_runs",), why)
-    return Effort(values["judge"], values["judged"], values["free_runs"] or 0).lasting(seconds)
+    return Effort(values["judge"], values["judged"])
 
 
 def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:

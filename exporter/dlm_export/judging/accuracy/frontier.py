@@ -17,14 +17,11 @@ from dlm_export.judging.sides.side import (
     DraftPass,
     Predictor,
     Scorer,
-    Seer,
     View,
-    finite,
     finite_logits,
-    rows_of,
 )
 from dlm_export.network.passes import Looped
-from dlm_export.network.turns import Canvas, Step, Turn, Walk, choose_in, turns
+from dlm_export.network.turns import Canvas, Turn, choose_in, turns
 from dlm_runtime import Policy
 
 Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
@@ -110,26 +107,9 @@ class Met:
         return found
 
     @property
-    def views(self) -> list[View]:
-        """The canvas and the positions that may be committed, for each pass that commits tokens."""
-        return [state.view for state in self.deciding]
-
-    @property
     def deciding(self) -> list[FrontierState]:
         """The states of all passes that can commit tokens. All other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
-
-    def walk(self, looped: Looped) -> Walk:
-        """Return the passes of this run in the format that ``Seer.see`` expects."""
-        spans = [(state, state.turn.span) for state in self.states]
-        return [
-            Step(
-                state.canvas,
-                span,
-                rows_of(looped, state.turn.positions, is_draft=span.is_draft),
-            )
-            for state, span in spans
-        ]
 
 
 def meet(
@@ -145,10 +125,16 @@ def meet(
     Raises JudgeError if the prompt fills the canvas.
     """
     prompt, room = asked_of(sample, number, max_new_tokens, limit)
-    canvases = predictor.states(prompt, room, policy)
-    return Met(
-        number, prompt, room, canvases, list(frontier_states(canvases[:-1], policy, predictor))
-    )
+    return met(predictor, number, prompt, predictor.states(prompt, room, policy), policy)
+
+
+def met(
+    looped: Looped, number: int, prompt: list[int], canvases: list[Canvas], policy: Policy
+) -> Met:
+    """Return the run whose canvases are known. ``looped`` is the denoiser that generated them."""
+    states = list(frontier_states(canvases[:-1], policy, looped))
+    room = len(canvases[0].tokens) - len(prompt)
+    return Met(number, prompt, room, canvases, states)
 
 
 def meet_within(
@@ -159,67 +145,15 @@ def meet_within(
     limit: int,
     *,
     passes: int,
-    least: int = 1,
 ) -> list[Met]:
     """Generate text for as many samples as fit into a budget of ``passes`` passes.
 
-    ``within`` explains ``passes`` and ``least``.
-    """
-    made = (
-        meet(predictor, sample, number, policy, max_new_tokens, limit) for number, sample in samples
-    )
-    return within(made, passes=passes, least=least)
-
-
-def within(runs: Iterator[Met], *, passes: int, least: int = 1) -> list[Met]:
-    """Take as many runs from an iterator as fit into a budget of ``passes`` passes.
-
     The function expects the next run to need as many passes as the last run. It stops if the total
-    would then exceed ``passes``. It always takes the first ``least`` runs.
+    would then exceed ``passes``. It always generates text for the first sample.
     """
     taken: list[Met] = []
-    while len(taken) < least or sum(run.nfe for run in taken) + taken[-1].nfe <= passes:
-        run = next(runs, None)
-        if run is None:
+    for number, sample in samples:
+        if taken and sum(run.nfe for run in taken) + taken[-1].nfe > passes:
             break
-        taken.append(run)
+        taken.append(meet(predictor, sample, number, policy, max_new_tokens, limit))
     return taken
-
-
-@dataclass(frozen=True)
-class Followed:
-    """Compares a decoding run of one denoiser with the tokens that a ``Seer`` would commit.
-
-    ``is_equal`` is true if the ``Seer`` would commit the same tokens in every pass. ``nfe`` is the
-    number of passes that the ``Seer`` would need to generate text itself. If ``is_equal`` is false,
-    ``nfe`` is estimated from the number of positions that the ``Seer`` would commit in each pass.
-    """
-
-    is_equal: bool
-    nfe: float
-
-
-def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """Predict which tokens ``seer`` would commit at each pass of a different denoiser's run.
-
-    The caller must have passed the run to ``seer.see``. ``walk`` is the index of the run in the
-    list that ``seer.see`` received.
-    """
-    is_equal, nfe = True, 0.0
-    for step, (state, before, after) in enumerate(
-        zip(run.states, run.canvases, run.canvases[1:], strict=False)
-    ):
-        turn, logits = state.turn, finite(seer, seer.walked(walk, step))
-        guess = logits.argmax(-1)
-        chosen = choose_in(turn, guess, seer.scores(turn, logits, policy), policy)
-        tokens = after.tokens[turn.positions]
-        changed = (before.undecided & ~after.undecided)[turn.positions] | (
-            before.tokens[turn.positions] != tokens
-        )
-        is_equal &= np.array_equal(chosen, changed) and np.array_equal(
-            guess[chosen], tokens[chosen]
-        )
-        is_open = before.undecided[turn.positions]
-        decided = int((is_open & ~after.undecided[turn.positions]).sum())
-        nfe += decided / int(chosen[is_open].sum()) if is_open.any() else 1
-    return Followed(is_equal, float(run.nfe) if is_equal else nfe)

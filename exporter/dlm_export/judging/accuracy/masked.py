@@ -117,9 +117,19 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 
 
 def masked_canvases(
-    sample: Sample, number: int, side: Scorer, *, policy: Policy, limit: int, seed: int
+    sample: Sample,
+    number: int,
+    side: Scorer,
+    *,
+    policy: Policy,
+    limit: int,
+    seed: int,
+    most: int | None = None,
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once with each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
+
+    With ``most``, the sample is masked with only so many ratios, which are evenly spaced. Where they
+    begin depends on ``number``, so that neighbouring samples get all ratios.
 
     For a denoiser that verifies drafts, the function also yields one canvas of each other ``Kind``.
 
@@ -144,10 +154,15 @@ def masked_canvases(
         raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt. Remove it.")
     canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)
     rng = np.random.default_rng([seed, number])
+    count = len(MASK_RATIOS)
+    indices = sorted(
+        {(number + i * count // most) % count for i in range(most)} if most else range(count)
+    )
     if is_verifying(side):
-        yield from _speculated(sample, number, side, canvas, block_length, rng, start, end)
+        yield from _speculated(sample, number, side, canvas, block_length, rng, start, end, indices)
         return
-    for index, mask_ratio in enumerate(MASK_RATIOS):
+    for index in indices:
+        mask_ratio = MASK_RATIOS[index]
         if not has_mask_token(side):
             noised, first, is_noised = noise_block(
                 canvas, mask_ratio, side.vocab_size, block_length, rng, start, end
@@ -163,7 +178,7 @@ def masked_canvases(
         is_masked = masked == side.mask_token_id
         positions = start + np.flatnonzero(is_masked[start:end])
         if len(positions):
-            weight = (len(canvas) - start) / int(is_masked.sum()) / len(MASK_RATIOS)
+            weight = (len(canvas) - start) / int(is_masked.sum()) / len(indices)
             yield MaskedCanvas(number, index, masked, positions, canvas[positions], weight)
 
 
@@ -176,12 +191,17 @@ def _speculated(
     rng: np.random.Generator,
     start: int,
     end: int,
+    indices: Sequence[int],
 ) -> Iterator[MaskedCanvas]:
     """Yield the canvases of every ``Kind`` for a denoiser that verifies drafts.
 
-    ``canvas`` contains the padded sample. Positions of ``[start, end)`` are compared.
+    ``canvas`` contains the padded sample. Positions of ``[start, end)`` are compared. ``indices``
+    are the indices of the mask ratios.
     """
-    ratios = [*enumerate(MASK_RATIOS), (-1, 1.0)]  # the drafts of self-speculation come last
+    ratios = [
+        *((i, MASK_RATIOS[i]) for i in indices),
+        (-1, 1.0),
+    ]  # the drafts of self-speculation come last
     for index, mask_ratio in ratios:
         masked, first = mask_draft_block(
             canvas, mask_ratio, side.mask_token_id, block_length, rng, start, end

@@ -33,6 +33,7 @@ from dlm_export.network.layered import Layered
 from dlm_export.network.passes import FULL_CACHES, Span, block_length_of
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Step, Walk
+from dlm_export.network.walks import Walked
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
@@ -43,15 +44,15 @@ class CachedPredictor(SweptPredictor):
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
         """``policy`` determines the kind of cache and the block length."""
-        super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
-        self._policy = policy
+        super().__init__(layered, f"{policy.cache} cache in {cache_dtype}")
+        self._policy, self._cache_dtype = policy, cache_dtype
+        self._walked: list[list[torch.Tensor]] = []
         self._passes: dict[
             ViewKey, tuple[int, int]
         ] = {}  # maps a canvas and its rows to the index of a walk, and the walk's number of passes
 
-    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """Implements ``Seer.see``. ``walks`` must be empty."""
-        assert not walks
+    def see(self, views: Sequence[View]) -> None:
+        """Implements ``Seer.see``."""
         wanted = {
             view_key(canvas, rows): (canvas, rows)
             for canvas, rows in ((view.canvas, rows_of(self, view.positions)) for view in views)
@@ -61,14 +62,19 @@ class CachedPredictor(SweptPredictor):
             key: (number, len(walk))
             for number, (key, walk) in enumerate(zip(wanted, made, strict=True))
         }
-        super().see([], made)
+        walked = Walked(self.layered, made, self._cache_dtype)
+        for i in range(len(self.layered.network.layers)):
+            block = self.layered.block(i)
+            walked.through(i, block)
+            del block  # free the memory before the next block is read
+        self._walked = walked.features()
 
     def logits(
         self, canvas: np.ndarray, rows: np.ndarray, draft: DraftPass | None = None
     ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
-        return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
+        return np.concatenate([self._logits(self._walked[walk][step]) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
         """Plan the passes over a canvas.
@@ -127,22 +133,22 @@ def judge_cache(
         side = BundlePredictor(bundle, "met")
         room = new_tokens(samples, loop, network, bundle)
         runs = meet_within(side, list(enumerate(samples)), loop, room, limit, passes=len(masked))
-        states = [state for run in runs for state in run.deciding]
+        states = [(run.number, state) for run in runs for state in run.deciding]
         views = [
             *(seen.view for seen in masked),
-            *(state.view for state in states),
+            *(state.view for _, state in states),
         ]
         candidate = CachedPredictor(layered, cache_dtype, loop)
         reference.see(views)
         candidate.see(views)
         (rows,) = compare_masked(reference, [candidate], masked, on_done)
         frontier = Frontier(network.mask_token_id)
-        for state in states:
+        for number, state in states:
             theirs, ours = (
                 predict_commitment(each, state, loop, reference.scores)
                 for each in (reference, candidate)
             )
-            frontier.add(state.mask_ratio, theirs, ours)
+            frontier.add(number, state.mask_ratio, theirs, ours)
         overall = summarise(rows.rows, rows.sample, len(samples), seed)
         found[cache] = {"masked": overall, "frontier": frontier.as_dict()}
     return {"cache_dtype": cache_dtype, "samples": len(samples), **found}

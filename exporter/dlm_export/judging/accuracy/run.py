@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import dlm_runtime
 from dlm_calibration.samples import Sample
 from dlm_export.bundle.manifest import network_of
-from dlm_export.judging.accuracy.evidence import Compute, Evidence, Pair, Side
+from dlm_export.judging.accuracy.effort import Effort
+from dlm_export.judging.accuracy.evidence import Compute, Pair, judge
 from dlm_export.judging.accuracy.files import recorded
-from dlm_export.judging.accuracy.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.report.page import ACCURACY_FILE
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, can_follow
+from dlm_export.judging.sides.side import JudgeError, Scorer
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress
@@ -32,18 +32,14 @@ from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
-    import torch
-
     from dlm_export.distributed.workers import Shared, Workers
     from dlm_export.judging.accuracy.in_pieces import Opened
-    from dlm_export.judging.sides.layerwise import SweptPredictor
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
 
 
 REUSE_BYTES = 1 << 30
 """Limit of the prefix cache of a candidate with ``reuse_prompt``, in bytes."""
-VERIFY_SECONDS = 60.0  # time limit of the default effort in seconds, outside of builds
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class JudgingOptions:
     """Options for measuring a bundle's accuracy. ``opening`` describes how the bundle is opened."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
-    effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
+    effort: Effort = field(default_factory=Effort)
     budgets: Budgets = field(default_factory=Budgets)
     opening: Opening = ON_CPU
 
@@ -72,36 +68,21 @@ def judge_source(
     If the source is small, the source in bf16 is also compared with the source in fp32. The
     difference between their accuracies is the noise floor.
 
-    If the effort is "full", the whole source is loaded into memory, because the source generates
-    text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
-    ``workplace``. If ``workplace`` is ``None``, the function uses the CPU and all available memory.
-    If ``workplace`` has workers, the workers open the bundle at the path ``folder``.
+    The source's layers are loaded one at a time, with the memory and device of ``workplace``. If
+    ``workplace`` is ``None``, the function uses the CPU and all available memory. If ``workplace``
+    has workers, the workers open the bundle at the path ``folder``.
     """
     import torch
 
-    from dlm_export import families
     from dlm_export.judging.sides.layerwise import shown_source
-    from dlm_export.judging.sides.torch import TorchPredictor
     from dlm_export.quantising import calibrate
     from dlm_export.workplace import threads_for
 
-    c, is_full = source.network, options.effort.name == "full"
+    c = source.network
     is_small = c.parameter_count() <= calibrate.LARGE
-    device = None if workplace is None else workplace.device
-
-    def runs_freely(name: str, dtype: torch.dtype) -> TorchPredictor:
-        return TorchPredictor(families.load(source.parameters, c, dtype).to(device), name)
-
-    def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
-        return shown_source(source, name, dtype, workplace)
-
     with threads_for(c.largest_matrix()):
-        make = runs_freely if is_full else is_shown
-        runs = is_full or options.effort.free_runs
-        free = runs_freely("fp32", torch.float32) if runs else None
-        reference = free if free is not None and is_full else is_shown("fp32", torch.float32)
-        floor = make("bf16", torch.bfloat16) if is_small else None
-        pilot = PILOT_SAMPLES if is_small else LARGE_PILOT
+        reference = shown_source(source, "fp32", torch.float32, workplace)
+        floor = shown_source(source, "bf16", torch.bfloat16, workplace) if is_small else None
         ours = BundlePredictor(bundle, name)
         elsewhere = None
         if workplace is not None and workplace.remote is not None:
@@ -111,17 +92,7 @@ def judge_source(
             of, opened = workplace.remote, Opened.of(ours, folder, options.opening)
             elsewhere = _Elsewhere(of.workers, of.source, opened)
         return _judge(
-            reference,
-            free,
-            ours,
-            samples,
-            c,
-            policy,
-            options,
-            floor,
-            pilot,
-            on_done,
-            elsewhere=elsewhere,
+            reference, ours, samples, c, policy, options, floor, on_done, elsewhere=elsewhere
         )
 
 
@@ -136,29 +107,20 @@ class _Elsewhere:
 
 def _judge(
     reference: Scorer,
-    free: Predictor | None,
     candidate: BundlePredictor,
     samples: Sequence[Sample],
     network: NetworkSpec,
     policy: Policy,
     options: JudgingOptions,
     floor: Scorer | None,
-    pilot: int,
     on_done: Callable[[], None],
     candidate_policy: Policy | None = None,
     elsewhere: _Elsewhere | None = None,
 ) -> Judgement:
     effort = options.effort
-    has_texts = effort.has_texts(network, policy) or candidate_policy is not None
+    has_texts = effort.has_texts(network) or candidate_policy is not None
     options.budgets.check_texts(has_texts=has_texts)
-    pool = list(samples[: effort.most])
-    follows = can_follow(network, policy)
-    is_full = effort.name == "full" or candidate_policy is not None or not follows
-    longest = new_tokens(pool, policy, network, candidate.bundle)
-    states_of: Side = "reference" if is_full else "candidate"
-    is_limited = isinstance(reference, Seer) or (
-        not follows and effort.name != "full" and candidate_policy is None
-    )
+    longest = new_tokens(samples, policy, network, candidate.bundle)
 
     def compute(pair: Pair) -> Compute:
         if elsewhere is None:
@@ -169,35 +131,33 @@ def _judge(
             elsewhere.reference,
             elsewhere.candidate,
             has_floor=floor is not None,
-            is_whole=effort.name == "full",
-            is_free=free is not None,
             policy=policy,
             candidate_policy=candidate_policy or policy,
             max_new_tokens=longest,
             seed=options.data.seed,
-            states_of=states_of,
+            has_texts=has_texts,
+            canvases=effort.canvases,
         )
-        return RemotePair(elsewhere.workers, comparison, pair, candidate, pool)
+        return RemotePair(elsewhere.workers, comparison, candidate, samples)
 
-    evidence = Evidence(
+    found = judge(
         reference,
         candidate,
-        pool,
+        samples,
         policy=policy,
         max_new_tokens=longest,
         decode=decoder(candidate.bundle),
         seed=options.data.seed,
         noise_floor=floor,
-        states_of=states_of,
-        free=free if has_texts else None,
-        free_runs=effort.free_runs if is_limited else None,
+        has_texts=has_texts,
         candidate_policy=candidate_policy,
+        canvases=effort.canvases,
+        on_done=on_done,
         compute=compute,
     )
-    found = judge_in_rounds(evidence, effort, options.budgets, pilot, on_done)
     if candidate_policy is not None:
         found = replace(found, candidate_loop=_own_loop(candidate, candidate_policy))
-    return replace(found, speed=candidate.speed())
+    return replace(found, effort=effort.name, speed=candidate.speed())
 
 
 def _own_loop(candidate: BundlePredictor, policy: Policy) -> dict[str, Any]:
@@ -275,7 +235,6 @@ def compare_bundles(
         _, policy = threshold_preset(c, presets, options.data.preset)
         own = policy.with_fields(dict(candidate_changes)) if candidate_changes else None
         samples = _samples(c, reference, first, options, progress, warn)
-        pilot, on_done = PILOT_SAMPLES, progress.advance
         elsewhere = None
         if workers is not None:
             from dlm_export.judging.accuracy.in_pieces import Opened
@@ -285,9 +244,8 @@ def compare_bundles(
                 Opened.of(ours, candidate, own_opening),
             )
             elsewhere = _Elsewhere(workers, *sides)
-        result = _judge(
-            theirs, theirs, ours, samples, c, policy, options, None, pilot, on_done, own, elsewhere
-        )
+        on_done = progress.advance
+        result = _judge(theirs, ours, samples, c, policy, options, None, on_done, own, elsewhere)
         if reuses and not ours.reused()[1]:
             warn(
                 "no prompt was reused, so reuse_prompt was not judged: give data whose prompts start with the same tokens"
@@ -320,9 +278,10 @@ def _samples(
     Calls ``warn`` if the data is not ideal, for example if there are few samples.
     """
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
-    for doubt in data.doubts(option="--data"):
+    effort = options.effort
+    for doubt in [*data.doubts(option="--data"), *effort.shortage(data.judging, option="--data")]:
         warn(doubt)
-    samples = data.judging[: options.effort.most]
+    samples = effort.chosen(data.judging)
     progress.start("judge", judge_units(samples))
     return samples
 

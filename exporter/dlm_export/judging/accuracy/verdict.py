@@ -4,12 +4,12 @@ A judgement compares the candidate with a reference denoiser in three ways:
 
 - Masked positions: both denoisers predict the tokens at the same randomly masked positions of
   held-out text (see ``masked``).
-- Frontier: both denoisers predict which tokens they would commit in the passes of the same decoding
-  run (see ``frontier``).
+- Frontier: both denoisers predict which tokens they would commit in the passes of the reference's
+  decoding runs (see ``frontier``).
 - Runs: both denoisers generate text for the same prompts. The judgement compares the texts and the
   numbers of passes.
 
-``evidence`` collects the data. Confidence intervals are computed by paired bootstrap over samples.
+``evidence`` collects the data. ``dlm_calibration.metrics`` computes the 95% intervals.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Budgets:
     For a denoiser that verifies drafts, these two limits also apply to causal passes.
 
     - ``max_nfe_ratio``: largest ratio of the candidate's passes to the reference's passes.
-    - ``min_task``: smallest share of prompts to which the candidate gives the right answer.
+    - ``min_right_answers``: smallest share of prompts to which the candidate gives the right answer.
     """
 
     max_ce_increase: float | None = None
     min_top1: float | None = None
     max_nfe_ratio: float | None = None
-    min_task: float | None = None
+    min_right_answers: float | None = None
 
     def limits(self, *, has_causal: bool) -> dict[str, float]:
         """Return the limits that are set. The keys are the names of rows in ``Judgement.budgets``.
@@ -67,21 +67,21 @@ class Budgets:
         }
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if ``min_task`` is set, but no sample contains a right answer.
+        """Raise JudgeError if ``min_right_answers`` is set, but no sample contains a right answer.
 
         Call this method before the denoisers are compared.
         """
-        if self.min_task is not None and all(sample.answer is None for sample in samples):
+        if self.min_right_answers is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
-                "a smallest task score is set, but the data has no answers: give prompts with completions"
+                "a smallest share of right answers is set, but the data has no answers: give prompts with completions"
             )
 
     def check_texts(self, *, has_texts: bool) -> None:
         """Raise JudgeError if a limit needs generated texts, but ``has_texts`` is false."""
-        if not has_texts and (self.max_nfe_ratio is not None or self.min_task is not None):
+        if not has_texts and (self.max_nfe_ratio is not None or self.min_right_answers is not None):
             raise JudgeError(
-                "--max-nfe-ratio and --min-task need generated texts. Without a mask token, or with the commit rule verify, "
-                "texts are only generated with --judge full or --free-runs"
+                "--max-nfe-ratio and --min-right-answers need generated texts. Without a mask token, texts are only "
+                "generated with --judge full"
             )
 
 
@@ -100,11 +100,9 @@ class Judgement:
       the share of random tokens in a block (see ``masked``).
     - ``speculation``: the loss of the passes of self-speculation, or ``None`` if the denoiser does
       not verify drafts. The keys are "draft" and "causal" (see ``masked.Kind``).
-    - ``frontier``: ``None`` if the reference cannot follow the candidate's runs (see
-      ``side.can_follow``).
+    - ``frontier``: ``None`` if the commits cannot be compared (see ``side.can_compare_commits``).
     - ``free_running``: ``None`` if no text was generated.
-    - ``effort``: why the comparison stopped (see ``rounds``), and which denoiser generated the
-      decoding runs (see ``evidence``).
+    - ``effort``: the name of the ``Effort``.
     - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
     - ``layers_method``: the method that measured ``layers``, which is ``fisher`` or ``exact``.
     - ``threshold``: the result of ``Refit.as_dict``.
@@ -123,7 +121,7 @@ class Judgement:
     overall: dict[str, Any]
     frontier: dict[str, Any] | None
     free_running: dict[str, Any] | None
-    effort: dict[str, Any] = field(default_factory=dict)
+    effort: str = "full"
     noise_floor: dict[str, Any] | None = None
     speculation: dict[str, Any] | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -136,32 +134,34 @@ class Judgement:
     def with_budgets(self, budgets: Budgets) -> Judgement:
         """Compare the measured values with ``budgets``, and return a judgement with the results.
 
-        Raises JudgeError if ``min_task`` is set, but no sample contains a right answer.
+        Raises JudgeError if ``min_right_answers`` is set, but no sample contains a right answer.
         """
         free = self.free_running
-        task = None if free is None else free["task"]
-        if budgets.min_task is not None and task is None:
+        right = None if free is None else free["right_answers"]
+        if budgets.min_right_answers is not None and right is None:
             raise JudgeError(
-                "a smallest task score is set, but the data has no answers: give prompts with completions"
+                "a smallest share of right answers is set, but the data has no answers: give prompts with completions"
             )
-        values = {
-            "max_ce_increase": self.overall["ce_increase"],
-            "min_top1": self.overall["top1"],
-            "max_nfe_ratio": None if free is None else free["nfe_ratio"],
-            "min_task": None if task is None else task["candidate"],
+        found = {
+            "max_ce_increase": _measured(self.overall, "ce_increase"),
+            "min_top1": _measured(self.overall, "top1"),
+            "max_nfe_ratio": _measured(free, "nfe_ratio"),
+            "min_right_answers": _measured(right, "candidate"),
         }
         if self.speculation is not None:
             causal = self.speculation["causal"]
-            values |= {row: causal[value] for row, (_, value) in OF_CAUSAL_PASSES.items()}
+            found |= {row: _measured(causal, value) for row, (_, value) in OF_CAUSAL_PASSES.items()}
         rows = []
         for name, limit in budgets.limits(has_causal=self.speculation is not None).items():
             # ``value`` is None if the increase is infinite, because the reference's loss is zero
             # and the candidate's loss is not. An infinite increase exceeds every limit.
-            value = values[name]
+            value, interval = found[name]
             passed = value is not None and (
                 value <= limit if name.startswith("max") else value >= limit
             )
-            rows.append({"name": name, "limit": limit, "value": value, "passed": bool(passed)})
+            row = {"name": name, "limit": limit, "value": value, "passed": bool(passed)}
+            is_clear = interval is not None and not interval[0] <= limit <= interval[1]
+            rows.append(row | {"interval": interval, "is_clear": is_clear})
         return replace(self, budgets=rows)
 
     @property
@@ -176,7 +176,7 @@ class Judgement:
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",
             "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",
             "max_nfe_ratio": "NFE ratio is {value:.4f}, the limit is {limit:.4f}",
-            "min_task": "task score is {value:.2%}, the minimum is {limit:.2%}",
+            "min_right_answers": "right answers are {value:.2%}, the minimum is {limit:.2%}",
             "max_causal_ce_increase": "cross-entropy of causal passes rises by {value:.2%}, the limit is {limit:.2%}",
             "min_causal_top1": "top-1 agreement of causal passes is {value:.2%}, the minimum is {limit:.2%}",
         }
@@ -187,7 +187,7 @@ class Judgement:
             )
             for row in missed
         ]
-        told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
+        told = [row for row in self.buckets if metrics.direction(row) > 0]
         if missed and told:
             # Compare differences, not ratios. At a low mask ratio, the loss is close to zero, so
             # the relative increase of the loss is mostly noise.
@@ -227,3 +227,8 @@ def check_budgets(judgement: Judgement, where: str) -> None:
 def _sensitivity(row: Mapping[str, Any]) -> float:
     value = row["kl"] if row["frontier_kl"] is None else row["frontier_kl"]
     return float(value or 0.0)
+
+
+def _measured(section: Mapping[str, Any] | None, name: str) -> tuple[float | None, Any]:
+    """Return a value of a section of the judgement, and its 95% interval."""
+    return (None, None) if section is None else (section[name], section[f"{name}_interval"])

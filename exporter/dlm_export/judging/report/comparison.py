@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of, read_manifest
-from dlm_export.judging.report import drawing, figures
+from dlm_export.judging.report import cost, drawing, figures
 from dlm_export.judging.report.figures import TradePoint
 from dlm_export.judging.report.page import ACCURACY_FILE, write_page
 from dlm_runtime.errors import DlmError, ExitCode
@@ -65,7 +65,7 @@ class Entry:
         """Return the bundle's table row as plain Python objects."""
         j = self.judgement
         free, frontier = (j["free_running"], j["frontier"]) if j else (None, None)
-        task = free["task"] if free else None
+        right = free["right_answers"] if free else None
         return {
             "bundle": str(self.folder),
             "precision": self.precision,
@@ -75,12 +75,38 @@ class Entry:
             "ce_increase": j["overall"]["ce_increase"] if j else None,
             "ce_increase_interval": j["overall"]["ce_increase_interval"] if j else None,
             "top1": j["overall"]["top1"] if j else None,
+            "top1_interval": j["overall"]["top1_interval"] if j else None,
             "flip_rate": frontier["flip_rate"] if frontier is not None else None,
+            "flip_rate_interval": frontier["flip_rate_interval"] if frontier is not None else None,
+            "exact_match": free["exact_match"] if free else None,
+            "exact_match_interval": free["exact_match_interval"] if free else None,
             "nfe_ratio": free["nfe_ratio"] if free else None,
             "nfe_ratio_interval": free["nfe_ratio_interval"] if free else None,
-            "task": task["candidate"] if task else None,
-            "task_difference_interval": task["difference_interval"] if task else None,
+            "right_answers": right["candidate"] if right else None,
+            "right_answers_interval": right["candidate_interval"] if right else None,
         }
+
+
+def right_answers(entries: Sequence[Entry]) -> dict[str, list[int]]:
+    """Return which answers of each bundle are right: 1 for each right answer, 0 for the others.
+
+    The first entry is the reference, which every build compared its bundle with. Returns {} if the
+    data has no answers, or if no text was generated. Two bundles of one precision get their folders
+    as names.
+    """
+    judged = [entry for entry in entries if entry.judgement is not None]
+    names = [entry.precision for entry in judged]
+    found: dict[str, list[int]] = {}
+    for entry in judged:
+        assert entry.judgement is not None
+        free = entry.judgement["free_running"]
+        if free is None or free["right_answers"] is None:
+            return {}
+        found.setdefault(entry.judgement["reference"], free["right_answers"]["reference_right"])
+        is_alone = names.count(entry.precision) == 1
+        name = entry.precision if is_alone else f"{entry.precision} ({entry.folder.name})"
+        found[name] = free["right_answers"]["candidate_right"]
+    return found
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
@@ -149,8 +175,11 @@ def _check_figures(entry: Entry) -> None:
         pair = value if name.endswith("_interval") and value is not None else [value] * 2
         low, high = (0 if number is None else number for number in pair)
         math.fsum((low, high))  # raises an error if ``low`` or ``high`` is not a number
-    if not all(isinstance(j[name], dict) for name in ("data", "policy", "effort")):
-        raise TypeError("data, policy or effort is not an object")
+    if not all(isinstance(j[name], dict) for name in ("data", "policy")):
+        raise TypeError("data or policy is not an object")
+    for right in right_answers([entry]).values():
+        if len(right) != j["free_running"]["right_answers"]["prompts"] or set(right) - {0, 1}:
+            raise ValueError("right_answers are not 0 or 1 for each prompt")
 
 
 def _config_sha256(entry: Entry) -> str | None:
@@ -162,25 +191,23 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
     ours, theirs = entry.judgement, other.judgement
     assert ours is not None
     assert theirs is not None
-    for name, may_differ in (
-        ("data", {"samples"}),
-        ("policy", set()),
-        ("effort", {"judge", "stopped", "free_runs"}),
-    ):
+    for name in ("data", "policy"):
         differing = [
-            key
+            f"{key} {ours[name][key]} here, {theirs[name].get(key)} there"
             for key in ours[name]
-            if key not in may_differ and ours[name][key] != theirs[name].get(key)
+            if ours[name][key] != theirs[name].get(key)
         ]
         if differing:
             raise ComparisonError(
-                f"{entry.folder}: not judged like {other.folder} ({name}: {', '.join(differing)}). Build both with the "
-                "same --calib, --judge, --judged, --calib-preset and --seed."
+                f"{entry.folder}: not judged like {other.folder} ({name}: {'; '.join(differing)}). Bundles that were "
+                "judged on other samples cannot be compared. Build both with the same --calib, --judged, --calib-preset and "
+                "--seed."
             )
-    if ours["data"]["samples"] != theirs["data"]["samples"]:
-        # Do not compare the losses of the reference, because they were measured on different
-        # samples.
-        return
+    if ours["effort"] != theirs["effort"]:
+        raise ComparisonError(
+            f"{entry.folder}: judged with --judge {ours['effort']}, and {other.folder} with --judge {theirs['effort']}. Build "
+            "both with the same effort."
+        )
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
         raise ComparisonError(
@@ -218,12 +245,16 @@ def write_comparison(
         rows = rows_of(entries, speeds)
         judged = next((entry.judgement for entry in entries if entry.judgement is not None), None)
         mebibytes = [entry.bytes / 2**20 for entry in entries]
+        right = right_answers(entries)
+        pairs = cost.differences(right)
         return {
+            "cost": _cost(entries, right, pairs),
+            "pairs": pairs,
+            "right": right,
             "manifest": entries[0].manifest,
             "config_sha256": _config_sha256(entries[0]),
             "rows": rows,
             "judgement": judged,
-            "samples": sorted({row["samples"] for row in rows if row["samples"] is not None}),
             "machine": machine,
             "is_simulated": any(row["is_simulated"] for row in rows),
             "is_unjudged": any(
@@ -243,6 +274,19 @@ def write_comparison(
         }
 
     write_page(path, TEMPLATE, make_context)
+
+
+def _cost(
+    entries: Sequence[Entry], right: Mapping[str, Sequence[int]], pairs: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the sentences with which the page opens."""
+    judged = [entry.judgement for entry in entries if entry.judgement is not None]
+    if not judged:
+        return "Not known: none of these bundles was judged."
+    if right:
+        told = cost.of_bundles(right, pairs, len(next(iter(right.values()))))
+        return told + "".join(cost.loss(judgement) for judgement in judged)
+    return " ".join(cost.sentence(judgement) for judgement in judged)
 
 
 def _trade(

@@ -244,7 +244,7 @@ def _quality_axes(
 ) -> Axes:
     """Plot quality against the number of passes, with one marker for each entry of ``curve``."""
     axes = canvas.subplots()
-    name = "task score" if kind == "task" else "agreement with one token a pass"
+    name = "right answers" if kind == "task" else "agreement with one token a pass"
     axes.set_title(f"Quality: {name}")
     passes, quality = [p["nfe"] for p in curve], [p["quality"] for p in curve]
     axes.plot(passes, quality, line, color=CANDIDATE, **style)
@@ -390,7 +390,7 @@ def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figur
         axes.margins(y=0.15)
         axes.set_xlabel(quantity)
 
-    reading = "Down and to the left is better; the lines are 95% intervals; differences within their overlap may be chance."
+    reading = "Down and to the left is better; the lines are 95% intervals; each line is for one bundle against the reference."
     legend = [("candidate", "judged")] + (
         [("reference hollow", "full precision")] if points[0].is_reference else []
     )

@@ -101,6 +101,9 @@ def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
     """Format an interval, such as "1.0% to 2.0%".
 
     ``form`` names the function that formats the two bounds. For example, "percent" means
-    ``as_percent``.
+    ``as_percent``. The bootstrap gives an interval without width if all samples are alike, which
+    says nothing about other samples. Such an interval is named, not printed as if it were exact.
     """
+    if pair and pair[0] == pair[1]:
+        return "the same in every sample"
     return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dlm_calibration.metrics import is_told_from_zero
+from dlm_calibration.metrics import direction, wilson_interval
 from dlm_calibration.recipes import HIGH
 from dlm_export import outputs
-from dlm_export.judging.report import figures, numbers
+from dlm_export.judging.report import cost, figures, numbers
 from dlm_export.judging.report.numbers import FORMS, as_interval, finite, printable
 from dlm_runtime.errors import DlmError
 
@@ -113,7 +113,8 @@ def _context(
         precision.get("high_precision") or []
     )
     threshold = (judgement or {}).get("threshold") or precision.get("threshold")
-    told = [row for row in judgement["buckets"] if is_told_from_zero(row)] if judgement else []
+    buckets = judgement["buckets"] if judgement else []
+    worse, better = ([row for row in buckets if direction(row) == way] for way in (1, -1))
     sensitive = sorted((judgement or {}).get("layers") or [], key=figures.sensitivity, reverse=True)
     drifting = sorted(
         (calibration or {}).get("layers") or [],
@@ -125,7 +126,9 @@ def _context(
         "precision": precision,
         "judgement": judgement,
         "speculation": (judgement or {}).get("speculation"),
-        "is_forced": judgement is not None and judgement["effort"]["states_of"] == "candidate",
+        "cost": None if judgement is None else cost.sentence(judgement),
+        "worse": len(worse),
+        "better": len(better),
         "calibration": calibration,
         "parity": accuracy.get("parity"),
         "threshold": threshold,
@@ -135,7 +138,7 @@ def _context(
         "layer_map": layer_map({layer: name for layer, name in layers.items() if name != HIGH}),
         "high_precision": grouped(kept),
         "worst_bucket": max(
-            told, key=lambda row: finite(row["ce_increase"], math.inf), default=None
+            worse, key=lambda row: finite(row["ce_increase"], math.inf), default=None
         ),
         "worst_flip_rate": max(_flip_rates(judgement), default=0.0),
         "sensitive": sensitive,
@@ -200,6 +203,8 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
         interval=as_interval,
         compared=compared,
         clipped=clipped,
+        counted=cost.counted,
+        score_interval=lambda share, count: wilson_interval(share, count),
     )
     return environment.get_template(template).render(context).lstrip()
 

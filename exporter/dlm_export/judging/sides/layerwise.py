@@ -7,7 +7,7 @@ the hidden states of all canvases, and the head in its stored type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,10 +18,9 @@ from torch import Tensor
 from dlm_calibration.states import Draft
 from dlm_export import families
 from dlm_export.judging.sides.side import DraftPass, View, rows_of
-from dlm_export.network import proposers
+from dlm_export.network import lockstep, proposers
 from dlm_export.network.layered import Carried, Layered, soft_embeddings
-from dlm_export.network.turns import Turn, Walk
-from dlm_export.network.walks import Walked
+from dlm_export.network.turns import Canvas, Turn, start_canvas
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Policy
@@ -37,53 +36,44 @@ class SweptPredictor:
         *,
         memory_bytes: int | None = None,
         folder: Path | None = None,
-        cache_dtype: str | None = None,
     ) -> None:
-        """Hidden states that do not fit into ``memory_bytes`` are stored in a file in ``folder``.
-
-        ``cache_dtype`` is the type of the cache (see ``Walked``).
-        """
+        """Hidden states that do not fit into ``memory_bytes`` are stored in a file in ``folder``."""
         c = layered.network
         self.layered, self.name = layered, name
         self.shift, self.visible_block = c.shift, c.visible_block
         self.draft_block = c.draft_block
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
-        self._memory_bytes, self._folder, self._cache_dtype = memory_bytes, folder, cache_dtype
+        self._memory_bytes, self._folder = memory_bytes, folder
         self._project = layered.head()
         self._features: dict[ViewKey, Tensor] = {}
-        self._walked: list[list[Tensor]] = []
 
-    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
+    def see(self, views: Sequence[View]) -> None:
         """Implements ``Seer.see``. Raises MemoryLimitError."""
-        whole = {
-            view_key(step.canvas, step.rows): (walk, number)
-            for walk, steps in enumerate(walks)
-            for number, step in enumerate(steps)
-            if step.span.is_whole(len(step.canvas)) and not step.span.is_draft
-        }
         wanted = {}
         for canvas, positions, draft in views:
             rows = rows_of(self, positions, is_draft=draft is not None)
             wanted[view_key(canvas, rows, draft)] = View(canvas, rows, draft)
-        alone = {key: view for key, view in wanted.items() if key not in whole}
         carried = Carried(
             self.layered,
-            [view.canvas for view in alone.values()],
+            [view.canvas for view in wanted.values()],
             memory_bytes=self._memory_bytes,
             folder=self._folder,
-            drafts=self._drafts(list(alone.values())),
+            drafts=self._drafts(list(wanted.values())),
         )
-        walked = Walked(self.layered, walks, self._cache_dtype)
         for i in range(len(self.layered.network.layers)):
             block = self.layered.block(i)
             carried.through(i, block)
-            walked.through(i, block)
             del block  # free the memory before the next block is read
-        self._walked = walked.features()
-        found = carried.features([view.positions for view in alone.values()])
-        self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
-        self._features |= dict(zip(alone, found, strict=True))
+        found = carried.features([view.positions for view in wanted.values()])
+        self._features = dict(zip(wanted, found, strict=True))
+
+    def courses(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[list[Canvas]]:
+        """Implements ``Seer.courses``. Raises MemoryLimitError."""
+        starts = [start_canvas(prompt, room, self.mask_token_id) for prompt, room in asked]
+        return lockstep.courses(self.layered, starts, policy, self._memory_bytes)
 
     def _drafts(self, views: Sequence[View]) -> list[Draft | None]:
         """Return the draft pass of each view that has a ``draft``.
@@ -116,10 +106,6 @@ class SweptPredictor:
     ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         return self._logits(self._features[view_key(canvas, rows, draft)])
-
-    def walked(self, walk: int, step: int) -> np.ndarray:
-        """Implements ``Seer.walked``."""
-        return self._logits(self._walked[walk][step])
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         """Implements ``Scorer.scores``."""

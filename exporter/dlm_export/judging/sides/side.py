@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from dlm_export.network.passes import Looped, shift_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, Turn, Walk
+from dlm_export.network.turns import Canvas, Turn
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -93,6 +93,7 @@ class Generator(Side, Protocol):
         """Generate tokens after a prompt. Returns the finished canvas, and the number of passes."""
 
 
+@runtime_checkable
 class Predictor(Scorer, Generator, Protocol):
     """A denoiser that can both predict tokens and generate text."""
 
@@ -105,22 +106,25 @@ class Predictor(Scorer, Generator, Protocol):
 
 @runtime_checkable
 class Seer(Scorer, Protocol):
-    """A denoiser that cannot generate text, and must receive all canvases in advance."""
+    """A denoiser whose layers are loaded one at a time.
 
-    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
+    It must receive all canvases in advance, and generates text for several prompts together.
+    """
+
+    def see(self, views: Sequence[View]) -> None:
         """Compute the predictions for all canvases that will be requested later.
 
-        Each element of ``views`` is a canvas and the positions to predict. Each element of
-        ``walks`` lists the passes of a decoding run that a different denoiser has made. Each call
-        discards the results of earlier calls.
+        Each element of ``views`` is a canvas and the positions to predict. Each call discards the
+        results of earlier calls.
         """
 
-    def walked(self, walk: int, step: int) -> np.ndarray:
-        """Return this denoiser's raw logits for a pass of another denoiser's run, fp32 ``[R, V]``.
+    def courses(
+        self, asked: Sequence[tuple[Sequence[int], int]], policy: Policy
+    ) -> Iterator[list[Canvas]]:
+        """Generate text after each prompt. Yields the canvases of each run, in order.
 
-        ``walk`` is the run's index in the argument ``walks`` of ``see``. ``step`` is the index of
-        the pass in the run. This denoiser has computed the pass with its own cache, which the
-        earlier passes of the same run have filled.
+        Each element of ``asked`` is a prompt, and the number of tokens to generate after it.
+        ``Predictor.states`` explains the canvases.
         """
 
 
@@ -148,8 +152,8 @@ def is_verifying(side: Side | NetworkSpec) -> bool:
     return side.draft_block is not None and has_mask_token(side)
 
 
-def can_follow(side: Side | NetworkSpec, policy: Policy) -> bool:
-    """Return True if a reference can predict what it would commit in the passes of another run.
+def can_compare_commits(side: Side | NetworkSpec, policy: Policy) -> bool:
+    """Return True if two denoisers can predict what they would commit on the same canvas.
 
     Without a mask token, a pass depends on the predictions of the pass before. With the commit rule
     "verify", a pass depends on the drafts of the pass before.
