@@ -21,7 +21,7 @@ from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # the version in JetPack 7.0
-# Names that are missing from TensorRT 10.3, the version in JetPack 6.
+# Names that are missing from TensorRT 10.3, the version in JetPack 6.1.
 STREAMING = {
     "IStreamWriter",
     "build_serialized_network_to_stream",

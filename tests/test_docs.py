@@ -574,6 +574,18 @@ def test_what_builds_for_thor_says_when_its_graph_must_be_plain() -> None:
     ]
 
 
+def test_builds_that_calibrate_get_data_of_the_task() -> None:
+    """Without data, a build calibrates on built-in text and warns that results may be wrong."""
+    lines = [
+        line
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.search(r"build CHECKPOINT .*--precision (int4|fp8|nvfp4|mixed|int8-static)\b", line)
+    ]
+    assert len(lines) > 5
+    assert not [line for line in lines if "--calib data.jsonl" not in line]
+
+
 def test_readme_lists_the_families() -> None:
     listed = [name for row in _table(README, "family") for name in _quoted(row[1])]
     assert sorted(listed) == sorted(

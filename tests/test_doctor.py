@@ -228,6 +228,9 @@ def test_an_orin_runs_what_it_builds() -> None:
     found = of(ORIN, "agx-orin")
     assert works(ORIN, "agx-orin")
     assert found["board", "JetPack"].said == "6.2, Jetson Linux 36.4.3"
+    assert ORIN.board is not None
+    old = of(replace(ORIN, board=replace(ORIN.board, linux="36.3.0", jetpack="6.0")), "agx-orin")
+    assert old["board", "JetPack"].said.endswith("its TensorRT 8.6 runs no engine")
     assert found["board", "power mode"].state == OK
     assert found["target agx-orin", "is built here"].state == OK
     assert "gpu" not in {name for part, name in found if part == "extras"}

@@ -1,4 +1,4 @@
-# An image of `dlm-export serve` for a Jetson Orin with JetPack 6, built on the board in the root of the repository:
+# An image of `dlm-export serve` for a Jetson Orin with JetPack 6.1 or 6.2, built on the board in the root of the repository:
 #   docker build -f examples/serve/jetson.Dockerfile -t dlm-serve-jetson .
 #   docker run --runtime nvidia -p 8000:8000 -v "$PWD/build/bundle:/bundles/bundle:ro" -v "$PWD/keys:/keys:ro" dlm-serve-jetson
 # The base image contains Ubuntu 22.04, CUDA, cuDNN and TensorRT with headers and the Python module.

@@ -46,12 +46,13 @@ RTX_SM = (75, 80, 86, 89, 120, 121)
 # TensorRT that support it. According to the release notes, Blackwell and FP4 are supported since
 # 10.8. GB300, DGX B300 and DGX Spark are supported since 10.14
 # (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
-# JetPack 7. On Orin, JetPack 7.2 has TensorRT 10.16.
+# JetPack 7. On Orin, JetPack 6.0 has TensorRT 8.6, which cannot parse our graphs, JetPack 6.1 and 6.2
+# have TensorRT 10.3, and JetPack 7.2 has TensorRT 10.16.
 TENSORRT_BY_SM = {
     75: "10.14 or later",
     80: "10.14 or later",
     86: "10.14 or later",
-    87: "10.3 (JetPack 6), 10.16 (JetPack 7.2)",
+    87: "10.3 (JetPack 6.1 and 6.2), 10.16 (JetPack 7.2)",
     89: "10.14 or later",
     90: "10.14 or later",
     100: "10.14 or later",
@@ -60,7 +61,7 @@ TENSORRT_BY_SM = {
     120: "10.14 or later",
     121: "10.14 or later",
 }
-JETPACK_BY_SM = {87: "6, or 7.2 and later", 110: "7"}
+JETPACK_BY_SM = {87: "6.1 and 6.2, or 7.2 and later", 110: "7"}
 
 
 class TargetError(DlmError):
@@ -129,7 +130,7 @@ class Target:
     def needs_plain_graph(self) -> bool:
         """True if graphs for this target must avoid the operators of opset 23.
 
-        A board with JetPack 6 has TensorRT 10.3, whose parser does not know these operators.
+        A board with JetPack 6.1 or 6.2 has TensorRT 10.3, whose parser does not know these operators.
         """
         return self.sm == 87
 

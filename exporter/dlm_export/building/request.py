@@ -321,6 +321,12 @@ def _check_device_memory(job: Job) -> None:
     kinds = roofline.kinds_of(network, job.formats or {}, element_bytes)
     weights_bytes = roofline.weights_bytes(network, kinds, element_bytes)
     for target in request.targets:
+        builder = request.builders.get(target.name)
         estimate.check_memory(
-            network, target, weights_bytes, limits, on_host=target.name in request.builders
+            network,
+            target,
+            weights_bytes,
+            limits,
+            on_host=builder is not None,
+            has_gpu=builder is None or builder.has_gpu,
         )

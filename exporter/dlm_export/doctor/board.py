@@ -36,6 +36,12 @@ class Board:
     jetpack: str | None
     power_mode: str | None
 
+    @property
+    def has_old_tensorrt(self) -> bool:
+        """True for JetPack 6.0 and older (Jetson Linux before 36.4), whose TensorRT is before 10."""
+        found = re.match(r"(\d+)\.(\d+)", self.linux or "")
+        return found is not None and (int(found[1]), int(found[2])) < (36, 4)
+
 
 def find_board(system: System) -> Board | None:
     """Return the facts about this Jetson, or ``None`` if this machine is not a Jetson."""

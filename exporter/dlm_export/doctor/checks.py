@@ -81,7 +81,7 @@ def _native_library(m: Machine) -> Iterator[Finding]:
 
     native, lacking, engines = m.native, [], "without TensorRT"
     if native.failure:
-        remedy = "reinstall dlm-export (pip install --force-reinstall --no-deps)"
+        remedy = "pip install --force-reinstall --no-deps WHEEL, or . in the source folder"
         lacking.append((native.failure, remedy))
     if native.tensorrt is not None:
         engines = f"with {ENGINE_BUILDERS[native.tensorrt].title}"
@@ -241,7 +241,11 @@ def _board(m: Machine) -> Iterator[Finding]:
         yield note("board", "JetPack", said)
     else:
         said = f"{board.jetpack or 'unknown'}, Jetson Linux {board.linux or 'unknown'}"
-        yield ok("board", "JetPack", said)
+        if board.has_old_tensorrt:
+            remedy = "flash JetPack 6.1 or 6.2 to run engines; bundles for the CPU run here"
+            yield note("board", "JetPack", f"{said}: its TensorRT 8.6 runs no engine", remedy)
+        else:
+            yield ok("board", "JetPack", said)
     if board.power_mode is None:
         yield note("board", "power mode", "nvpmodel gives no answer", "sudo nvpmodel -q")
     elif board.power_mode.startswith("MAXN"):

@@ -29,6 +29,11 @@ class Builder:
     module: ModuleType
     sms: tuple[int, ...]
 
+    @property
+    def has_gpu(self) -> bool:
+        """False if TensorRT-RTX builds engines without a GPU."""
+        return self.kind != RTX.name or device_sm() is not None
+
 
 def deferred_command(folder: Path, target: Target) -> str:
     """Return the command that builds the engine on the device."""
@@ -90,6 +95,7 @@ def _rtx_module() -> ModuleType | None:
                 return importlib.import_module(name)
             except ImportError as err:
                 raise BuilderError(
-                    f"{name} is installed but does not load ({err}): pip install --force-reinstall 'dlm-export[rtx]'"
+                    f"{name} is installed but does not load ({err}): pip uninstall -y tensorrt-rtx-cu13-bindings "
+                    "tensorrt-rtx-cu13-libs, then pip install 'dlm-export[rtx]'"
                 ) from err
     return None

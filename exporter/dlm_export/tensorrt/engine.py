@@ -148,7 +148,9 @@ def build_engine(
     limits = limits_of(denoiser.max_canvas_length, default["block_length"], options)
     weights = f"{judged}.data"
     expected_bytes = files[weights]["bytes"]
-    found = check_memory(denoiser, target, expected_bytes, limits, on_host=True)
+    found = check_memory(
+        denoiser, target, expected_bytes, limits, on_host=True, has_gpu=builder.has_gpu
+    )
     began = time.perf_counter()
     trt = builder.module
     logger = _logger(trt.ILogger)

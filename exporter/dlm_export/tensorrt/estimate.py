@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ WORKSPACE_BYTES = 1 << 30
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5
 # Device memory for CUDA's context, for kernels, and for the builder's temporary data.
 DEVICE_OVERHEAD_BYTES = 768 << 20
+# Without a GPU, TensorRT-RTX 1.7.1 cannot allocate an attention mask of this size, however much
+# memory the host has. It fails after the graph was calibrated and written, with "OutOfMemory
+# (Requested size was 1085296000 bytes)" for a canvas of 32,768 tokens.
+MASK_LIMIT_BYTES = 1 << 30
 
 
 class EngineError(DlmError):
@@ -118,18 +123,30 @@ def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estima
     the activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP,
     and their product. For each scored row, a pass also needs fp32 logits, fp32 probabilities and a
     sorted copy. With self-conditioning, it needs the fp32 embeddings of all tokens, and for each
-    scored row, an fp32 embedding and probabilities in fp32 and in 2 bytes.
+    scored row, an fp32 embedding and probabilities in fp32 and in 2 bytes. With visible blocks or
+    windows, a pass also needs the attention masks, as booleans and in 2 bytes.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
     width = 4 * network.hidden_size + max(_inner_width(layer) for layer in network.layers)
     passes = canvas * width * 2 + 4 * rows * network.vocab_size * 4
+    passes += 3 * mask_bytes(network, canvas)
     if network.conditioning is not None:
         passes += (canvas + rows) * network.hidden_size * 4 + rows * network.vocab_size * 6
     device = weights_bytes + cache + passes + DEVICE_OVERHEAD_BYTES
     return Estimate(
         weights_bytes, cache, passes, device, int(HOST_FACTOR * weights_bytes) + HOST_OVERHEAD_BYTES
     )
+
+
+def mask_bytes(network: NetworkSpec, canvas: int) -> int:
+    """Return the bytes of all attention masks of a pass over ``canvas`` tokens, as booleans."""
+    rules = {
+        (a.visible_block, a.window, a.draft_block)
+        for a in (layer.attention for layer in network.layers)
+        if a.visible_block is not None or a.window is not None
+    }
+    return len(rules) * canvas**2
 
 
 def _inner_width(layer: LayerSpec) -> int:
@@ -140,13 +157,20 @@ def _inner_width(layer: LayerSpec) -> int:
 
 
 def check_memory(
-    network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool
+    network: NetworkSpec,
+    target: Target,
+    weights_bytes: int,
+    limits: Limits,
+    *,
+    on_host: bool,
+    has_gpu: bool = True,
 ) -> Estimate:
     """Estimate the memory, and check that this much memory is available.
 
     Raises EngineError if the target has too little memory. If ``on_host`` is true, raises
     BuilderError if this machine has too little memory to build the engine. Both error messages
-    state the needed bytes and the available bytes.
+    state the needed bytes and the available bytes. If ``has_gpu`` is false, TensorRT-RTX builds the
+    engine without a GPU, and ``MASK_LIMIT_BYTES`` limits the canvas: raises BuilderError.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
@@ -160,6 +184,14 @@ def check_memory(
         raise BuilderError(
             f"building for {target.name} needs about {_gb(found.host)} of host memory, and {_gb(available)} are available. "
             "Run `dlm-export engine` on a larger machine (`dlm-export build --no-engine` skips it here)."
+        )
+    masks = mask_bytes(network, limits.canvas)
+    if on_host and not has_gpu and masks >= MASK_LIMIT_BYTES:
+        longest = math.isqrt(-(-MASK_LIMIT_BYTES // mask_bytes(network, 1)))
+        raise BuilderError(
+            f"without a GPU, TensorRT-RTX cannot build an engine for {target.name} with a canvas of {limits.canvas} tokens, "
+            f"whose attention masks take {_gb(masks)}. Pass a --canvas below {longest}, or build "
+            "the engine on the device (`dlm-export build --no-engine` skips it here)."
         )
     return found
 
