@@ -466,22 +466,6 @@ def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> Non
     assert plain.tokens == [1, 2, 3, 4, 6, *[10] * 7]
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, 16])
-def test_an_edit_that_never_settles_stops_at_its_cap(most: int) -> None:
-    def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
-        return (10 if ids[position] == 39 else ids[position] % 20 + 10), 0.99
-
-    scripted = Scripted(predict, block=4)
-    out = scripted.bundle.generate(
-        tokens=[1] * 4, max_new_tokens=4, **PRESETS["llada2.1"].as_dict() | {"edit_passes": most}
-    )
-    assert out.passes == {"prefill": 1, "denoise": 1 + most, "store": 0}
-    token = 10
-    for _ in range(most):
-        token = token % 20 + 10
-    assert out.tokens[4:] == [token] * 4
-
-
 @pytest.mark.parametrize(("stop", "passes"), [("early-eos", 4), ("eos", 8), ("none", 16)])
 def test_early_eos_ends_when_the_text_before_the_end_token_is_decided(
     stop: str, passes: int

@@ -195,14 +195,10 @@ def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
     by, probs = scored_by(turn, policy), logits.softmax(-1)
     best = probs.topk(2).values
     if by == "random":
-        return score_edits(turn, random_scores(turn, policy), _doubles(best[:, 0]))
-    if by == "entropy":
+        found = torch.from_numpy(random_scores(turn, policy))
+    elif by == "entropy":
         found = (probs * (probs + 1e-10).log()).sum(-1)
     else:
         found = best[:, 0] - best[:, 1] if by == "margin" else best[:, 0]
-    return score_edits(turn, _doubles(found), _doubles(best[:, 0]))
-
-
-def _doubles(values: Tensor) -> np.ndarray:
-    found: np.ndarray = values.double().cpu().numpy()
-    return found
+    doubles = [values.double().cpu().numpy() for values in (found, best[:, 0])]
+    return score_edits(turn, *doubles)
