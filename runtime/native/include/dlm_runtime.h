@@ -289,7 +289,8 @@ typedef struct dlm_policy {
   double next_block;    /* for full attention and cache "none" or "prefix": a share, 0..1 (1). When
                            this share of the positions of a block is decided, passes also commit
                            positions of the next block. 1: a block starts when the previous block is
-                           finished. Below 1, the commit rule must be "threshold" or
+                           finished. Commit "entropy_threshold" with cache "prefix" needs a value
+                           below 1. Below 1, the commit rule must be "threshold" or
                            "entropy_threshold". Each pass then commits at least one position of the
                            first unfinished block. With compare ">=", it always commits the position
                            with the highest score too. After an end token, all positions become end
