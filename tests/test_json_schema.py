@@ -7,6 +7,7 @@ from __future__ import annotations
 import http.server
 import itertools
 import json
+import random
 import re
 import threading
 import warnings
@@ -14,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constraints import ByteAutomaton, byte_automaton, schema_content
+from constraints import ByteAutomaton, byte_automaton, drawn_texts, schema_content
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from referencing import Registry
+from schema_strategies import URIS
 
 from dlm_runtime import RequestError
-from dlm_runtime.constraints.compiled import CompileLimits
+from dlm_runtime.constraints.compiled import CompileLimits, Content, compile_content
+from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.errors import SchemaWarning
 
 DRAFT_4, DRAFT_7 = (
@@ -40,6 +43,92 @@ def accepts(texts: ByteAutomaton, value: Any) -> bool:
 
 def validator(found: Any) -> Draft202012Validator:
     return Draft202012Validator(found, registry=Registry())
+
+
+# ---- Lengths ----
+
+ADDRESSES = ("uri", "uri-reference", "iri", "iri-reference", "email", "idn-email", "hostname")
+
+
+@pytest.mark.parametrize("lengths", [{"maxLength": 2083, "minLength": 1}, {"maxLength": 254}])
+@pytest.mark.parametrize("name", [*ADDRESSES, "idn-hostname"])
+def test_addresses_of_limited_length_compile(name: str, lengths: dict[str, int]) -> None:
+    vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), None))
+    urls = {f"url{i}": {"type": "string", "format": name, **lengths} for i in range(2)}
+    content = schema_content({"type": "object", "properties": urls, "required": [*urls]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SchemaWarning)
+        made = compile_content(content, vocabulary=vocabulary, vocab_size=257, ends=(256,))
+    assert made.states < 1 << 17
+
+
+def test_an_address_of_limited_length_keeps_its_length_and_format() -> None:
+    found = {"type": "string", "format": "uri", "minLength": 12, "maxLength": 40}
+    texts = texts_of(found)
+    checker = Draft202012Validator(found, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    for value in ("https://a.example:80/b?c#d", "http://[::1]/abc", "urn:x:abcdefg", "a" * 12):
+        assert accepts(texts, value) == (":" in value), value
+    assert accepts(texts, "http://a.b/" + "x" * 29)
+    assert not accepts(texts, "http://a.b/" + "x" * 30)
+    assert not accepts(texts, "http://a.b/")
+    for text in drawn_texts(texts, random.Random(3), 50):
+        assert checker.is_valid(json.loads(text)), text
+
+
+def test_a_string_that_is_too_large_is_named() -> None:
+    hard = {"type": "string", "pattern": "(a|b)*a(a|b){6}$", "maxLength": 2000}
+    content = schema_content({"type": "object", "properties": {"name": hard}, "required": ["name"]})
+    with pytest.raises(RequestError, match=r"^schema: #/properties/name: this length is too large"):
+        byte_automaton(content, CompileLimits(states=1000))
+
+
+def test_an_integer_of_const_and_enum_has_no_decimal_point() -> None:
+    assert accepts(texts_of({"const": 1.0}), 1)
+    assert not accepts(texts_of({"const": 1.0}), 1.0)
+    texts = byte_automaton(Content("schema", '{"enum": [-2.0, 1e2, -0.0, 2.50, 1e20]}'))
+    assert all(texts.matches(text) for text in ("-2", "100", "0", "2.50", "1e20"))
+    assert not any(texts.matches(text) for text in ("-2.0", "1e2", "-0.0", "-0"))
+
+
+@pytest.mark.parametrize("key", ["contentEncoding", "contentMediaType"])
+@pytest.mark.parametrize("draft", [7, 2020])
+def test_the_content_of_a_string_is_not_checked_and_that_is_said(key: str, draft: int) -> None:
+    found = {"$schema": URIS[draft], "properties": {"a": {"type": "string", key: "x"}}}
+    with pytest.warns(SchemaWarning, match=f"#/properties/a: keyword '{key}' is ignored"):
+        texts_of(found)
+
+
+TREE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/tree"}}}
+DEEP: dict[str, Any] = {"required": ["a"]}
+NESTED: dict[str, Any] = {"a": {}}
+for _ in range(5):
+    DEEP, NESTED = {"required": ["a"], "properties": {"a": DEEP}}, {"a": NESTED}
+
+
+@pytest.mark.parametrize(
+    ("found", "value", "limit"),
+    [
+        ({"contains": False}, None, "a schema without 'type'"),
+        ({"type": "string", "format": "email", "minLength": 400}, "a@b." + "c" * 396, "'email'"),
+        ({"type": "number", "not": {"const": 12345678901234567}}, 1, "number of digits"),
+        (
+            {"allOf": [{"$ref": "#/$defs/tree"}, DEEP], "$defs": {"tree": TREE}},
+            NESTED,
+            "max_depth 3",
+        ),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, None, ""),
+        ({"type": "string", "allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]}, None, ""),
+    ],
+)
+def test_a_schema_without_values_says_which_limits_left_them_out(
+    found: Any, value: Any, limit: str
+) -> None:
+    with pytest.raises(RequestError, match=r"^schema: no value is valid by it") as raised:
+        texts_of(found)
+    assert ("within the compiler's limits: " in str(raised.value)) == bool(limit)
+    assert limit in str(raised.value)
+    if value is not None or limit.endswith("'type'"):
+        assert validator(found).is_valid(value)
 
 
 # ---- References ----
@@ -572,6 +661,13 @@ def test_listed_values_are_valid_as_jsonschema_says(found: Any) -> None:
     assert list(map(repr, allowed)) == [repr(value) for value in VALUES if is_valid(found, value)]
 
 
+def _as_written(value: Any) -> Any:
+    """Replace each float that is an integer by the integer, as the compiler writes it."""
+    return json.loads(
+        json.dumps(value), parse_float=lambda t: int(t[:-2]) if t.endswith(".0") else float(t)
+    )
+
+
 def is_allowed(found: Any, value: Any) -> bool:
     """Return whether the constraint of the schema ``found`` allows this value."""
     try:
@@ -579,7 +675,7 @@ def is_allowed(found: Any, value: Any) -> bool:
     except RequestError as err:
         reason = str(err)
     else:
-        return accepts(texts, value)
+        return accepts(texts, _as_written(value))
     assume(not re.search("refers to itself|beside enum|within a negation", reason))
     assert "no value is valid" in reason or "no text" in reason, reason
     return False

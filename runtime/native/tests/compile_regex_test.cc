@@ -221,7 +221,7 @@ void test_formats() {
            {"2EB8AA08-AA98-11EA-B4AA-73B441D16380"},
            {"2eb8aa08aa9811eab4aa73b441d16380"}},
       },
-      format_in_string);
+      [](Expressions& e, std::string_view name) { return format_in_string(e, name, false); });
   CHECK(is_format("idn-hostname") && !is_format("color") && !is_format(""));
 }
 

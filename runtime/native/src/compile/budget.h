@@ -12,7 +12,7 @@
 
 namespace dlm::compile {
 
-// Thrown if the automaton of a constraint has more states or edges than the limits allow.
+// Thrown if the automaton of a constraint needs more states, edges or memory than the limits allow.
 class TooLarge : public Error {
  public:
   explicit TooLarge(const std::string& message) : Error(DLM_INVALID_ARGUMENT, message) {}
@@ -61,10 +61,9 @@ class Budget {
   }
   void check_memory(size_t bytes) {
     if (bytes > limits_.memory_bytes)
-      fail(DLM_INVALID_ARGUMENT,
-           "%s: compiling it needs more than memory_bytes, %zu MiB: make counts smaller, or "
-           "raise it",
-           what_, limits_.memory_bytes >> 20);
+      throw TooLarge(std::string(what_) + ": compiling it needs more than memory_bytes, " +
+                     std::to_string(limits_.memory_bytes >> 20) +
+                     " MiB: make counts smaller, or raise it");
   }
 
  private:

@@ -124,7 +124,6 @@ ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second
 
 ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
                       const std::string& behind, const std::string& hint, Budget& budget) {
-  if (texts.is_empty()) fail(DLM_INVALID_ARGUMENT, "regex: no text matches it");
   const auto takes_nul = [](const ByteEdge& edge) { return edge.low == 0; };
   if (before.empty() && behind.empty() &&
       std::none_of(texts.edges.begin(), texts.edges.end(), takes_nul))

@@ -54,8 +54,8 @@ ByteAutomaton intersection(const ByteAutomaton& first, const ByteAutomaton& seco
 ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 
 // Returns an automaton that accepts each text T without NUL bytes for which `texts` accepts
-// `before` + T + `behind`. `texts` must be minimal. Throws an error if there is no such T. If
-// `texts` accepts no text that starts with `before`, the error message ends with `hint`.
+// `before` + T + `behind`. `texts` must be minimal and not empty. Throws an error if there is no
+// such T. If `texts` accepts no text that starts with `before`, the error message ends with `hint`.
 ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
                       const std::string& behind, const std::string& hint, Budget& budget);
 

@@ -78,8 +78,14 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
     schema::Texts texts = texts_of(expressions, constraint, most_states);
     try {
       Automata automata(expressions);
-      const ByteAutomaton bytes = between(automata.of(texts.node), constraint.before,
-                                          constraint.behind, layout_hint(constraint), budget);
+      const ByteAutomaton& whole = automata.of(texts.node);
+      if (whole.is_empty())
+        throw Error(DLM_INVALID_ARGUMENT,
+                    texts.none.empty()
+                        ? name_of(constraint.kind) + std::string(": no text matches it")
+                        : texts.none);
+      const ByteAutomaton bytes =
+          between(whole, constraint.before, constraint.behind, layout_hint(constraint), budget);
       return {token_automaton(bytes, vocabulary, budget), std::move(texts.warnings)};
     } catch (const TooLarge&) {
       if (texts.is_smallest) throw;

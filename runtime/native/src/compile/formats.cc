@@ -48,18 +48,32 @@ string duration() {
 
 // ---- Hosts ----
 
-// Returns a regular expression for the labels of host names, with up to `most` characters. A label
-// is the part between two dots. Labels whose third and fourth characters are both "-" are left out.
-// Such a label may be Punycode. Programs decode Punycode, and could reject the decoded label.
+// Returns a regular expression for the labels of host names, with up to `most` characters. If
+// `most` is 0, the length has no limit. A label is the part between two dots. Labels whose third
+// and fourth characters are both "-" are left out. Such a label may be Punycode. Programs decode
+// Punycode, and could reject the decoded label.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
-  const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
-                      end + "(?:" + any + "{0," + std::to_string(most - 5) + "}" + end + ")?";
-  return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
+  const auto more = [&](int before) {
+    const string high = most > 0 ? std::to_string(most - before) : "";
+    return end + "(?:" + any + "{0," + high + "}" + end + ")?";
+  };
+  return end + "(?:" + end + "|" + any + "(?:" + more(4) + "|-" + more(5) + "))?";
+}
+
+// If a string has a limited length, its automaton counts the characters from the start. The number
+// of states would be far too large if the automaton also counted the characters of each label. So
+// host names, mail addresses, and the scheme and authority of a URI are limited to this number of
+// characters then. A label within this limit is never too long.
+constexpr int kMostCounted = 63;
+
+Node limited(Expressions& e, Node node, bool is_counted) {
+  return is_counted ? e.both(node, regex(e, many(".", 1, kMostCounted))) : node;
 }
 
 // Returns a regular expression for host names of at least `fewest` labels and at most 253
-// characters (RFC 1123, RFC 5890). A label is the part between two dots.
+// characters (RFC 1123, RFC 5890). A label is the part between two dots. If `is_counted` is true,
+// limited() must limit the length.
 //
 // An automaton that counts the characters of the whole name would have too many states. So the
 // function allows only host names in one of these three forms:
@@ -67,7 +81,8 @@ string label(int most) {
 // - up to three labels of at most 63 characters
 // - three labels of at most 63 characters, and a fourth label of at most 61 characters
 // - up to eight labels of at most 30 characters
-string host(int fewest) {
+string host(int fewest, bool is_counted) {
+  if (is_counted) return "(?:" + label(0) + "\\.){" + std::to_string(fewest - 1) + ",}" + label(0);
   const string long_label = label(63) + "\\.";
   return "(?:" + many(long_label, fewest - 1, 2) + label(63) + "|" + many(long_label, 3, 3) +
          label(61) + "|" + many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
@@ -80,9 +95,10 @@ const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
 
-string international_host(int fewest) {
+string international_host(int fewest, bool is_counted) {
+  if (is_counted) return host(fewest, true);
   const string name = "[" + string(kLetters) + "]{1,12}";
-  return "(?:" + host(fewest) + "|" + many(name + "\\.", fewest - 1, 3) + name + ")";
+  return "(?:" + host(fewest, false) + "|" + many(name + "\\.", fewest - 1, 3) + name + ")";
 }
 
 const char kByte[] = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
@@ -114,46 +130,31 @@ Node mail(Expressions& e, const string& letters, int most, const string& host_na
   return e.sequence(e.both(words, regex(e, many(".", 1, most))), regex(e, "@" + host_name));
 }
 
-Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
-
 // ---- URIs (RFC 3986, RFC 3987) ----
 
-struct Uri {
-  string character, segment, tail, authority;
-
-  // `letters` contains the allowed letters outside ASCII.
-  explicit Uri(const string& letters) {
-    const string escape = "%[0-9A-Fa-f]{2}";
-    const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
-    character = "(?:[" + plain + ":@]|" + escape + ")";
-    segment = character + "*";
-    const string more = "(?:[" + plain + ":@/?]|" + escape + ")*";
-    tail = "(?:\\?" + more + ")?(?:#" + more + ")?";
-    const string port = ":(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3})";
-    authority =
-        "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
-        "|\\[" + ipv6() + "\\])(?:" + port + ")?";
-  }
-  // Returns a regular expression for the part of a URI after the scheme. This part consists of an
-  // optional authority and a path.
-  string hierarchy() const {
-    return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
-           ")*)?";
-  }
-  string absolute() const {
-    return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
-           tail;
-  }
-  // Returns a regular expression for relative references, including the empty reference. The first
-  // segment must not contain a colon. Otherwise programs would interpret the text before the colon
-  // as a scheme.
-  string reference() const {
-    string first = character;
-    first.erase(first.find(":@]"), 1);
-    return "(?:" + absolute() + "|" + hierarchy() + "|" + first + "+(?:/" + segment + ")*|)" +
-           tail + ")";
-  }
-};
+// Returns URIs or, if `is_reference` is true, also relative references, including the empty
+// reference. `letters` contains the allowed letters outside ASCII.
+Node uri(Expressions& e, const string& letters, bool is_reference, bool is_counted) {
+  const string escape = "%[0-9A-Fa-f]{2}";
+  const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
+  const string character = "(?:[" + plain + ":@]|" + escape + ")";
+  const string segments = "(?:/" + character + "*)*";
+  const string more = "(?:[" + plain + ":@/?]|" + escape + ")*";
+  const string tail = "(?:\\?" + more + ")?(?:#" + more + ")?";
+  const string scheme = "(?:[A-Za-z][A-Za-z0-9+.-]*:)";
+  const string port = ":(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3})";
+  const string name = letters.empty() ? host(1, is_counted) : international_host(1, is_counted);
+  const string start = scheme + (is_reference ? "?" : "") + "//(?:[A-Za-z0-9._\\~-]+@)?(?:" + name +
+                       "|\\[" + ipv6() + "\\])(?:" + port + ")?";
+  const string path = "/(?:" + character + "+" + segments + ")?";
+  string others = scheme + "(?:" + path + "|" + character + "+" + segments + ")";
+  // The first segment of a relative path must not contain a colon. Otherwise programs would
+  // interpret the text before the colon as a scheme.
+  if (is_reference)
+    others += "|" + path + "|(?:(?:[" + plain + "@]|" + escape + ")+" + segments + ")?";
+  return e.either(e.sequence(limited(e, regex(e, start), is_counted), regex(e, segments + tail)),
+                  regex(e, "(?:" + others + ")" + tail));
+}
 
 const char kBeyondAscii[] =
     "\\u{A1}-\\u{1FFF}\\u{2070}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FEFE}";
@@ -208,14 +209,8 @@ string written(std::string_view name) {
   if (name == "time") return time();
   if (name == "date-time") return date() + "T" + time();
   if (name == "duration") return duration();
-  if (name == "hostname") return host(1);
-  if (name == "idn-hostname") return international_host(1);
   if (name == "ipv4") return ipv4();
   if (name == "ipv6") return ipv6();
-  if (name == "uri") return Uri("").absolute();
-  if (name == "uri-reference") return Uri("").reference();
-  if (name == "iri") return Uri(kBeyondAscii).absolute();
-  if (name == "iri-reference") return Uri(kBeyondAscii).reference();
   if (name == "uri-template") return uri_template();
   if (name == "regex") return expression();
   return "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}";  // the format "uuid"
@@ -227,17 +222,26 @@ bool is_format(std::string_view name) {
   return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
 }
 
-Node format_in_string(Expressions& e, std::string_view name) {
-  if (name == "email") return email(e);
+Node format_in_string(Expressions& e, std::string_view name, bool is_counted) {
+  const auto ascii_email = [&] { return mail(e, "A-Za-z0-9", 64, host(2, is_counted)); };
+  if (name == "email") return limited(e, ascii_email(), is_counted);
   // A letter has at most three bytes in UTF-8. So 21 letters fit into the 64 bytes that are allowed
   // before the @.
-  if (name == "idn-email")
-    return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
+  if (name == "idn-email") {
+    const Node others = mail(e, "A-Z" + string(kLetters), 21, international_host(2, is_counted));
+    return limited(e, e.either(ascii_email(), others), is_counted);
+  }
+  if (name == "hostname") return limited(e, regex(e, host(1, is_counted)), is_counted);
+  if (name == "idn-hostname")
+    return limited(e, regex(e, international_host(1, is_counted)), is_counted);
   if (name == "json-pointer") return pointer(e);
   if (name == "relative-json-pointer")
     // A relative JSON pointer starts with a number. This expression allows a 0 only as the last
     // digit of the number, because the validator jsonschema accepts no digit after a 0.
     return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
+  if (name == "uri" || name == "uri-reference") return uri(e, "", name != "uri", is_counted);
+  if (name == "iri" || name == "iri-reference")
+    return uri(e, kBeyondAscii, name != "iri", is_counted);
   return regex(e, written(name));
 }
 

@@ -14,7 +14,9 @@ bool is_format(std::string_view name);
 
 // Returns the node for the set of JSON strings in the format `name`. The set contains only strings
 // that every validator accepts. The strings have no quotes, and are escaped as in json_text.h.
-// is_format(name) must be true.
-Node format_in_string(Expressions& expressions, std::string_view name);
+// is_format(name) must be true. If the caller intersects the node with strings of a limited length,
+// `is_counted` must be true. The node then contains fewer host names, so that the automaton of the
+// intersection is not too large.
+Node format_in_string(Expressions& expressions, std::string_view name, bool is_counted);
 
 }  // namespace dlm::compile

@@ -318,7 +318,7 @@ std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, ui
                                                  const Place& place) {
   std::map<std::string, Node> keyed;
   std::vector<std::string> order;
-  item_ = formulas_.entered(item_, place.counts, options_.max_depth);
+  item_ = entered(item_, place.counts);
   if (!finite(item_, place.level, keyed, order)) return std::nullopt;
   Row made;
   made.low = low;

@@ -158,7 +158,7 @@ class Document {
   Resource* resource_of(const json::Value& value, Resource* around);
   void read_keywords(Schema& schema);
   void check_shape(const Schema& schema, Keyword keyword, const json::Value& value) const;
-  void warn_of_misspelled(const Schema& schema, const std::string& keyword);
+  void warn_of_unknown(const Schema& schema, const std::string& keyword);
   const json::Value* at_pointer(const Resource& resource, std::string_view pointer) const;
   const json::Value& target_value(const Schema& from, Keyword keyword);
   const std::vector<const json::Value*>& destinations(const json::Value& holder);

@@ -135,7 +135,7 @@ bool Holds::text_atom(const Term& term, const std::string& text_) {
       if (!is_format(term.text)) return true;
       auto found = formats_.find(term.text);
       if (found == formats_.end())
-        found = formats_.emplace(term.text, format_in_string(expressions_, term.text)).first;
+        found = formats_.emplace(term.text, format_in_string(expressions_, term.text, false)).first;
       const std::string written = json_string(text_);
       return automata_.of(found->second)
           .matches(std::string_view(written).substr(1, written.size() - 2));

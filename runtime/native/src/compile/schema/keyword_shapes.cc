@@ -167,7 +167,7 @@ void Document::read_keywords(Schema& schema) {
     budget_.check();
     const auto found = keywords().find(member.key());
     if (found == keywords().end()) {
-      warn_of_misspelled(schema, member.key());
+      warn_of_unknown(schema, member.key());
       continue;
     }
     check_shape(schema, found->second, member);
@@ -267,8 +267,11 @@ void Document::check_shape(const Schema& schema, Keyword keyword, const Value& v
                                           " is not " + expected);
 }
 
-void Document::warn_of_misspelled(const Schema& schema, const std::string& keyword) {
+void Document::warn_of_unknown(const Schema& schema, const std::string& keyword) {
   constexpr size_t kLongest = 24;
+  if (keyword == "contentEncoding" || keyword == "contentMediaType" || keyword == "contentSchema")
+    warn("schema: " + place(*schema.value) + ": keyword '" + keyword +
+         "' is ignored: the content of the string is not checked");
   if (annotations().count(keyword) != 0 || keyword.empty() || keyword.size() > kLongest) return;
   if (!std::isalpha(static_cast<unsigned char>(keyword[0])) || keyword.substr(0, 2) == "x-") return;
   size_t best = kLongest;

@@ -32,8 +32,17 @@ std::string text_of(const Value& value, const Layout& layout, uint32_t level) {
       return "null";
     case Kind::boolean:
       return value.boolean() ? "true" : "false";
-    case Kind::number:
-      return value.written();
+    case Kind::number: {
+      // JSON Schema says that 1.0 equals 1. Programs that expect an integer reject 1.0, but
+      // programs that expect a fraction accept 1.
+      const Decimal number = Decimal::parse(value.written());
+      constexpr size_t kMostDigits = 15;  // every double represents these integers exactly
+      if (number.is_plain || !number.is_integer() ||
+          number.digits.size() + static_cast<size_t>(number.exponent) > kMostDigits)
+        return value.written();
+      const std::string zeros(number.is_zero() ? 1 : static_cast<size_t>(number.exponent), '0');
+      return (number.is_negative && !number.is_zero() ? "-" : "") + number.digits + zeros;
+    }
     case Kind::string:
       return json_string(value.string());
     case Kind::array:

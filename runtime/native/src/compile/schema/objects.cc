@@ -250,7 +250,7 @@ void Writer::exclude_names(const Case& found,
 Node Writer::text_that_matches(const std::string& pattern, const Schema& schema, bool is_sure) {
   Term term;
   term.atom = Atom::pattern, term.text = pattern, term.schema = &schema, term.positive = is_sure;
-  return string_that(term);
+  return string_that(term, false);
 }
 
 Writer::Made Writer::object(const Case& found, const std::vector<std::string>& names,

@@ -73,8 +73,8 @@ uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(std::min(term.high, kMostSchemaCount));
 }
 
-Node Writer::scalar(Formula formula, uint8_t type) {
-  const uint64_t key = uint64_t{formula} << 8 | type;
+Node Writer::scalar(Formula formula, uint8_t type, bool is_counted) {
+  const uint64_t key = uint64_t{formula} << 9 | uint64_t{is_counted} << 8 | type;
   const auto known = scalars_.find(key);
   if (known != scalars_.end()) return known->second;
   expressions_.budget().check();
@@ -83,15 +83,15 @@ Node Writer::scalar(Formula formula, uint8_t type) {
   if (op == Op::any || op == Op::one) {
     std::vector<Node> nodes;
     const std::vector<Formula> branches = formulas_.alternatives(formula);
-    for (const Formula branch : branches) nodes.push_back(scalar(branch, type));
+    for (const Formula branch : branches) nodes.push_back(scalar(branch, type, is_counted));
     made = expressions_.either(std::move(nodes));
   } else if (op != Op::no) {
-    made = scalar_case(formulas_.conjuncts(formula), type);
+    made = scalar_case(formulas_.conjuncts(formula), type, is_counted);
   }
   return scalars_[key] = made;
 }
 
-Node Writer::scalar_case(const std::vector<Formula>& parts, uint8_t type) {
+Node Writer::scalar_case(const std::vector<Formula>& parts, uint8_t type, bool is_counted) {
   for (const Formula part : parts) {
     const Term& term = formulas_[part];
     if (term.op == Op::atom && term.atom == Atom::rejected)
@@ -108,7 +108,7 @@ Node Writer::scalar_case(const std::vector<Formula>& parts, uint8_t type) {
     return expressions_.either(std::move(nodes));
   }
   if (type == kNumber) return number_case(parts);
-  if (type == kString) return string_case(parts);
+  if (type == kString) return string_case(parts, is_counted);
   Node made = type == kNull
                   ? expressions_.bytes("null")
                   : expressions_.either(expressions_.bytes("true"), expressions_.bytes("false"));
@@ -166,6 +166,10 @@ Node Writer::number_case(const std::vector<Formula>& parts) {
         break;
     }
   }
+  if (range.low.has_value() && range.high.has_value() && range.low->compare(*range.high) > 0)
+    return expressions_.nothing();
+  if (is_fraction || !others.empty() || named != nullptr)
+    limits_.insert("numbers have a limited number of digits");
   if (is_fraction) {
     if (range.integers) return expressions_.nothing();
     others.push_back(plain_fractions(expressions_));
@@ -234,18 +238,20 @@ Node Writer::other_numbers(const ValueSet& values) {
 
 // ---- Strings
 
-Node Writer::string_that(const Term& term) {
+Node Writer::string_that(const Term& term, bool is_counted) {
   // If `positive` is false, the pattern must not match. Then the code excludes all strings in which
   // at least one regex engine finds a match.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
-  const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
+  const char* const kind = term.atom == Atom::format ? is_counted ? "c" : "f"
+                           : term.positive           ? "p"
+                                                     : "n";
   const std::string key = kind + term.text;
   const auto known = patterns_.find(key);
   if (known != patterns_.end()) return known->second;
   Node inside;
   try {
     inside = term.atom == Atom::pattern ? pattern_in_string(expressions_, term.text, found_)
-                                        : format_in_string(expressions_, term.text);
+                                        : format_in_string(expressions_, term.text, is_counted);
   } catch (const Error& error) {
     if (std::string_view(error.what()).substr(0, 6) == "regex:") throw;
     throw Error(error.status(),
@@ -255,25 +261,45 @@ Node Writer::string_that(const Term& term) {
   return patterns_[key] = expressions_.sequence({quote, inside, quote});
 }
 
-Node Writer::string_case(const std::vector<Formula>& parts) {
+Node Writer::string_case(const std::vector<Formula>& parts, bool is_counted) {
   uint32_t low = 0, high = kUnbounded;
+  const Term* length = nullptr;
+  for (const Formula part : parts) {
+    const Term& term = formulas_[part];
+    if (term.op != Op::atom || term.atom != Atom::length) continue;
+    low = std::max(low, low_count(term, Keyword::min_length));
+    high = std::min(high, high_count(term, Keyword::max_length));
+    length = &term;
+  }
+  if (low > high) return expressions_.nothing();
+  if (high != kUnbounded && high > std::max(low, options_.most_characters)) {
+    high = std::max(low, options_.most_characters);
+    has_cut_strings_ = true;
+  }
+  // A minimum this small needs few more states.
+  constexpr uint32_t kFew = 3;
+  // Of the shorter names that a counted string has, few are longer than this.
+  constexpr uint32_t kMany = 32;
+  is_counted = is_counted || low > kFew || high != kUnbounded;
+  const auto is_name = [](const std::string& format) {
+    return format.find("host") != std::string::npos || format.find("email") != std::string::npos;
+  };
   std::vector<Node> kept, removed;
   for (const Formula part : parts) {
     const Term& term = formulas_[part];
     if (term.op != Op::atom) {
-      kept.push_back(scalar(part, kString));
+      kept.push_back(scalar(part, kString, is_counted));
       continue;
     }
     switch (term.atom) {
-      case Atom::length:
-        low = std::max(low, low_count(term, Keyword::min_length));
-        high = std::min(high, high_count(term, Keyword::max_length));
-        break;
       case Atom::pattern:
-        (term.positive ? kept : removed).push_back(string_that(term));
+        (term.positive ? kept : removed).push_back(string_that(term, false));
         break;
       case Atom::format:
-        if (is_format(term.text)) kept.push_back(string_that(term));
+        if (!is_format(term.text)) break;
+        if (length != nullptr)
+          limits_.insert("strings in the format '" + term.text + "' have a limited length");
+        kept.push_back(string_that(term, is_counted && !(low > kMany && is_name(term.text))));
         break;
       case Atom::values:
         for (const json::Value* const value : term.values->values) {
@@ -285,17 +311,22 @@ Node Writer::string_case(const std::vector<Formula>& parts) {
         break;
     }
   }
-  if (low > high) return expressions_.nothing();
-  if (high != kUnbounded && high > std::max(low, options_.most_characters)) {
-    high = std::max(low, options_.most_characters);
-    has_cut_strings_ = true;
-  }
+  const bool is_product = !kept.empty() && length != nullptr;
   if (kept.empty() || low > 0 || high != kUnbounded)
     kept.push_back(any_string(expressions_, low, high));
   Node made = kept[0];
   for (size_t i = 1; i < kept.size(); ++i) made = expressions_.both(made, kept[i]);
   if (!removed.empty()) made = expressions_.without(made, expressions_.either(std::move(removed)));
-  return made;
+  if (!is_product) return made;
+  // The automaton of a pattern or a format that also has a length can be much larger than its
+  // parts. The code builds the automaton here, because here an error can name the schema.
+  try {
+    return expressions_.machine(holds_.automata().of(made));
+  } catch (const TooLarge& error) {
+    throw TooLarge(
+        "schema: " + document_.place(*length->schema->value) +
+        ": this length is too large together with the string's other keywords: " + error.what());
+  }
 }
 
 }  // namespace dlm::compile::schema

@@ -70,11 +70,27 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
     const Schema& root = document.root();
     const Writer::Made made =
         writer.values(formulas.of(root, true), options.level, recursion.number(*root.value));
-    Texts texts{made.node, document.warnings(), made.size, false};
+    const std::string limits = writer.limits();
+    Texts texts{made.node, document.warnings(), made.size, false,
+                "schema: no value is valid by it" +
+                    (limits.empty() ? "" : " within the compiler's limits: " + limits)};
     if (writer.has_cut_strings()) texts.warnings.push_back(cut_strings(extent.characters));
     return texts;
   };
-  Texts out = make(extents.front());
+  // Skips limits with which a single string is too large.
+  size_t first = 0;
+  const auto largest = [&] {
+    for (;; ++first) {
+      try {
+        return make(extents[first]);
+      } catch (const TooLarge&) {
+        const uint32_t characters = extents[first].characters;
+        while (first + 2 < extents.size() && extents[first + 1].characters == characters) ++first;
+        if (first + 1 == extents.size()) throw;
+      }
+    }
+  };
+  Texts out = largest();
   if (out.size > limit) {
     Texts smallest = make(extents.back());
     smallest.is_smallest = true;
@@ -82,7 +98,7 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
       out.is_smallest = true;
     else if (smallest.size <= limit || out.size > kComfort * limit)
       out = std::move(smallest);
-    for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
+    for (size_t i = first + 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
       if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
   // The estimated number of states may be too high. So the code rejects the schema only if the
@@ -93,12 +109,7 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
                 "schema: its automaton has far more than " +
                     std::to_string(budget.limits().states) +
                     " states: make max_depth, counts or the schema smaller, or raise limits");
-  if (out.node == expressions.nothing())
-    throw Error(DLM_INVALID_ARGUMENT,
-                "schema: no value is valid by it" +
-                    (options.max_depth.has_value()
-                         ? " within max_depth " + std::to_string(*options.max_depth)
-                         : ""));
+  if (out.node == expressions.nothing()) throw Error(DLM_INVALID_ARGUMENT, out.none);
   return out;
 }
 

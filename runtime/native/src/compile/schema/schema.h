@@ -47,6 +47,7 @@ struct Texts {
   std::vector<std::string> warnings;
   double size = 0;          // estimated number of states
   bool is_smallest = true;  // true if a smaller most_states would not reduce `size`
+  std::string none = "";    // the error message if `node` matches no text
 };
 
 // All functions below throw an Error with status DLM_INVALID_ARGUMENT if a schema is not valid or

@@ -71,10 +71,23 @@ Writer::Made Writer::any_object(uint32_t level) {
           inner.size + kSizeOfString};
 }
 
+std::string Writer::limits() const {
+  std::string out;
+  for (const std::string& limit : limits_) out += (out.empty() ? "" : "; ") + limit;
+  return out;
+}
+
+Formula Writer::entered(Formula formula, const Counts& counts) {
+  const Formula made = formulas_.entered(formula, counts, options_.max_depth);
+  if (made == Formulas::kNo && formula != Formulas::kNo)
+    limits_.insert("max_depth " + std::to_string(options_.max_depth));
+  return made;
+}
+
 // Builds the node for all values for which a formula is true. `is_described` is true if the value
 // has a schema, even if this schema allows all values.
 Writer::Made Writer::value(Formula formula, const Place& place, bool is_described) {
-  formula = formulas_.entered(formula, place.counts, options_.max_depth);
+  formula = entered(formula, place.counts);
   if (formula == Formulas::kNo) return {};
   if (formula == Formulas::kYes) return anything(place.level, is_described ? 0 : 1);
   std::string key(reinterpret_cast<const char*>(&formula), sizeof formula);
@@ -128,7 +141,10 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
       }
       return either(made);
     }
-    if (term.speaks_of != 0) kinds = static_cast<uint8_t>(kinds & term.speaks_of);
+    if (term.speaks_of != 0 && (kinds & ~term.speaks_of) != 0) {
+      kinds = static_cast<uint8_t>(kinds & term.speaks_of);
+      limits_.insert("a schema without 'type' has only values of the types of its keywords");
+    }
   }
   std::vector<Made> made;
   for (const uint8_t type : {kString, kNumber, kArray, kObject, kBoolean, kNull}) {
@@ -143,18 +159,18 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
       if (set != nullptr) {
         for (const std::string& each : set->keys) size += static_cast<double>(each.size());
       }
+      const Node node = scalar(found, type);
+      const bool is_machine = expressions_.kind(node) == Expressions::Kind::machine;
+      if (is_machine) size = static_cast<double>(expressions_.automaton(node).states());
       uint64_t characters = 0;
-      double states = kSizeOfCharacter;  // the estimated number of states for each character
       for (const Formula part : formulas_.conjuncts(found)) {
         const Term& each = formulas_[part];
-        if (each.op != Op::atom) continue;
-        if (each.atom == Atom::pattern || each.atom == Atom::format) states = 1;
-        if (each.atom != Atom::length) continue;
+        if (is_machine || each.op != Op::atom || each.atom != Atom::length) continue;
         const uint64_t high = std::min<uint64_t>({each.high, 10'000, options_.most_characters});
         characters += each.high != kNoLimit ? std::max(each.low, high) : each.low;
       }
-      size += states * static_cast<double>(characters);
-      made.push_back({scalar(found, type), size});
+      size += kSizeOfCharacter * static_cast<double>(characters);
+      made.push_back({node, size});
     }
   }
   return either(made);

@@ -14,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -59,6 +60,9 @@ class Writer {
   Made any_object(uint32_t level);
   // Returns true if some strings were left out because of most_characters.
   bool has_cut_strings() const { return has_cut_strings_; }
+  // Returns the restrictions because of which valid values may have been left out, as one text. The
+  // text is empty if there are none.
+  std::string limits() const;
 
  private:
   // Each pair consists of the number that the class Recursion gives to a schema, and a count. The
@@ -103,19 +107,21 @@ class Writer {
     Node more = 0;
   };
 
+  Formula entered(Formula formula, const Counts& counts);
   Made value(Formula formula, const Place& place, bool is_described);
   Made written(Formula formula, const Place& place);
   Made anything(uint32_t level, uint32_t around);
   Made either(const std::vector<Made>& some);
 
-  // The next functions write strings, numbers, booleans and null.
-  Node scalar(Formula formula, uint8_t type);
-  Node scalar_case(const std::vector<Formula>& parts, uint8_t type);
+  // The next functions write strings, numbers, booleans and null. If `is_counted` is true, the
+  // caller limits the length of the strings.
+  Node scalar(Formula formula, uint8_t type, bool is_counted = false);
+  Node scalar_case(const std::vector<Formula>& parts, uint8_t type, bool is_counted);
   Node number_case(const std::vector<Formula>& parts);
-  Node string_case(const std::vector<Formula>& parts);
+  Node string_case(const std::vector<Formula>& parts, bool is_counted);
   Node not_multiple(const Term& term);
   Node other_numbers(const ValueSet& values);
-  Node string_that(const Term& term);
+  Node string_that(const Term& term, bool is_counted);
   uint32_t low_count(const Term& term, Keyword keyword);
   uint32_t high_count(const Term& term, Keyword keyword);
 
@@ -172,6 +178,7 @@ class Writer {
   Holds holds_;
   const WriterOptions options_;
   bool has_cut_strings_ = false;
+  std::set<std::string> limits_;
   uint32_t depth_ = 0;
   size_t cases_ = 0, steps_ = 0;
   std::unordered_map<std::string, Made> made_;
