@@ -15,12 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
-from dlm_export.cli import main
+from dlm_export.cli import main, printing
+from dlm_runtime import Bundle
 
 LIGHTS = "turn on the kitchen lights"
 # Options for a slow answer: one token per pass, and more tokens than in the demo's training texts.
@@ -249,3 +252,30 @@ def test_a_bundle_without_a_template_cannot_be_talked_to(llada_bundle: Path) -> 
     done = _said(llada_bundle, "hello\n")
     assert done.exit_code == 2
     assert "no chat template" in done.stderr
+
+
+HOSTILE = "a\x1b[2J\x9b31m\x07\u202e\nb\tc"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_an_answer_cannot_control_the_terminal(
+    demo_bundle: Path, command: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = Bundle.generate
+    monkeypatch.setattr(
+        Bundle, "generate", lambda *given, **named: replace(generate(*given, **named), text=HOSTILE)
+    )
+    stream = SimpleNamespace(isatty=lambda: is_terminal)
+    monkeypatch.setattr(printing, "sys", SimpleNamespace(stdout=stream, stderr=stream))
+    given = ["--prompt", LIGHTS] if command == "run" else []
+    # With color=True, click passes escapes on to this stdout, as it does to a terminal.
+    done = CliRunner().invoke(main, [command, str(demo_bundle), *given], input=LIGHTS, color=True)
+    wanted = "a\\x1b[2J\\x9b31m\\x07\\u202e\nb\tc" if is_terminal else HOSTILE
+    assert done.stdout == wanted + "\n"
+
+
+def test_json_contains_no_control_characters() -> None:
+    text = printing.json_text({HOSTILE: [HOSTILE]})
+    assert not re.search("[\x00-\x1f\x7f-\x9f]", text)
+    assert json.loads(text) == {HOSTILE: [HOSTILE]}

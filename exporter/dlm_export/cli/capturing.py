@@ -21,7 +21,7 @@ from dlm_export.cli.options import (
     prompts_option,
     source_group,
 )
-from dlm_export.cli.printing import Bars, format_bytes, print_json
+from dlm_export.cli.printing import Bars, format_bytes, one_line, print_json
 from dlm_export.cli.values import overrides, taken
 
 
@@ -82,4 +82,6 @@ def _capture(
     click.echo(
         f"{output} {format_bytes(size)}: {found.rows} rows on {len(found.canvases)} canvases"
     )
-    click.echo(f"Captured {found.provenance.reference}; attention: {found.provenance.attention}")
+    click.echo(
+        one_line(f"Captured {found.provenance.reference}; attention: {found.provenance.attention}")
+    )

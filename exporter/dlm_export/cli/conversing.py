@@ -28,7 +28,7 @@ from dlm_export.cli.options import (
     set_option,
     text,
 )
-from dlm_export.cli.printing import for_terminal, how_it_went, one_line, warn
+from dlm_export.cli.printing import how_it_went, one_line, print_text, warn
 from dlm_export.cli.values import opening, policy_changes, read_json_file
 from dlm_export.signals import interrupted_by
 from dlm_runtime import Bundle, DlmError, Generation, RequestError
@@ -302,7 +302,7 @@ def _in_lines(talk: Conversation) -> DlmError | None:
                     click.echo(told, err=True)
                 elif line:
                     answer = talk.ask(line, lambda request, _: talk.bundle.generate(**request))
-                    click.echo(answer.text)
+                    print_text(answer.text or "")
             except DlmError as err:
                 click.echo(f"Error: line {number}: {one_line(err)}", err=True)
                 first = first or err
@@ -360,5 +360,5 @@ def _answer(talk: Conversation, line: str, console: Console) -> None:
     answer = talk.ask(
         line, lambda request, start: denoise(talk.bundle, request, console, shown_from=start)
     )
-    click.echo(for_terminal(answer.text or ""))
+    print_text(answer.text or "")
     click.secho(f"[{how_it_went(answer)}]", fg="bright_black")

@@ -101,7 +101,9 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
         )
         return
     dtypes = ", ".join(sorted({info.dtype for info in opened.tensors.values()}))
-    click.echo(f"{name}: {network.family} ({families.FAMILIES[network.family].description})")
+    click.echo(
+        one_line(f"{name}: {network.family} ({families.FAMILIES[network.family].description})")
+    )
     if found.hub is not None:
         click.echo(f"revision {found.hub.revision}; only the headers of the weights were read")
     active = network.active_parameter_count()

@@ -31,7 +31,15 @@ from dlm_export.cli.options import (
     prompts_option,
     ray_option,
 )
-from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
+from dlm_export.cli.printing import (
+    Bars,
+    format_bytes,
+    one_line,
+    print_json,
+    print_table,
+    shown,
+    warn,
+)
 from dlm_export.cli.values import budgets, effort, opening, policy_changes, refuse
 
 if TYPE_CHECKING:
@@ -330,7 +338,7 @@ def print_parity(parity: Parity) -> None:
     click.echo(
         f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range{share})"
     )
-    click.echo(f"Compared with {parity.reference}")
+    click.echo(one_line(f"Compared with {parity.reference}"))
 
 
 def print_judgement(judgement: Judgement) -> None:

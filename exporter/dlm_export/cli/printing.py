@@ -41,10 +41,26 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
 
 
-def for_terminal(text: str) -> str:
-    """Escape the control characters in a text, except newlines and tabs."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+def print_text(text: str) -> None:
+    """Print a generated text.
+
+    A terminal would execute control characters, so they are escaped if stdout is a terminal, except
+    newlines and tabs. A file or a pipe gets the text unchanged.
+    """
+    if sys.stdout.isatty():
+        text = "".join(
+            c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+            for c in text
+        )
+    click.echo(text)
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Convert a value to JSON, with all control characters escaped."""
+    return re.sub(
+        "[\x7f-\x9f]",
+        lambda found: f"\\u{ord(found[0]):04x}",
+        json.dumps(value, ensure_ascii=False, **options),
     )
 
 
@@ -57,7 +73,7 @@ def how_it_went(done: Generation, *beside: str) -> str:
     passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
     left = sum(done.undecided)
     ended = f", ended by {done.finish}, {left} tokens undecided" if left else ""
-    return ", ".join([passes, f"{done.timings['total'] * 1e3:.1f} ms", *beside]) + ended
+    return one_line(", ".join([passes, f"{done.timings['total'] * 1e3:.1f} ms", *beside]) + ended)
 
 
 def print_json(value: Any) -> None:
@@ -70,11 +86,10 @@ def _as_json(value: Any, depth: int = 0) -> str:
         isinstance(each, (dict, list, tuple)) for each in value
     )
     if not value or (is_flat and not isinstance(value, dict)):
-        return json.dumps(value, ensure_ascii=False)
+        return json_text(value)
     if isinstance(value, dict):
         lines = [
-            f"{json.dumps(str(name), ensure_ascii=False)}: {_as_json(each, depth + 1)}"
-            for name, each in value.items()
+            f"{json_text(str(name))}: {_as_json(each, depth + 1)}" for name, each in value.items()
         ]
     else:
         lines = [_as_json(each, depth + 1) for each in value]
@@ -96,7 +111,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=Text(one_line(title)), title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
@@ -126,10 +141,10 @@ def print_caches(what: str, sizes: Mapping[str, int]) -> None:
 def print_kernels(kernels: Mapping[str, Any]) -> None:
     """Print which native kernels a CPU graph calls, and why other layers use slower operators."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
-    click.echo(f"Native kernels: {calls or 'none'}")
+    click.echo(one_line(f"Native kernels: {calls or 'none'}"))
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
     for (layer, reason), count in plain.items():
-        click.echo(f"Plain operators: {count} {layer} ({reason})")
+        click.echo(one_line(f"Plain operators: {count} {layer} ({reason})"))
 
 
 def warn(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -38,7 +37,17 @@ from dlm_export.cli.options import (
     set_option,
     text,
 )
-from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
+from dlm_export.cli.printing import (
+    Bars,
+    format_bytes,
+    how_it_went,
+    json_text,
+    one_line,
+    print_json,
+    print_table,
+    print_text,
+    shown,
+)
 from dlm_export.cli.values import integers, opening, policy_changes, text_or_stdin
 from dlm_export.planning.peer import verdict
 from dlm_export.signals import cancelling
@@ -197,9 +206,9 @@ def run(
         else:
             result = opened.generate(**request)
         if as_json:
-            click.echo(json.dumps(asdict(result), ensure_ascii=False, separators=(",", ":")))
+            click.echo(json_text(asdict(result), separators=(",", ":")))
             return
-        click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
+        print_text(" ".join(map(str, result.tokens)) if result.text is None else result.text)
         click.echo(f"[{how_it_went(result, opened.engine)}]", err=True)
 
 
@@ -282,7 +291,9 @@ def print_bench(result: Mapping[str, Any]) -> None:
     peer = result["peer"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"
     click.echo(
-        f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}"
+        one_line(
+            f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}"
+        )
     )
     click.echo(
         f"Machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}"
