@@ -186,10 +186,11 @@ class Calls(RuleBasedStateMachine):
     def _request(self, draw: st.DataObject, tokens: list[int]) -> Any:
         request = _native.initialised(Request)
         policy = draw.draw(policies(), "policy")
-        given = (C.c_int32 * max(len(tokens), 1))(*tokens)
+        given = (C.c_int32 * len(tokens))(*tokens)
         stops = (C.c_char_p * 2)(b"ab", "é".encode())
         request.kept = policy, given, stops  # must live as long as the struct
-        request.tokens, request.token_count = C.cast(given, _native.i32p), len(tokens)
+        if tokens:
+            request.tokens, request.token_count = C.cast(given, _native.i32p), len(tokens)
         if not draw.draw(RARELY):
             request.policy = C.pointer(policy)
         request.max_new_tokens = draw.draw(NUMBERS, "max_new_tokens")

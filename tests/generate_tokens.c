@@ -45,7 +45,7 @@ int main(int argc, char** argv) {
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
   if (status != DLM_OK) report(status, message);
   if (status == DLM_OK) {
-    request.tokens = tokens;
+    request.tokens = count > 0 ? tokens : NULL;
     request.token_count = count;
     status = dlm_session_generate(session, &request, &result);
     if (status != DLM_OK) report(status, dlm_session_last_error(session));

@@ -235,7 +235,7 @@ static const int32_t prompt[] = {1, 2, 3};
 /* Returns a copy of the options with these given tokens. */
 static dlm_request of(const dlm_request* options, const int32_t* tokens, size_t count) {
   dlm_request request = *options;
-  request.tokens = tokens;
+  request.tokens = count > 0 ? tokens : NULL;
   request.token_count = count;
   return request;
 }

@@ -80,6 +80,95 @@ def test_a_request_of_an_older_header_has_the_defaults_of_what_it_lacks() -> Non
         assert result.contents.length == 3
 
 
+def _generate(**fields: Any) -> tuple[int, str]:
+    """Return the status and message of a request on a denoiser without a tokenizer."""
+    from test_loop import ArithmeticDenoiser
+
+    request = _native.initialised(_native.Request)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    with ArithmeticDenoiser().bundle._handle.session() as session:
+        library = _native.library()
+        status = library.dlm_session_generate(session, ctypes.byref(request), None)
+        return status, library.dlm_session_last_error(session).decode()
+
+
+BYTES = ctypes.cast(ctypes.c_char_p(b"text"), ctypes.POINTER(ctypes.c_char))
+IDS = ctypes.cast((ctypes.c_int32 * 1)(5), _native.i32p)
+STRINGS = (ctypes.c_char_p * 1)(b"stop")
+MESSAGES = (_native.Message * 1)(_native.Message(b"user", BYTES, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "value"),
+    [
+        ("prompt", "prompt_size", BYTES),
+        ("tokens", "token_count", IDS),
+        ("messages", "message_count", MESSAGES),
+        ("stop_strings", "stop_count", STRINGS),
+    ],
+)
+def test_a_pointer_and_its_count_are_checked_together(name: str, count: str, value: Any) -> None:
+    forgotten = f"{name} is set, but {count} is 0: set {count}, or leave {name} NULL"
+    assert _generate(**{name: value, "max_new_tokens": 2}) == (1, forgotten)
+    assert _generate(**{count: 1, "max_new_tokens": 2}) == (1, f"{name} is NULL")
+    status, said = _generate(**{name: value, count: ctypes.c_size_t(-1).value})
+    assert (status, said.split(":")[0]) == (1, name)
+
+
+@pytest.mark.parametrize("wanted", [None, ctypes.c_size_t(-1).value])
+def test_a_decode_callback_that_never_has_enough_room_ends_the_request(wanted: int | None) -> None:
+    calls = 0
+
+    def decode(_: Any, ids: Any, count: int, text: Any, capacity: int, size: Any) -> int:
+        nonlocal calls
+        calls += 1
+        size[0] = capacity + 1 if wanted is None else wanted
+        return 0
+
+    callback = _native.DecodeFn(decode)
+    status, said = _generate(
+        tokens=IDS, token_count=1, max_new_tokens=2, text=_native.TEXT_RESULT, decode=callback
+    )
+    assert status == 1
+    assert "the decode callback set *size to " in said
+    assert calls == (2 if wanted is None else 1)
+
+
+def test_log_lines_reach_the_program_that_asks_for_them(demo_bundle: Path) -> None:
+    lines: list[tuple[int, str]] = []
+
+    def on_log(_: Any, severity: int, line: int) -> None:
+        lines.append((severity, ctypes.string_at(line).decode()))
+
+    options = _native.initialised(_native.HEADER.structs["dlm_open_options"])
+    engine = _native.onnxruntime_library()
+    options.engine_library = None if engine is None else str(engine).encode()
+    options.on_log = _native.HEADER.callbacks["dlm_log_fn"](on_log)
+    library, message = _native.library(), ctypes.create_string_buffer(_native.MESSAGE_BYTES)
+
+    def opened(severity: int) -> int:
+        bundle = ctypes.c_void_p()
+        options.log_severity = severity
+        status = library.dlm_bundle_open(
+            str(demo_bundle).encode(),
+            ctypes.byref(options),
+            message,
+            len(message),
+            ctypes.byref(bundle),
+        )
+        library.dlm_bundle_destroy(bundle)
+        return int(status)
+
+    assert opened(_native.HEADER.constants["DLM_LOG_FATAL"]) == 0
+    assert not lines
+    assert opened(_native.HEADER.constants["DLM_LOG_INFO"]) == 0
+    assert lines
+    assert all(severity >= 1 and line.isprintable() for severity, line in lines)
+    assert opened(5) == 1
+    assert message.value == b"log_severity = 5 is outside 0..4"
+
+
 def test_the_header_declares_at_most_so_many_functions() -> None:
     assert len(_native.HEADER.functions) <= MOST_FUNCTIONS
 

@@ -43,6 +43,15 @@ SANITIZE = [
 ]
 PRESENT = Path(_native.library()._name)  # the library of the installed package
 LOADERS = {"ld-linux-x86-64", "ld-linux-aarch64"}
+# A fake ONNX Runtime. Its version is the value of $ORT_DISABLE_TELEMETRY.
+FAKE = (
+    "#include <stdlib.h>\n"
+    "static const char *version = 0;\n"
+    '__attribute__((constructor)) static void look(void) { version = getenv("ORT_DISABLE_TELEMETRY"); }\n'
+    'static const char *get_version(void) { return version ? version : "unset"; }\n'
+    "static const struct { const void *(*api)(unsigned); const char *(*version)(void); } base = {0, get_version};\n"
+    "const void *OrtGetApiBase(void) { return &base; }\n"
+)
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
 # Search path for programs: first the Python environment (pip install cmake ninja), then $PATH.
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -73,6 +82,13 @@ def succeed(*command: str | Path, **variables: str) -> str:
         f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     )
     return done.stdout
+
+
+def fake_onnxruntime(path: Path) -> Path:
+    source = path.with_suffix(".c")
+    source.write_text(FAKE)
+    succeed(tool("gcc"), "-shared", "-fPIC", source, "-o", path)
+    return path
 
 
 def tool(name: str) -> str:
@@ -382,17 +398,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 
     This fake library returns the value of $ORT_DISABLE_TELEMETRY as its version.
     """
-    source = tmp_path / "fake.c"
-    source.write_text(
-        "#include <stdlib.h>\n"
-        "static const char *version = 0;\n"
-        '__attribute__((constructor)) static void look(void) { version = getenv("ORT_DISABLE_TELEMETRY"); }\n'
-        'static const char *get_version(void) { return version ? version : "unset"; }\n'
-        "static const struct { const void *(*api)(unsigned); const char *(*version)(void); } base = {0, get_version};\n"
-        "const void *OrtGetApiBase(void) { return &base; }\n"
-    )
-    fake = tmp_path / "libonnxruntime.so"
-    succeed(tool("gcc"), "-shared", "-fPIC", source, "-o", fake)
+    fake = fake_onnxruntime(tmp_path / "libonnxruntime.so")
     environment = [
         "env",
         "-u",
@@ -537,6 +543,27 @@ def test_package_brings_what_a_compiler_needs() -> None:
     assert PRESENT.stat().st_size < 2_600_000
 
 
+def test_onnxruntime_is_found_beside_the_library(demo_bundle: Path, tmp_path: Path) -> None:
+    library = shutil.copy(PRESENT, tmp_path)
+    fake_onnxruntime(tmp_path / "libonnxruntime.so.1")
+    flags = ["-I", str(HEADER.parent), str(library), f"-Wl,-rpath,{tmp_path}"]
+    succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
+    done = run("env", "-u", "DLM_ONNXRUNTIME", tmp_path / "generate", demo_bundle, "4", PROMPT)
+    assert "libonnxruntime.so.1 is ONNX Runtime 1, and 1.23 or newer is needed" in done.stderr
+
+
+def test_a_program_linked_with_static_says_that_it_cannot_load_an_engine(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
+    flags = shlex.split(f"{embedding.cflags()} {embedding.libs(static=True)}")
+    program = tmp_path / "generate"
+    # The linker warns that dlopen needs shared libraries.
+    succeed(tool("gcc"), "-static", EXAMPLE / "generate.c", *flags, "-o", program)
+    done = run(program, demo_bundle, "4", PROMPT)
+    assert done.returncode == 1
+    assert "this program is linked with -static, so it cannot load ONNX Runtime" in done.stderr
+
+
 def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
     listing = succeed(
         tool("nm"),
@@ -668,6 +695,19 @@ def test_cmake_package_builds_the_example(request_of_example: Request, tmp_path:
         succeed(tmp_path / "generate", *request_of_example.arguments)
         == request_of_example.answer + "\n"
     )
+
+
+@pytest.mark.slow
+def test_a_project_with_targets_of_its_own_can_contain_the_library(tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(app C CXX)\n"
+        "add_library(core INTERFACE)\nadd_library(kernels INTERFACE)\n"
+        f'add_subdirectory("{SOURCE}" native)\n'
+        "add_executable(app app.c)\n"
+        "target_link_libraries(app PRIVATE dlm::dlm_runtime dlm::dlm_runtime_static)\n"
+    )
+    (tmp_path / "app.c").write_text("int main(void) { return 0; }\n")
+    succeed(tool("cmake"), "-S", tmp_path, "-B", tmp_path / "build")
 
 
 @pytest.mark.slow

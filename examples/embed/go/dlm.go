@@ -162,8 +162,9 @@ func (o *Options) raw() (request *C.dlm_request, free func()) {
 	for i, stop := range o.StopStrings {
 		copied[i] = C.CString(stop)
 	}
-	request.stop_strings = stops
-	request.stop_count = C.size_t(len(copied))
+	if len(copied) > 0 {
+		request.stop_strings, request.stop_count = stops, C.size_t(len(copied))
+	}
 	return request, func() {
 		for _, stop := range copied {
 			C.free(unsafe.Pointer(stop))

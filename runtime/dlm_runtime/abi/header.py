@@ -69,7 +69,7 @@ def read_header(text: str) -> Header:
         else:
             result, name, arguments = match.groups()
             callbacks[name] = types[name] = C.CFUNCTYPE(
-                types[result], *_arguments(arguments, types, is_callback=True)
+                _type(result, types), *_arguments(arguments, types, is_callback=True)
             )
     functions = {
         name: (_type(result, types), _arguments(arguments, types))

@@ -350,14 +350,15 @@ class Request:
         # The C struct ``native`` points into the memory of these attributes, so they must live as
         # long as ``native``.
         self._policy, self._constraint = native_policy(policy), constraint
-        self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
-        self._stops = (C.c_char_p * max(1, len(stop_strings)))(
+        self._tokens = (C.c_int32 * len(self.given))(*self.given)
+        self._stops = (C.c_char_p * len(stop_strings))(
             *(stop.encode().replace(b"\0", b"\xff") for stop in stop_strings)
         )
         self._decode = _native.DecodeFn(self.decoded) if tokenizer is not None else None
         self.error: BaseException | None = None  # the exception that the tokenizer raised
-        native.tokens = C.cast(self._tokens, _native.i32p)
-        native.token_count = len(self.given)
+        if self.given:
+            native.tokens = C.cast(self._tokens, _native.i32p)
+            native.token_count = len(self.given)
         native.policy = C.pointer(self._policy)
         native.max_new_tokens = max_new_tokens
         native.steps = count_of("steps", options.steps)
@@ -365,7 +366,8 @@ class Request:
         native.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
         native.top_log_probs = options.top_log_probs
         native.constraint = None if constraint is None else constraint.handle
-        native.stop_strings, native.stop_count = self._stops, len(stop_strings)
+        if stop_strings:
+            native.stop_strings, native.stop_count = self._stops, len(stop_strings)
         native.text_start = before if max_new_tokens else 0
         if self._decode is not None:
             native.text, native.decode = _native.TEXT_RESULT, self._decode

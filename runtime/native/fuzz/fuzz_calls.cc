@@ -125,7 +125,7 @@ class World {
     dlm_request made;
     dlm_request_init(&made, sizeof made);
     tokens_.resize(fill());
-    made.tokens = tokens_.data(), made.token_count = tokens_.size();
+    if (!tokens_.empty()) made.tokens = tokens_.data(), made.token_count = tokens_.size();
     policy_ = policy();
     if (!is_rare()) made.policy = &policy_;
     made.max_new_tokens = input_.byte() % 24;

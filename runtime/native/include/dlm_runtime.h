@@ -35,6 +35,7 @@
  *   time may use a session or a job. As an exception, any thread may call dlm_session_cancel and
  *   dlm_job_cancel at any time. A bundle must outlive its sessions and schedulers.
  * - The library prints nothing, keeps no global state, never calls exit, and throws no exception.
+ *   dlm_open_options.on_log receives the log lines of the engine's library.
  * - Text is UTF-8. A text that is passed without its size must end with a NUL. Token ids are
  *   int32. */
 #ifndef DLM_RUNTIME_H
@@ -338,6 +339,20 @@ DLM_API const dlm_policy_field* dlm_policy_field_at(size_t index);
 
 typedef struct dlm_bundle dlm_bundle;
 
+/* The severity of a log line, from the least to the most severe. */
+enum {
+  DLM_LOG_VERBOSE = 0,
+  DLM_LOG_INFO = 1,
+  DLM_LOG_WARNING = 2,
+  DLM_LOG_ERROR = 3,
+  DLM_LOG_FATAL = 4
+};
+
+/* Receives a line that the engine's library (ONNX Runtime or TensorRT) logs. The line has no line
+ * break and no control characters. Any thread may call the function, also while another thread is
+ * calling it. The function must not call the library. */
+typedef void (*dlm_log_fn)(void* user, int32_t severity, const char* line);
+
 typedef struct dlm_open_options {
   size_t struct_size;
   const char* engine;         /* "auto" (default) | "onnxruntime" | "tensorrt" | "none". "auto"
@@ -361,6 +376,11 @@ typedef struct dlm_open_options {
   int32_t allow_fallback; /* 1: the CPU runs the nodes that the provider cannot run, and
                              dlm_bundle_info.engine lists them. 0 (default): if there are such
                              nodes, opening fails with UNSUPPORTED, and the message lists them */
+  dlm_log_fn on_log;      /* receives log lines until the bundle is destroyed. NULL (default): log
+                             lines are dropped. Errors reach the caller as messages either way */
+  void* log_user;         /* passed to on_log (NULL) */
+  int32_t log_severity;   /* the lowest severity that on_log receives, DLM_LOG_...
+                             (DLM_LOG_WARNING) */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size);
 
@@ -689,9 +709,10 @@ typedef struct dlm_step {
 typedef int32_t (*dlm_step_fn)(void* user, const dlm_step* step);
 
 /* Decodes token ids, for programs that have their own tokenizer. The function writes at most
- * `capacity` bytes to string, and sets *size to the size of the whole text in bytes. If *size is
- * larger than capacity, the library calls the function again with a larger capacity. If the
- * function returns a status other than DLM_OK, the request ends with this status. */
+ * `capacity` bytes to string, and sets *size to the size of the whole text in bytes, which is at
+ * most 65536 bytes per token. If *size is larger than capacity, the library calls the function once
+ * more, with a capacity of *size. If the function returns a status other than DLM_OK, the request
+ * ends with this status. */
 typedef dlm_status (*dlm_decode_fn)(void* user, const int32_t* tokens, size_t count, char* string,
                                     size_t capacity, size_t* size);
 
@@ -713,7 +734,8 @@ typedef struct dlm_request {
 
   /* The given tokens. Set at most one of `tokens`, `prompt` and `messages`. If `tokens` contains
    * mask tokens, the request fills them too. A prompt or a chat needs the bundle's text
-   * (dlm_bundle_text). */
+   * (dlm_bundle_text). INVALID_ARGUMENT if one of these pointers or stop_strings is not NULL but
+   * its count is 0. */
   const int32_t* tokens;
   size_t token_count;
   const char* prompt;

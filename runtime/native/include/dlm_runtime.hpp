@@ -258,7 +258,7 @@ inline Prepared::Prepared(Request request)
   native_.deadline_ms = request_.deadline_ms;
   native_.top_log_probs = request_.top_log_probs;
   for (const std::string& stop : request_.stop_strings) stops_.push_back(stop.c_str());
-  native_.stop_strings = stops_.data();
+  native_.stop_strings = stops_.empty() ? nullptr : stops_.data();
   native_.stop_count = stops_.size();
   const bool wants_text = request_.text || request_.prompt || !request_.chat.empty();
   native_.text = request_.on_text ? DLM_TEXT_STEPS : wants_text ? DLM_TEXT_RESULT : DLM_TEXT_NONE;

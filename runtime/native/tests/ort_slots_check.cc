@@ -69,6 +69,7 @@ CHECK_SLOT(CreateSessionOptions);
 CHECK_SLOT(SetSessionExecutionMode);
 CHECK_SLOT(DisableMemPattern);
 CHECK_SLOT(SetSessionLogSeverityLevel);
+CHECK_SLOT(SetUserLoggingFunction);
 CHECK_SLOT(SetSessionGraphOptimizationLevel);
 CHECK_SLOT(SetIntraOpNumThreads);
 CHECK_SLOT(SetInterOpNumThreads);

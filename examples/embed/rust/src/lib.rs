@@ -216,8 +216,10 @@ impl Options {
         }
         request.policy = self.policy.as_ref().map_or(null(), Policy::raw);
         request.constraint = self.constraint.as_ref().map_or(null(), Automaton::raw);
-        request.stop_strings = stops.raw.as_ptr();
-        request.stop_count = stops.raw.len();
+        if !stops.raw.is_empty() {
+            request.stop_strings = stops.raw.as_ptr();
+            request.stop_count = stops.raw.len();
+        }
         request.deadline_ms = self.deadline_ms;
         request.max_steps = self.max_steps;
         request.special_tokens = self.special_tokens.into();

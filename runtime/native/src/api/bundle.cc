@@ -36,6 +36,7 @@ dlm_open_options default_open_options() {
   options.engine = "auto";
   options.check_hashes = 1;
   options.provider = "cpu";
+  options.log_severity = DLM_LOG_WARNING;
   return options;
 }
 
@@ -55,17 +56,18 @@ void drop_windows(dlm::CacheShape& cache) {
 constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
-                                         int threads, const dlm::ProviderChoice& provider) {
+                                         int threads, const dlm::ProviderChoice& provider,
+                                         const dlm::Log& log) {
   if (manifest.engine == "none") return dlm::make_none(manifest.denoiser.cache);
   if (manifest.engine == "onnxruntime")
-    return dlm::open_onnxruntime(manifest.graph, library, threads, provider);
+    return dlm::open_onnxruntime(manifest.graph, library, threads, provider, log);
   if (manifest.engines.empty())
     dlm::fail(
         DLM_UNSUPPORTED,
         "this bundle has no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
         "CPU, or with a provider such as \"cuda\"",
         manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
-  return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
+  return dlm::open_tensorrt(manifest.graph, manifest.engines, library, log);
 }
 
 // Returns the engine that the caller chose, which may be "auto". Throws an error if the caller
@@ -198,6 +200,8 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     auto opened = std::make_unique<dlm_bundle>();
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
+    dlm::check_range("log_severity", chosen.log_severity, DLM_LOG_VERBOSE, DLM_LOG_FATAL);
+    const dlm::Log log{chosen.on_log, chosen.log_user, chosen.log_severity};
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
     const dlm::ProviderChoice provider = provider_of(chosen);
     if (opened->manifest.engine == "tensorrt" || provider.is_gpu()) {
@@ -209,7 +213,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = open_engine(opened->manifest, library, threads, provider);
+      opened->engine = open_engine(opened->manifest, library, threads, provider, log);
     } catch (...) {
       hashed.get();  // if a file is damaged, this throws an error that explains why the engine
                      // failed

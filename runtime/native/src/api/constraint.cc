@@ -44,7 +44,12 @@ dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
   dlm::check_range("any_order", given.any_order, 0, 1);
   dlm::check_range("more_properties", given.more_properties, 0, 1);
   out.kind = static_cast<dlm::compile::Constraint::Kind>(given.kind);
-  out.content = dlm::view_of(given.content, given.content_size, "content");
+  // "" is a useful content only for a kind that has no content.
+  if (given.kind == DLM_CONSTRAINT_JSON_OBJECT)
+    dlm::check_count(given.content, given.content_size, "content");
+  else
+    dlm::check_pair(given.content, given.content_size, "content", "content_size");
+  out.content = {given.content, given.content_size};
   out.before = text_or_none(given.before);
   out.behind = text_or_none(given.behind);
   out.layout.item_separator = text_or_none(given.item_separator);
@@ -64,7 +69,6 @@ dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
 using VocabularyPointer = std::shared_ptr<const dlm::compile::Vocabulary>;
 
 VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constraint& given) {
-  if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   int32_t vocab_size = given.vocab_size;
   std::vector<int32_t> ends;
   if (bundle != nullptr) {
@@ -110,7 +114,6 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
 // index of the last vocabulary that the program passed, and uses it again if the next vocabulary
 // has the same hash.
 VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
-  if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);
   const std::lock_guard<std::mutex> lock(bundle.vocabulary_mutex);
   if (bundle.given_vocabulary == nullptr || bundle.given_hash != hash) {
@@ -173,7 +176,10 @@ dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* const
       return;
     }
     const dlm::compile::Constraint wanted = read_constraint(given);
+    dlm::check_pair(given.tokens, given.token_count, "tokens", "token_count");
+    dlm::check_count(given.token_sizes, given.token_count, "token_sizes");
     if (given.tokens == nullptr) require(bundle, "bundle");
+    if (bundle != nullptr) dlm::check_follows_constraints(bundle->manifest.denoiser);
     const VocabularyPointer vocabulary = given.tokens == nullptr ? vocabulary_of(*bundle)
                                          : bundle == nullptr     ? given_vocabulary(nullptr, given)
                                                                  : kept_vocabulary(*bundle, given);

@@ -2,6 +2,7 @@
 // function that converts exceptions to statuses.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -59,8 +60,9 @@ namespace dlm {
 
 inline void copy_message(const char* text, char* message, size_t capacity) {
   if (message == nullptr || capacity == 0) return;
-  std::strncpy(message, text, capacity - 1);
-  message[capacity - 1] = '\0';
+  const size_t size = std::min(std::strlen(text), capacity - 1);
+  std::memcpy(message, text, size);
+  message[size] = '\0';
   make_one_line(message, std::strlen(message));
 }
 
@@ -111,6 +113,14 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
 // Checks and returns the caller's policy. If `given` is NULL, returns the bundle's default policy.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
+// Throws an error if the denoiser cannot follow constraints.
+inline void check_follows_constraints(const Denoiser& denoiser) {
+  if (!denoiser.has_mask_token())
+    fail(DLM_UNSUPPORTED,
+         "this denoiser starts from random tokens, and cannot follow a constraint or a question: "
+         "use a denoiser that has a mask token");
+}
+
 // Returns the bundle's tokenizer. The first call reads the bundle's text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
@@ -119,9 +129,29 @@ const dlm_text& text_of(dlm_bundle& bundle);
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 
+// Checks an array or a text that the caller passed with its number of elements or bytes. A number
+// this large is usually a negative number that was converted to size_t.
+inline void check_count(const void* pointer, size_t count, const char* name) {
+  if (count > 0) require(pointer, name);
+  if (count > PTRDIFF_MAX)
+    fail(DLM_INVALID_ARGUMENT, "%s: a size of %zu is too large", name, count);
+}
+
+// Also rejects a pointer without a count, because the caller has probably forgotten the count.
+inline void check_pair(const void* pointer, size_t count, const char* name,
+                       const char* count_name) {
+  check_count(pointer, count, name);
+  if (pointer != nullptr && count == 0)
+    fail(DLM_INVALID_ARGUMENT, "%s is set, but %s is 0: set %s, or leave %s NULL", name, count_name,
+         count_name, name);
+}
+
 // Checks a text that the caller passed, and returns a view of it. `name` is the name of the
 // argument in error messages.
-std::string_view view_of(const char* string, size_t size, const char* name);
+inline std::string_view view_of(const char* string, size_t size, const char* name) {
+  check_count(string, size, name);
+  return {string, size};
+}
 
 // Makes a canvas: first the caller's tokens, then `new_tokens` mask tokens.
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,

@@ -46,14 +46,16 @@ void check_options(const dlm_request& request) {
 
 // Encodes the prompt or the chat of the request. If the request has neither, the result is empty.
 std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
-  const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
-             has_prompt = request.prompt != nullptr || request.prompt_size > 0,
-             has_chat = request.messages != nullptr || request.message_count > 0;
+  check_pair(request.tokens, request.token_count, "tokens", "token_count");
+  check_pair(request.prompt, request.prompt_size, "prompt", "prompt_size");
+  check_pair(request.messages, request.message_count, "messages", "message_count");
+  const bool has_tokens = request.token_count > 0, has_prompt = request.prompt_size > 0,
+             has_chat = request.message_count > 0;
   if (has_tokens + has_prompt + has_chat > 1)
     fail(DLM_INVALID_ARGUMENT, "the request has several of tokens, prompt and messages: set one");
   std::vector<int32_t> given;
   if (has_prompt)
-    text_of(bundle).text->encode(view_of(request.prompt, request.prompt_size, "prompt"),
+    text_of(bundle).text->encode(std::string_view{request.prompt, request.prompt_size},
                                  {true, request.special_tokens != 0}, given);
   else if (has_chat)
     given = encode_chat(text_of(bundle), request.messages, request.message_count,
@@ -63,7 +65,7 @@ std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request
 
 std::vector<std::string> stop_strings_of(const dlm_request& request) {
   std::vector<std::string> found;
-  if (request.stop_count > 0) require(request.stop_strings, "stop_strings");
+  check_pair(request.stop_strings, request.stop_count, "stop_strings", "stop_count");
   for (size_t i = 0; i < request.stop_count; ++i) {
     require(request.stop_strings[i], "stop_strings");
     found.emplace_back(request.stop_strings[i]);
@@ -147,13 +149,11 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
   std::unique_ptr<Proposer> proposer;
-  if (wanted.constraint != nullptr && !denoiser.has_mask_token())
-    fail(DLM_UNSUPPORTED,
-         "this denoiser starts from random tokens, and cannot follow a constraint or a question: "
-         "use a denoiser that has a mask token");
-  if (wanted.constraint != nullptr)
+  if (wanted.constraint != nullptr) {
+    check_follows_constraints(denoiser);
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);
+  }
   return {Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided),
                   wanted.steps, std::move(proposer), wanted.top_log_probs),
           std::move(options)};

@@ -272,7 +272,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_request* c
   return guarded(session, [&] {
     drop(*session);
     dlm::check_range("max_batch", max_batch, 1, dlm::kMostRequests);
-    if (request_count > 0) require(requests, "requests");
+    dlm::check_count(requests, request_count, "requests");
     const auto name_of = [](size_t i) { return "request " + std::to_string(i) + ": "; };
     std::vector<dlm::Wanted> wanted;
     for (size_t i = 0; i < request_count; ++i) {

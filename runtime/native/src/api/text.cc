@@ -35,7 +35,7 @@ void check_flags(int32_t flags, int32_t known, const char* names) {
 }
 
 dlm::RenderedChat render(const dlm_text& text, const dlm_message* messages, size_t count) {
-  if (count > 0) require(messages, "messages");
+  dlm::check_count(messages, count, "messages");
   std::vector<dlm::ChatMessage> chat;
   for (size_t i = 0; i < count; ++i) {
     require(messages[i].role, "role");
@@ -48,11 +48,6 @@ dlm::RenderedChat render(const dlm_text& text, const dlm_message* messages, size
 }  // namespace
 
 namespace dlm {
-
-std::string_view view_of(const char* string, size_t size, const char* name) {
-  if (size > 0) require(string, name);
-  return {string, size};
-}
 
 const dlm_text& text_of(dlm_bundle& bundle) {
   const std::lock_guard<std::mutex> lock(bundle.text_mutex);
@@ -85,6 +80,7 @@ dlm_status dlm_text_read(const void* data, size_t size, char* message, size_t me
                          dlm_text** text) {
   return dlm::make(text, "text", message, message_capacity, [&] {
     require(data, "data");
+    dlm::check_count(data, size, "data");
     return new dlm_text{std::make_shared<dlm::Text>(data, size, "the text file")};
   });
 }
@@ -107,7 +103,7 @@ dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size
 dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, size_t count, char* message,
                            size_t message_capacity, char* string, size_t capacity, size_t* size) {
   return give(text, message, message_capacity, string, capacity, size, [&] {
-    if (count > 0) require(tokens, "tokens");
+    dlm::check_count(tokens, count, "tokens");
     std::string found;
     dlm::TextDecoder(text->text)(tokens, count, true, found);
     return found;

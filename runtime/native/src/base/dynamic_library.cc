@@ -1,8 +1,10 @@
 #include "base/dynamic_library.h"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <cstdlib>
+#include <cstring>
 
 #include "base/error.h"
 #include "base/one_line.h"
@@ -18,12 +20,26 @@ void* try_library(const std::string& name, std::string* reason) {
   return handle;
 }
 
+// Returns true if the program is linked with -static. In such a program, dlopen loads a second C
+// library, and the program then crashes. Every other program contains at least one shared library.
+// The kernel's vDSO looks like a library, but is not one.
+bool is_static_program() {
+  const auto is_library = [](dl_phdr_info* found, size_t, void*) {
+    return found->dlpi_name[0] != '\0' && std::strstr(found->dlpi_name, "vdso") == nullptr ? 1 : 0;
+  };
+  return dl_iterate_phdr(is_library, nullptr) == 0;
+}
+
 }  // namespace
 
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name) {
   const char* const variable = std::getenv(search.variable);
   const std::string what = search.what;
   std::string reason, first_reason;
+  if (is_static_program())
+    throw Error(DLM_UNSUPPORTED,
+                "this program is linked with -static, so it cannot load " + what +
+                    ": link it without -static. -static-libstdc++ and -static-libgcc are possible");
   if (!given.empty() || (variable != nullptr && *variable != '\0')) {
     // The user chose a path, so do not try other file names.
     *name = !given.empty() ? given : variable;

@@ -13,10 +13,12 @@ namespace dlm {
 
 // Fills a caller's struct of `size` bytes with the defaults. If the caller's struct is larger than
 // the library's version, the additional bytes become 0. struct_size becomes `size`, so that a later
-// call can reject a struct that is too large.
+// call can reject a struct that is too large. No struct has kMostGrowth times its size.
+constexpr size_t kMostGrowth = 16;
 template <class Struct>
 void give(const Struct& value, size_t size, Struct* to) {
-  if (to == nullptr || size < sizeof to->struct_size) return;
+  if (to == nullptr || size < sizeof to->struct_size || size >= kMostGrowth * sizeof(Struct))
+    return;
   std::memset(static_cast<void*>(to), 0, size);
   std::memcpy(static_cast<void*>(to), &value, std::min(size, sizeof(Struct)));
   to->struct_size = size;
@@ -28,7 +30,7 @@ void give(const Struct& value, size_t size, Struct* to) {
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;
-  if (size > sizeof(Struct) && size % alignof(Struct) == 0 && size < 16 * sizeof(Struct))
+  if (size > sizeof(Struct) && size % alignof(Struct) == 0 && size < kMostGrowth * sizeof(Struct))
     fail(DLM_INVALID_ARGUMENT,
          "%s: struct_size is %zu, but this library (%s) supports %zu bytes: the program was "
          "compiled with the dlm_runtime.h of a newer library. Install the newer library, or "

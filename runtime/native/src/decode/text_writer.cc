@@ -33,13 +33,21 @@ class WindowDecoder {
   std::string text_of(const std::vector<int32_t>& ids) const {
     std::string found;
     if (ids.empty()) return found;
-    for (size_t size = 16 * ids.size();;) {
+    // The callback is called again at most once, because its text depends only on the ids.
+    constexpr size_t kMostTokenBytes = 1 << 16;
+    bool is_second = false;
+    for (size_t size = 16 * ids.size();; is_second = true) {
       found.resize(size);
       const dlm_status status =
           decode_(user_, ids.data(), ids.size(), found.data(), found.size(), &size);
       if (status != DLM_OK)
         fail(status, "the decode callback returned %d (%s)", static_cast<int>(status),
              dlm_status_name(status));
+      if (size > kMostTokenBytes * ids.size() || (is_second && size > found.size()))
+        fail(DLM_INVALID_ARGUMENT,
+             "the decode callback set *size to %zu for %zu tokens, after a capacity of %zu bytes: "
+             "*size must be the size of the text, and at most %zu bytes per token",
+             size, ids.size(), found.size(), kMostTokenBytes);
       if (size > found.size()) continue;
       found.resize(size);
       if (!is_utf8(found))

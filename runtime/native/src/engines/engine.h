@@ -10,10 +10,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/one_line.h"
 #include "base/segment.h"
 #include "dlm_runtime.h"
 
@@ -315,6 +317,22 @@ struct ProviderChoice {
   bool is_gpu() const { return name != "cpu"; }
 };
 
+// The program's function for log lines. The fields have the same meanings as in dlm_open_options.
+struct Log {
+  dlm_log_fn on_log = nullptr;
+  void* user = nullptr;
+  int32_t severity = DLM_LOG_WARNING;
+
+  // Passes a message of the engine's library to the program's function. If there is no memory for
+  // the message, drops it.
+  void write(int32_t line_severity, const char* text) const noexcept {
+    try {
+      on_log(user, line_severity, one_line(text).c_str());
+    } catch (const std::bad_alloc&) {
+    }
+  }
+};
+
 // Opens an engine that runs the graph with ONNX Runtime. Loads libonnxruntime from the path
 // `library`. If `library` is empty, searches for libonnxruntime as described in dlm_runtime.h at
 // dlm_open_options.engine_library. If `threads` is 0, the engine uses all cores. Throws an Error
@@ -322,7 +340,8 @@ struct ProviderChoice {
 // Error with status DLM_UNSUPPORTED if nodes of the graph would run on the CPU, but `provider` does
 // not allow that.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
-                                         int threads, const ProviderChoice& provider);
+                                         int threads, const ProviderChoice& provider,
+                                         const Log& log);
 
 // Opens the TensorRT engine of the bundle that can run on this device with the installed TensorRT.
 // Loads TensorRT from the path `library`. If `library` is empty, searches for TensorRT as described
@@ -331,7 +350,7 @@ std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::stri
 // DLM_UNSUPPORTED if no engine of the bundle can run.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
-                                      const std::string& library);
+                                      const std::string& library, const Log& log);
 
 // Makes an engine that calls the program's function `run` for each pass. If `run` returns a NaN or
 // +inf logit for a position, the engine sets the probabilities for this position to NaN. Then the

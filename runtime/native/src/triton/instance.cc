@@ -240,7 +240,7 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
     request.deadline_ms = std::max(asked.deadline_ms - waited_ms, 1e-3);
   }
   request.constraint = answer->constraint.get();
-  request.stop_strings = stops.data();
+  request.stop_strings = stops.empty() ? nullptr : stops.data();
   request.stop_count = stops.size();
   if (model_.has_text()) request.text = answer->streams ? DLM_TEXT_STEPS : DLM_TEXT_RESULT;
   if (answer->streams) request.on_step = on_step;

@@ -124,8 +124,9 @@ struct Values {
 class OnnxRuntime final : public HostEngine {
  public:
   OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads,
-              const ProviderChoice& provider)
+              const ProviderChoice& provider, const Log& log)
       : HostEngine(graph.cache, graph.is_in_order),
+        log_(log),
         graph_(graph),
         path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
         provider_(find_provider(provider.name)),
@@ -253,7 +254,16 @@ class OnnxRuntime final : public HostEngine {
     set(api().call<ort::CreateSessionOptions>(options.out()));
     // Set the log level of the session, because other code in the process may have set a more
     // verbose level for the OrtEnv, which all sessions share.
-    set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
+    const bool is_logged = log_.on_log != nullptr;
+    set(api().call<ort::SetSessionLogSeverityLevel>(options.get(),
+                                                    is_logged ? log_.severity : ort::kLogFatal));
+    if (is_logged)
+      set(api().call<ort::SetUserLoggingFunction>(
+          options.get(),
+          [](void* log, int severity, const char*, const char*, const char*, const char* message) {
+            static_cast<const Log*>(log)->write(severity, message);
+          },
+          const_cast<Log*>(&log_)));
     // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
     set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
@@ -435,6 +445,7 @@ class OnnxRuntime final : public HostEngine {
 
   // Members are destroyed from last to first: first the session, then the memory information, the
   // environment and the device.
+  const Log log_;
   const GraphSpec graph_;
   const std::string path_;          // path of the graph that runs
   const Provider* const provider_;  // the execution provider that runs the graph; nullptr: the CPU
@@ -455,8 +466,9 @@ class OnnxRuntime final : public HostEngine {
 }  // namespace
 
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
-                                         int threads, const ProviderChoice& provider) {
-  return std::make_unique<OnnxRuntime>(graph, library, threads, provider);
+                                         int threads, const ProviderChoice& provider,
+                                         const Log& log) {
+  return std::make_unique<OnnxRuntime>(graph, library, threads, provider, log);
 }
 
 }  // namespace dlm

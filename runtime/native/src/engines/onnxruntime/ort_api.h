@@ -73,6 +73,9 @@ struct Entry {
 
 struct CustomOp;
 
+using LoggingFunction = void (*)(void* user, int level, const char* category, const char* log_id,
+                                 const char* code_location, const char* message);
+
 // clang-format off
 using CreateStatus = Entry<0, OrtStatus*(int code, const char* message)>;
 using GetErrorCode = Entry<1, int(const OrtStatus*)>;
@@ -148,6 +151,7 @@ using ReleaseCudaProviderOptions = Entry<208, void(OrtCUDAProviderOptionsV2*)>;
 using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* name, const char* const* keys,
                                              const char* const* values, size_t count)>;
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
+using SetUserLoggingFunction = Entry<266, OrtStatus*(OrtSessionOptions*, LoggingFunction, void* user)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
 // These functions exist since the version kPlacementVersion. The session owns the results.

@@ -6,7 +6,7 @@
 namespace dlm {
 
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec&, const std::vector<EngineSpec>&,
-                                      const std::string&) {
+                                      const std::string&, const Log&) {
   fail(DLM_UNSUPPORTED,
        "this build of libdlm_runtime has no TensorRT: compile it with "
        "-DDLM_TENSORRT_INCLUDE_DIR=..., or use engine \"onnxruntime\", which runs the bundle's "

@@ -55,11 +55,12 @@ nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t
 }
 
 TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
-                   const std::string& library)
+                   const std::string& library, const Log& log)
     : graph_(graph),
       library_(load_library(library)),
       spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version})),
-      ports_(list_ports(graph, 1)) {
+      ports_(list_ports(graph, 1)),
+      logger_(log) {
   const CudaDevice::Use use(device_);
   runtime_.reset(
       static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
@@ -159,8 +160,8 @@ namespace dlm {
 
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
-                                      const std::string& library) {
-  return std::make_unique<trt::TensorRt>(graph, engines, library);
+                                      const std::string& library, const Log& log) {
+  return std::make_unique<trt::TensorRt>(graph, engines, library, log);
 }
 
 }  // namespace dlm

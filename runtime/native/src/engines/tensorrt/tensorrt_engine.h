@@ -27,7 +27,7 @@ nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t
 class TensorRt final : public Engine {
  public:
   TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
-           const std::string& library);
+           const std::string& library, const Log& log);
   ~TensorRt() override;
   TensorRt(const TensorRt&) = delete;
   TensorRt& operator=(const TensorRt&) = delete;

@@ -26,6 +26,9 @@ constexpr char kAdvice[] =
 }  // namespace
 
 void Logger::log(Severity severity, const char* message) noexcept {
+  // TensorRT counts from internal errors (0) to verbose messages (4).
+  const int32_t level = DLM_LOG_FATAL - static_cast<int32_t>(severity);
+  if (log_.on_log != nullptr && level >= log_.severity) log_.write(level, message);
   if (severity > Severity::kERROR) return;
   try {
     const std::lock_guard<std::mutex> lock(mutex_);

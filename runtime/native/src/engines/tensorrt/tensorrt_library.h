@@ -12,6 +12,8 @@
 #include <mutex>
 #include <string>
 
+#include "engines/engine.h"
+
 namespace dlm::trt {
 
 #ifdef TRT_MAJOR_RTX  // only NvInferVersion.h of TensorRT-RTX defines it
@@ -20,10 +22,11 @@ constexpr char kBuilder[] = "tensorrt_rtx", kName[] = "TensorRT-RTX";
 constexpr char kBuilder[] = "tensorrt", kName[] = "TensorRT";
 #endif
 
-// Stores the first error that TensorRT reports. Prints nothing. TensorRT may report errors from any
-// thread.
+// Stores the first error that TensorRT reports, and passes all messages to the program's log.
+// TensorRT may report messages from any thread.
 class Logger final : public nvinfer1::ILogger {
  public:
+  explicit Logger(const Log& log) : log_(log) {}
   void log(Severity severity, const char* message) noexcept override;
 
   // Returns ": " and the first error since the last call of take(), or "" if there was no error.
@@ -31,6 +34,7 @@ class Logger final : public nvinfer1::ILogger {
   std::string take();
 
  private:
+  const Log log_;
   std::mutex mutex_;
   std::string first_;
 };
