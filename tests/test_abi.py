@@ -120,15 +120,15 @@ def test_a_pointer_and_its_count_are_checked_together(name: str, count: str, val
 def test_a_decode_callback_that_never_has_enough_room_ends_the_request(wanted: int | None) -> None:
     calls = 0
 
-    @_native.DecodeFn
     def decode(_: Any, ids: Any, count: int, text: Any, capacity: int, size: Any) -> int:
         nonlocal calls
         calls += 1
         size[0] = capacity + 1 if wanted is None else wanted
         return 0
 
+    callback = _native.DecodeFn(decode)
     status, said = _generate(
-        tokens=IDS, token_count=1, max_new_tokens=2, text=_native.TEXT_RESULT, decode=decode
+        tokens=IDS, token_count=1, max_new_tokens=2, text=_native.TEXT_RESULT, decode=callback
     )
     assert status == 1
     assert "the decode callback set *size to " in said
@@ -138,14 +138,13 @@ def test_a_decode_callback_that_never_has_enough_room_ends_the_request(wanted: i
 def test_log_lines_reach_the_program_that_asks_for_them(demo_bundle: Path) -> None:
     lines: list[tuple[int, str]] = []
 
-    @_native.HEADER.callbacks["dlm_log_fn"]
     def on_log(_: Any, severity: int, line: int) -> None:
         lines.append((severity, ctypes.string_at(line).decode()))
 
     options = _native.initialised(_native.HEADER.structs["dlm_open_options"])
     engine = _native.onnxruntime_library()
     options.engine_library = None if engine is None else str(engine).encode()
-    options.on_log = on_log
+    options.on_log = _native.HEADER.callbacks["dlm_log_fn"](on_log)
     library, message = _native.library(), ctypes.create_string_buffer(_native.MESSAGE_BYTES)
 
     def opened(severity: int) -> int:

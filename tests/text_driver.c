@@ -160,6 +160,7 @@ static void test_generating(dlm_bundle* bundle) {
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_OK &&
         strcmp(result->text, whole) == 0);
   chat.prompt = PROMPT; /* a prompt and messages must not be passed together */
+  chat.prompt_size = strlen(PROMPT);
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_INVALID_ARGUMENT && result == NULL);
   CLAIM(strstr(dlm_session_last_error(session), "set one") != NULL);
   /* The text ends before the first stop string, and no further pass runs. */

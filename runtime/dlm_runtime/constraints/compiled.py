@@ -24,7 +24,7 @@ FILE_LIMIT_BYTES = 1 << 30
 MOST_FILES = 512  # in a cache folder; the file that was not used for longest is deleted first
 # Version of the cached files. Increase this version when a change of the compiler makes the same
 # source compile to a different automaton.
-_FORMAT = 5
+_FORMAT = 6
 _HASH_BYTES = 32
 _MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the position of made_of in a file
 
