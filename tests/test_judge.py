@@ -830,14 +830,16 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
         preset="fast-dllm",
         on_done=lambda: calls.append(1),
     )
-    assert (found.verdict, found.reached) == ("lowered", True)
+    # Four right answers of four do not show that at least 95% are right.
+    assert (found.verdict, found.reached) == ("lowered", quality == "agreement")
     assert (found.refitted.threshold, found.refitted.nfe) == (
         0.62,
         9,
     )  # with 0.5, answers are wrong; 0.65 needs as many passes as 0.62
     assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
-    assert (found.difference, found.interval) == (0, (0, 0))
+    assert found.difference == 0
+    assert (found.interval[0] < -0.4) == (quality == "task")
     assert found.samples == 4
     assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
@@ -852,7 +854,7 @@ def test_a_candidate_that_loses_quality_gets_the_lowest_threshold_that_gives_it_
     found = refit_threshold(
         Scripted(write=writer(0.9)), losing, [answered()] * 4, POLICY, 8, decode, grid
     )
-    assert (found.verdict, found.reached, found.refitted.threshold) == ("raised", True, 0.95)
+    assert (found.verdict, found.reached, found.refitted.threshold) == ("raised", False, 0.95)
     assert (found.original.quality, found.refitted.quality) == (0, 1)
 
 
@@ -864,7 +866,7 @@ def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold_and_is_run_on
         [answered()] * 2,
         on_done=lambda: calls.append(1),
     )
-    assert (found.verdict, found.reached) == ("kept", True)
+    assert (found.verdict, found.reached) == ("kept", False)
     assert found.refitted == found.original
     assert len(calls) == 4
 

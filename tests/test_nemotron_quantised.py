@@ -459,7 +459,8 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], BuildReport], preci
     assert not any("accuracy" in warning for warning in report.warnings)
     found = report.judgement
     assert found is not None
-    assert [bucket["mask_ratio"] for bucket in found.buckets] == list(MASK_RATIOS)
+    ratios = [bucket["mask_ratio"] for bucket in found.buckets]
+    assert ratios == [0.05, 0.15, 0.25, 0.55, 0.65, 0.75]
     assert found.overall["reference_bits_per_byte"] is None
     assert 0 < found.overall["kl_mean"] < 0.5
     assert found.frontier is not None

@@ -302,9 +302,12 @@ def paired_interval(reference: np.ndarray, candidate: np.ndarray) -> tuple[float
 
 
 def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
-    """Return the 95% bootstrap interval of the mean of paired differences ``[N]``."""
+    """Return the 95% bootstrap interval of the mean of paired differences ``[N]`` of two shares.
+
+    One sample gives the whole range from -1 to 1.
+    """
     if len(differences) < 2:
-        return -math.inf, math.inf
+        return -1.0, 1.0
     interval = ratio_interval(differences, np.ones(len(differences)), seed)
     assert interval is not None  # the ratio is defined, because all denominators are 1
     return interval

@@ -66,7 +66,7 @@ def add_engine(
     if builder is None:
         if target.needs_plain_graph and manifest["opset"] > PLAIN_OPSET:
             raise EngineError(
-                f"{folder}: its graph has opset {manifest['opset']}, which TensorRT 10.3 of JetPack 6.1 and 6.2 cannot parse. "
+                f"{folder}: its graph has opset {manifest['opset']}, which TensorRT 10.3 cannot parse (JetPack 6.1 and 6.2). "
                 f"Build a bundle with --target {target.name}; JetPack 7.2 supports this one, on the device: "
                 f"`{deferred_command(folder, target)}`."
             )

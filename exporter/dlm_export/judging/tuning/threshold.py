@@ -3,7 +3,7 @@
 Quantisation shifts confidences, so a different threshold may be better for the bundle than for the
 source. The source (the reference) generates text with the preset's threshold. The bundle (the
 candidate) generates text with several thresholds. The bundle gets a different threshold only if
-paired bootstrap intervals over samples show that the different threshold is better.
+paired 95% intervals over samples show that the different threshold is better.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Refit:
       ``agreement`` means the share of tokens that are equal to the tokens of the reference with one
       token per pass.
     - ``difference``: the quality of ``refitted`` minus the quality of ``reference``.
-    - ``interval``: the 95% interval of ``difference``, from a paired bootstrap over the samples.
+    - ``interval``: the 95% interval of ``difference``, paired by samples (see ``metrics``).
     - ``reached``: true if ``interval`` excludes a loss of more than ``MARGIN``.
     - ``verdict``: the outcome for the preset's threshold. The values are:
 
@@ -207,6 +207,8 @@ def refit_threshold(
         return tried[threshold]
 
     def difference(one: _Trial, other: _Trial) -> tuple[float, float]:
+        if is_task:
+            return metrics.paired_interval(other.quality, one.quality)
         return metrics.difference_interval(one.quality - other.quality, seed)
 
     def is_worse(one: _Trial) -> bool:
