@@ -183,9 +183,9 @@ def _check_config(
 
 
 def _presets(network: NetworkSpec) -> dict[str, Policy]:
-    """Return the presets for a network. If its attention has a window, no preset uses a cache."""
+    """Return the presets for a network. If it cannot use a cache, no preset uses one."""
     presets = presets_for(network.visible_block, network.shift, network.draft_block, network.noise)
-    if not network.has_window:
+    if not network.needs_whole_canvas:
         return presets
     return {name: policy.with_fields({"cache": "none"}) for name, policy in presets.items()}
 

@@ -149,7 +149,13 @@ def _read_network(
         eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",
-        embedding=EmbeddingSpec(rows, first_position, config.integer("type_vocab_size"), norm=True),
+        embedding=EmbeddingSpec(
+            rows,
+            first_position,
+            config.integer("type_vocab_size"),
+            norm=True,
+            padding=first_position - 1 if first_position else None,
+        ),
         head=HeadSpec(final_norm=False, transform="gelu", transform_bias=True, bias=True),
     )
 

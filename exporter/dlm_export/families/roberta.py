@@ -1,7 +1,7 @@
 """Defines the family RoBERTa (arXiv:1907.11692), which has the layers of BERT.
 
-The first rows of the table of learned positions are not used. Position 0 uses the row whose index
-is the padding token's id plus 1.
+Position 0 uses the row of the table of learned positions whose index is the padding token's id plus
+1. Positions count only tokens that are not padding. Padding uses the row before.
 """
 
 from __future__ import annotations

@@ -421,6 +421,22 @@ class Positions(nn.Embedding):
         return super().forward(position_ids + self.first if self.first else position_ids)
 
 
+def counted(input_ids: Tensor, position_ids: Tensor, padding: int | None) -> Tensor:
+    """Return the learned position of each token, ``[B, T]``.
+
+    If ``padding`` is a token, only other tokens are counted, and the padding token has the position
+    -1, as in RoBERTa. The pass must then contain whole canvases, because its first tokens decide the
+    positions of the others. A shared pass contains several of them one after the other.
+    """
+    if padding is None:
+        return position_ids
+    is_padding = (input_ids == padding).to(position_ids.dtype)
+    before = is_padding.cumsum(1) - is_padding
+    index = torch.arange(input_ids.shape[1], device=input_ids.device)
+    own = before - before.gather(1, index - position_ids)
+    return torch.where(input_ids == padding, -1, position_ids - own)
+
+
 class TokenTypes(nn.Module):
     """A table with one row per token type. All tokens of a canvas have type 0."""
 
@@ -446,13 +462,14 @@ class Embedding(nn.Module):
         self.norm = (
             make_norm(c.norm_kind, c.hidden_size, c.norm_eps, is_plain) if e.norm else nn.Identity()
         )
-        self.scale, self.longest = e.scale, c.max_canvas_length
+        self.scale, self.longest, self.padding = e.scale, c.max_canvas_length, e.padding
         self.conditioning = None if c.conditioning is None else Conditioning(c, is_plain)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, conditioning: Tensor | None = None
     ) -> Tensor:
-        return self.complete(F.embedding(input_ids, self.weight), position_ids, conditioning)
+        positions = counted(input_ids, position_ids, self.padding)
+        return self.complete(F.embedding(input_ids, self.weight), positions, conditioning)
 
     def complete(
         self, x: Tensor, position_ids: Tensor, conditioning: Tensor | None = None

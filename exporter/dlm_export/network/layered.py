@@ -35,6 +35,7 @@ from dlm_export.network.denoiser import (
     Turn,
     capped,
     check_built,
+    counted,
     hiding,
     move_masks,
     turns_of,
@@ -167,7 +168,8 @@ class Layered:
             positions = torch.arange(ids.shape[-1], device=self.device).expand_as(ids)
         if conditioning is not None:
             conditioning = conditioning.to(self.device)
-        return self._embedding.complete(rows, positions.to(self.device), conditioning)
+        counts = counted(ids.to(self.device), positions.to(self.device), self._embedding.padding)
+        return self._embedding.complete(rows, counts, conditioning)
 
     def block(self, i: int) -> Block:
         """Load layer ``i`` with its weights.

@@ -183,6 +183,8 @@ class EmbeddingSpec:
     - ``positions``: number of rows of the table of learned positions. If 0, there is no such table.
     - ``first_position``: the row of that table for position 0 of a canvas. RoBERTa does not use the
       rows before it.
+    - ``padding``: the padding token, if positions count only other tokens. ``None`` if they count
+      all tokens.
     - ``token_types``: number of rows of the table of token types. If 0, there is no such table. All
       tokens of a canvas have type 0.
     - ``norm``: True if a norm is applied to the sum of all embeddings of a token.
@@ -194,6 +196,7 @@ class EmbeddingSpec:
     token_types: int = 0
     norm: bool = False
     scale: float = 1.0
+    padding: int | None = None
 
 
 @dataclass(frozen=True)
@@ -602,9 +605,13 @@ class NetworkSpec:
         return 2 if self.has_masks_last else 1
 
     @property
-    def has_window(self) -> bool:
-        """True if any layer has full attention in a window. Such a network cannot use a cache."""
-        return any(
+    def needs_whole_canvas(self) -> bool:
+        """True if every pass must contain the whole canvas, so that the network cannot use a cache.
+
+        This is the case if positions do not count padding tokens, or if any layer has full attention
+        in a window.
+        """
+        return self.embedding.padding is not None or any(
             layer.attention.window is not None and layer.attention.visibility == "full"
             for layer in self.layers
         )
