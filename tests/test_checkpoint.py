@@ -584,7 +584,7 @@ def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> No
 def test_ids_that_are_no_tokens_are_found_and_many_are_noted(
     tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, padding: int, is_noted: bool
 ) -> None:
-    """Of the ids of LLaDA 8B 0.09% are padding, and of those of Dream 7B 0.26%."""
+    """Padding is 0.09% of the ids of LLaDA 8B and 0.26% of those of Dream 7B."""
     size = _vocab_size(byte_level_bpe)
     path = _dream_with_vocab(tmp_path, byte_level_bpe, size + padding)
     source = open_source(path)

@@ -109,7 +109,7 @@ def _check_adapters(checkpoint: Checkpoint, network: NetworkSpec, overrides: Ove
 
 
 def _with_head(checkpoint: Checkpoint, family: Family, network: NetworkSpec) -> NetworkSpec:
-    """Return the network with a head of its own if the files contain one that differs from the table.
+    """Untie the head if the files contain a head that differs from the embedding table.
 
     transformers decides in the same way, whatever config.json says about tied heads.
     """

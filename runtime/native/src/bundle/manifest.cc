@@ -499,10 +499,10 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
-  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "unused_tokens", "max_canvas_length", "shift",
-                       "visible_block", "draft_block", "draft_updates", "noise",
-                       "conditioning_size", "graph", "presets", "default_preset", "max_new_tokens",
-                       "effort", "engines"});
+  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "unused_tokens",
+                       "max_canvas_length", "shift", "visible_block", "draft_block",
+                       "draft_updates", "noise", "conditioning_size", "graph", "presets",
+                       "default_preset", "max_new_tokens", "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
