@@ -313,6 +313,23 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(
     )
 
 
+@pytest.mark.parametrize(
+    ("tensor", "change", "says"),
+    [
+        ("ln_f.weight", torch.Tensor.zero_, "is 0 everywhere"),
+        ("ff_out.weight", torch.Tensor.zero_, "is 0 everywhere"),
+        ("ff_out.weight", lambda t: t.copy_(t[:1].clone()), "is equal for all tokens"),
+        ("wte.weight", lambda t: t.copy_(t[:1].clone()), "is equal for all tokens"),
+    ],
+)
+def test_a_network_that_predicts_the_same_everywhere_is_refused_by_its_tensor(
+    checkpoint: Path, out: Path, tensor: str, change: Callable[[torch.Tensor], object], says: str
+) -> None:
+    name = f"model.transformer.{tensor}"
+    _retensor(checkpoint, lambda tensors: change(tensors[name]))
+    _build_fails(checkpoint, out, "--no-verify", says=(f"{WEIGHTS}: {name} {says}",))
+
+
 def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(
     checkpoint: Path, out: Path, traced: None
 ) -> None:
@@ -589,7 +606,7 @@ def test_force_never_replaces_a_folder_that_is_no_bundle(
 def test_force_replaces_a_bundle_of_an_older_schema(out: Path) -> None:
     out.mkdir()
     (out / "manifest.json").write_text(
-        '{"schema_version": 1, "denoiser": {}, "tokens": {}, "files": {}}'
+        '{"schema_version": 2, "denoiser": {}, "tokens": {}, "files": {}}'
     )
     with bundle_folder.staged(out, force=True, needed_bytes=0) as staging:
         (staging / "new").touch()

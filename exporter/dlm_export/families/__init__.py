@@ -173,7 +173,9 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     """
     from dlm_export.families.weights import Weights
 
-    return Weights(checkpoint, network, *_origins(checkpoint, network))
+    weights = Weights(checkpoint, network, *_origins(checkpoint, network))
+    weights.check_vital()
+    return weights
 
 
 def __getattr__(name: str) -> Any:

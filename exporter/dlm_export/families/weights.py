@@ -20,11 +20,20 @@ from dlm_export.families.tensors import BFLOAT16, Tensors
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
-from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec
 
 # After reading a tensor with more elements than this, the module returns freed memory to the
 # system.
 LARGE_TENSOR = 1 << 20
+# All predictions depend on these parameters. If one of them is 0 everywhere, all logits are equal.
+_VITAL = (
+    EMBEDDING,
+    "embed.norm.weight",
+    f"{TRANSFORM}.weight",
+    f"{TRANSFORM}.norm.weight",
+    "final_norm.weight",
+    "head.weight",
+)
 # Bits of a bf16 number without its sign, and bits of infinity. A number is NaN if its bits without
 # the sign are greater than the bits of infinity.
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
@@ -44,6 +53,27 @@ class Weights(Tensors):
         super().__init__(checkpoint, network, origins, left_out)
         self._opened: tuple[str, torch.Tensor] | None = None
         self._viewed: set[str] = set()  # the parameters that have been checked for NaN and infinity
+
+    def check_vital(self) -> None:
+        """Check that the parameters on which all predictions depend are not constant.
+
+        The function reads only as many tokens as it needs. Raises CheckpointError if such a
+        parameter is 0, or if the table of embeddings or the head is equal for all tokens.
+        """
+        for parameter in self.shapes.keys() & set(_VITAL) - self.quantised.keys():
+            weight, axis = self._tensor(parameter), int(parameter == "head.weight")
+            is_table = parameter in (EMBEDDING, "head.weight")
+            first = weight.narrow(axis, 0, 1) if is_table else torch.zeros((), dtype=weight.dtype)
+            parts = torch.split(weight, 1024, axis)  # type: ignore[no-untyped-call]
+            if all(bool((part == first).all()) for part in parts):
+                name = self.origins[parameter].pieces[0].tensor
+                raise CheckpointError(
+                    f"{self.checkpoint.tensors[name].file}: {name} "
+                    f"{'is equal for all tokens' if first.any() else 'is 0 everywhere'}, so the network "
+                    "would predict the same token at every position. The checkpoint is damaged or incomplete: "
+                    "download or save it again."
+                )
+        self._opened = None
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.

@@ -31,6 +31,7 @@ from dlm_export.network.proposers import Proposals, Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import (
     Canvas,
+    Turn,
     choose_in,
     random_tokens,
     reserve_end,
@@ -171,8 +172,13 @@ class Run:
             - span.first
         )
 
-    def commit(self, logits: Tensor) -> None:
-        """Commit the tokens that the policy chooses.
+    @property
+    def turn(self) -> Turn:
+        """The turn of the pass that ``advance`` returned."""
+        return self._turn
+
+    def commit(self, logits: Tensor) -> Proposals:
+        """Commit the tokens that the policy chooses, and return all proposed tokens.
 
         ``logits`` are the raw logits of ``rows``, fp32 ``[M, V]``.
         """
@@ -185,7 +191,7 @@ class Run:
         if self.policy.remask == "noise":
             if len(turn.positions):
                 self._renoise(proposals, logits)
-            return
+            return proposals
         chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
         is_verified = self.policy.commit == "verify"
         if is_verified and self.policy.stop != "none":
@@ -203,6 +209,7 @@ class Run:
         self.tokens[committed] = proposals.tokens[chosen]
         self.undecided[committed] = False
         proposer.note(committed, proposals.tokens[chosen])
+        return proposals
 
     def _renoise(self, proposals: Proposals, logits: Tensor) -> None:
         """Choose the tokens of the next pass over a block that started from random tokens.
@@ -281,10 +288,12 @@ def fill(
     cache_dtype: str = "float32",
     proposer: Proposer | None = None,
     max_steps: int = 0,
+    on_pass: Callable[[Turn, Proposals, Tensor], None] | None = None,
 ) -> Reference:
     """Fill the undecided positions of a canvas. ``generate`` explains the arguments.
 
-    The loop stops after ``max_steps`` passes. If ``max_steps`` is 0, there is no limit.
+    ``on_pass`` is called with the turn, the proposals and the logits of each pass. The loop stops
+    after ``max_steps`` passes. If ``max_steps`` is 0, there is no limit.
     """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~run.undecided)
@@ -311,7 +320,9 @@ def fill(
         if is_conditioned and span.is_draft:
             temperature = torch.tensor(run.temperature, device=logits.device)
             conditioning = denoiser.soft_embedding(logits, temperature)[None]
-        run.commit(logits)
+        proposals = run.commit(logits)
+        if on_pass is not None:
+            on_pass(run.turn, proposals, run.proposer.masked(logits))
         if on_step is not None:
             on_step(run.canvas)
     return Reference(run.tokens.tolist(), run.nfe)

@@ -7,7 +7,7 @@ bundle is opened, so that the two denoisers are never in memory at the same time
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from dlm_export.graph import PLAIN_OPSET, experts, trace
 from dlm_export.graph.taps import find_taps
 from dlm_export.judging.parity import by_layer
 from dlm_export.judging.parity.canvases import Canvas, make_canvases, random_prompts
+from dlm_export.judging.parity.ties import Decided, find_divergence
 from dlm_export.judging.parity.verdict import LoopRow, Parity, compare_logits, tolerance_of
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Canvas as State
+from dlm_export.network.turns import start_canvas
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 from dlm_export.quantising.numbers import Folded, Quantisation
@@ -34,6 +37,10 @@ from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
 PROMPT_COUNT, NEW_TOKENS = 2, 16  # the default numbers of prompts, and of new tokens per prompt
+
+# The worst difference of the logits on a few canvases is not that of all canvases. So rounding may
+# cause a difference that is this many times larger.
+TIE_ERROR = 4
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,13 @@ class Case:
 class Expected:
     """The expected results, which torch has computed.
 
-    ``logits`` contains the logits of some rows of each canvas. ``finished`` contains the generated
-    canvas of each case.
+    ``logits`` contains the logits of some rows of each canvas. ``runs`` contains each case and its
+    generated canvas.
     """
 
     canvases: list[Canvas]
     logits: list[np.ndarray]
-    cases: list[Case]
-    finished: list[reference.Reference]
+    runs: list[tuple[Case, reference.Reference]]
 
 
 def check_parity(
@@ -108,7 +114,17 @@ def check_parity(
     expected = expect(denoiser, prompts, cases, seed, progress.advance, cache_dtype)
     del denoiser
     with opening.open(folder, check_hashes=False) as opened:
-        return compare(opened, expected, precision, progress.advance, cache_dtype)
+        tolerance = tolerance_of(precision, cache_dtype, opened.visible_block)
+        graph = compare_logits(opened, expected.canvases, expected.logits, progress.advance)
+        runs = [_run(opened, *pair, progress.advance) for pair in expected.runs]
+    parity = Parity(precision, tolerance, graph, loop_rows(runs))
+    if parity.misses and any(run.after for run in runs):
+        denoiser = families.load(source.parameters, network)
+        worst = max(row.worst_difference for row in graph)
+        parity = replace(
+            parity, loop=loop_rows([_explain(run, denoiser, worst, cache_dtype) for run in runs])
+        )
+    return parity
 
 
 def by_layers(
@@ -216,7 +232,7 @@ def expect(
 
     ``on_done`` is called once per mask ratio, and once per case.
     """
-    expected = Expected(make_canvases(denoiser.network, prompts, seed), [], cases, [])
+    expected = Expected(make_canvases(denoiser.network, prompts, seed), [], [])
     for number, canvas in enumerate(expected.canvases, start=1):
         ids = torch.from_numpy(canvas.tokens).unsqueeze(0)
         positions = torch.arange(ids.shape[1]).unsqueeze(0)
@@ -227,59 +243,97 @@ def expect(
         if number % len(prompts) == 0:
             on_done()
     for case in cases:
-        expected.finished.append(
-            reference.generate(
-                denoiser,
-                case.tokens,
-                case.policy,
-                case.max_new_tokens,
-                case.steps,
-                cache_dtype=cache_dtype,
-            )
+        done = reference.generate(
+            denoiser,
+            case.tokens,
+            case.policy,
+            case.max_new_tokens,
+            case.steps,
+            cache_dtype=cache_dtype,
         )
+        expected.runs.append((case, done))
         on_done()
     return expected
 
 
-def compare(
-    bundle: Bundle,
-    expected: Expected,
-    precision: str,
-    on_done: Callable[[], None],
-    cache_dtype: str = "float32",
-) -> Parity:
-    """Compute logits and texts with the bundle, and compare them with ``expected``.
+@dataclass(frozen=True, eq=False)
+class CaseRun:
+    """A decoding run of the bundle, and what torch generates.
 
-    ``on_done`` is called as often as by ``expect``.
+    ``after`` contains the bundle's canvas after each pass, and is empty if both generate the same
+    text with the same number of passes. ``is_tie`` says that rounding explains why the texts
+    differ. ``difference`` describes a difference.
     """
-    graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
-    loop: dict[str, LoopRow] = {}
-    for case, wanted in zip(expected.cases, expected.finished, strict=True):
-        fields = case.policy.as_dict()
-        out = bundle.generate(
-            tokens=case.tokens, max_new_tokens=case.max_new_tokens, steps=case.steps, **fields
-        )
-        difference = _first_difference(case, wanted, out.tokens, out.nfe)
-        row = loop.get(case.name, LoopRow(case.name, 0, 0, 0, True, None))
-        loop[case.name] = LoopRow(
-            case.name,
-            row.canvases + 1,
-            row.canvases_equal + (out.tokens == wanted.tokens),
-            row.nfe + out.nfe,
-            row.nfe_equal and out.nfe == wanted.nfe,
-            row.first_difference or difference,
-        )
-        on_done()
-    tolerance = tolerance_of(precision, cache_dtype, bundle.visible_block)
-    return Parity(precision, tolerance, graph, list(loop.values()))
+
+    case: Case
+    wanted: reference.Reference
+    nfe: int
+    after: list[State] = field(default_factory=list)
+    is_tie: bool = False
+    difference: str | None = None
 
 
-def _first_difference(
-    case: Case, wanted: reference.Reference, tokens: list[int], nfe: int
-) -> str | None:
-    for position, (theirs, ours) in enumerate(zip(wanted.tokens, tokens, strict=True)):
-        if theirs != ours:
-            return f"{case.name}: position {position} is {ours}, the reference has {theirs}"
-    return (
-        None if nfe == wanted.nfe else f"{case.name}: {nfe} passes, the reference made {wanted.nfe}"
+def _run(
+    bundle: Bundle, case: Case, wanted: reference.Reference, on_done: Callable[[], None]
+) -> CaseRun:
+    """Generate the text of a case with the bundle."""
+    fields: dict[str, Any] = case.policy.as_dict() | {"steps": case.steps}
+    fields |= {"tokens": case.tokens, "max_new_tokens": case.max_new_tokens}
+    out = bundle.generate(**fields)
+    on_done()
+    if out.tokens == wanted.tokens and out.nfe == wanted.nfe:
+        return CaseRun(case, wanted, out.nfe)
+    after = [
+        State(np.array(event.canvas), np.array(event.undecided))
+        for event in bundle.stream(**fields)
+    ]
+    pairs = enumerate(zip(wanted.tokens, out.tokens, strict=True))
+    said = next(
+        (f"position {at} is {b}, the reference has {a}" for at, (a, b) in pairs if a != b),
+        f"{out.nfe} passes, the reference made {wanted.nfe}",
     )
+    return CaseRun(case, wanted, out.nfe, after, difference=f"{case.name}: {said}")
+
+
+def _explain(run: CaseRun, denoiser: Denoiser, worst: float, cache_dtype: str) -> CaseRun:
+    """Find the pass in which a run first decides differently from torch, and why.
+
+    The run is a tie if an error of the logits of ``TIE_ERROR`` times ``worst`` explains the
+    decision. ``worst`` is the worst difference on the canvases that were compared.
+    """
+    if not run.after:
+        return run
+    passes: list[Decided] = []
+    start = start_canvas(run.case.tokens, run.case.max_new_tokens, denoiser.network.mask_token_id)
+    reference.fill(
+        denoiser,
+        start,
+        run.case.policy,
+        run.case.steps,
+        cache_dtype=cache_dtype,
+        on_pass=lambda turn, found, logits: passes.append(Decided(turn, found, logits.numpy())),
+    )
+    found = find_divergence(passes, run.after, run.case.policy)
+    if found is None:
+        return run
+    said = f"{run.case.name}: {found}, but they differ by at most {worst:.2e} elsewhere"
+    return replace(run, is_tie=found.needed <= TIE_ERROR * worst, difference=said)
+
+
+def loop_rows(runs: Sequence[CaseRun]) -> list[LoopRow]:
+    """Summarise the runs of each policy."""
+    by_name: dict[str, list[CaseRun]] = {}
+    for run in runs:
+        by_name.setdefault(run.case.name, []).append(run)
+    return [
+        LoopRow(
+            name,
+            len(found),
+            sum(run.is_tie or not run.after for run in found),
+            sum(run.nfe for run in found),
+            all(run.is_tie or run.nfe == run.wanted.nfe for run in found),
+            next((run.difference for run in found if run.difference and not run.is_tie), None),
+            sum(run.is_tie for run in found),
+        )
+        for name, found in by_name.items()
+    ]

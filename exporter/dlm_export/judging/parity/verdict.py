@@ -118,7 +118,11 @@ class GraphRow:
 
 @dataclass(frozen=True)
 class LoopRow:
-    """The comparison of text that was generated with one policy."""
+    """The comparison of text that was generated with one policy.
+
+    ``canvases_equal`` includes the canvases that differ after a tie. ``canvases_tied`` is their
+    number.
+    """
 
     name: str
     canvases: int
@@ -126,6 +130,7 @@ class LoopRow:
     nfe: int
     nfe_equal: bool
     first_difference: str | None
+    canvases_tied: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,10 @@ class Parity:
                 found.append(
                     f"mask ratio {row.mask_ratio}: logits differ by {row.relative:.2e} of their range, "
                     f"more than {self.tolerance.passed_on:.1e}"
+                )
+            if row.logit_range == 0:
+                found.append(
+                    f"mask ratio {row.mask_ratio}: all logits are equal, so the network predicts nothing"
                 )
             if self.precision == "fp32" and row.argmax_equal + row.argmax_ties < row.rows:
                 found.append(

@@ -1,0 +1,113 @@
+"""Decides whether rounding explains that a bundle and torch generate different canvases.
+
+A decision of a loop is a tie if the order of additions can change it, because two logits or two
+scores are almost equal, or a score almost equals a threshold. After a tie the two canvases may differ
+everywhere. So only the first pass that decides differently is examined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlm_export.network.proposers import Proposals
+from dlm_export.network.turns import Canvas, Turn, choose_in, gumbels, scored_by, temperature_of
+from dlm_runtime import Policy
+
+# The search for the smallest difference of the logits that explains a decision ends at this number.
+_MOST = 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """A pass of the reference: its turn, what it proposed, and the logits, fp32 ``[M, V]``."""
+
+    turn: Turn
+    proposals: Proposals
+    logits: np.ndarray
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first pass of a run that decides differently from the reference.
+
+    ``needed`` is the smallest error of every logit that explains the bundle's decision, or infinity
+    if no error explains it.
+    """
+
+    number: int
+    positions: list[int]
+    needed: float
+
+    def __str__(self) -> str:
+        by = (
+            f"no error of the logits below {_MOST:.0e} explains"
+            if self.needed > _MOST
+            else f"only an error of {self.needed:.2e} in the logits explains"
+        )
+        return f"pass {self.number} decides positions {self.positions} differently, which {by}"
+
+
+def find_divergence(
+    passes: Sequence[Decided], after: Sequence[Canvas], policy: Policy
+) -> Divergence | None:
+    """Find the first pass that decides differently.
+
+    ``passes`` are those of the reference, and ``after`` contains the bundle's canvas after each of
+    its passes. Returns ``None`` if no pass of the reference decides differently.
+    """
+    for number, (each, canvas) in enumerate(zip(passes, after, strict=False), start=1):
+        at, tokens = each.turn.positions, each.proposals.tokens
+        theirs = choose_in(each.turn, tokens, each.proposals.scores, policy)
+        found = canvas.tokens[at]
+        ours = ~canvas.undecided[at]
+        if each.turn.standing is not None:  # the pass edits decided tokens
+            ours = found != each.turn.standing
+        differs = (ours != theirs) | (ours & theirs & (found != tokens))
+        if differs.any():
+            needed = _needed(each, ours, found, policy)
+            return Divergence(number, at[differs].tolist(), needed)
+    return None
+
+
+def _needed(each: Decided, ours: np.ndarray, found: np.ndarray, policy: Policy) -> float:
+    """Return the smallest error of the logits with which the reference decides as the bundle."""
+    if policy.commit == "verify" or policy.remask == "noise":
+        return np.inf
+    turn, rows = each.turn, np.arange(len(ours))
+    values, scale = each.logits.astype(np.float64), 1.0
+    if policy.select == "sample" and turn.standing is None:
+        scale = temperature_of(policy, turn.step, turn.steps)
+        noise = [
+            gumbels(policy.seed, turn.passes, int(at), values.shape[1]) for at in turn.positions
+        ]
+        values = values + scale * np.stack(noise)
+    # Two logits that move by e each change their order if their difference is at most 2 e.
+    best_two = np.sort(np.partition(values, -2, -1)[:, -2:], -1)
+    runner_up = (best_two[:, 1] - best_two[:, 0]) / 2
+    by_token = (values[rows, each.proposals.tokens] - values[rows, found]) / 2
+    least = float(by_token[ours].max(initial=0.0))
+    guess = np.where(ours, found, each.proposals.tokens)
+
+    def explains(error: float) -> bool:
+        # A log odds moves by at most twice the error, and a score by at most the same.
+        slack = 2 * error
+        if scored_by(turn, policy) == "entropy":
+            slack = slack * np.abs(each.proposals.scores)
+        scores = each.proposals.scores + np.where(ours, slack, -slack)
+        if policy.select == "sample":  # another token has another score
+            scores[(runner_up <= error) & ours] = np.inf
+            scores[(runner_up <= error) & ~ours] = -np.inf
+        return bool((choose_in(turn, guess, scores, policy) == ours).all())
+
+    low, high = least, max(2 * least, 1e-12)
+    while not explains(high):
+        high *= 4
+        if high > _MOST:
+            return np.inf
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if explains(middle) else (middle, high)
+    return high
