@@ -24,8 +24,19 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores, scores_of_draw
-from dlm_export.network.turns import Canvas, Turn, gumbels, score_edits, scored_by
+from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores_of_draw
+from dlm_export.network.turns import (
+    Canvas,
+    Turn,
+    gumbels,
+    log_odds,
+    log_odds_of,
+    score_edits,
+    score_of,
+    score_of_log_odds,
+    scored_by,
+    scores,
+)
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.policy import Policy
 
@@ -285,10 +296,10 @@ class Constrained(Proposer):
         if not len(turn.positions):
             return super().propose(turn, canvas, logits)
         logits = self.masked(logits)
-        best = logits.argmax(-1).cpu().numpy()
-        all_probs = logits.softmax(-1)
-        rows, wide = np.arange(len(best)), logits.double().cpu().numpy()
-        best_probs = all_probs.max(-1).values.double().cpu().numpy()
+        wide = logits.double().cpu().numpy()
+        rows, best = np.arange(len(wide)), wide.argmax(-1)
+        best_odds = log_odds(wide, best)
+        best_probs = 1 / (1 + np.exp(-best_odds))
         row_of = {int(position): row for row, position in enumerate(turn.positions)}
         undecided = np.flatnonzero(canvas.undecided[self.first : self.last])
         first = min(
@@ -296,10 +307,11 @@ class Constrained(Proposer):
         )
         last = int(turn.positions[-1]) + 1
         choices = [self._choices(canvas, position) for position in range(first, last)]
+        threshold = log_odds_of(self.policy.edit_threshold)
         edited = [
             (position - first, int(best[row]))
             for position, row in row_of.items()
-            if not canvas.undecided[position] and best_probs[row] > self.policy.edit_threshold
+            if not canvas.undecided[position] and best_odds[row] > threshold
         ]
         for at, token in edited:
             choices[at] = np.unique([*choices[at], token])
@@ -338,13 +350,14 @@ class Constrained(Proposer):
         tokens = text[turn.positions - first]
         probs = best_probs * np.exp(wide[rows, tokens] - wide[rows, best])
         if by == "random" or not (of == "marginal" or (is_drawn and of == "draw")):
-            found = self._scores(turn, logits, tokens, probs, best)
+            found = self._scores(turn, wide, tokens)
         else:
             marginals = (drawn if of == "draw" else texts(1, nothing)).marginals()[
                 turn.positions - first
             ]
             found = scores_of_draw(by, marginals, tokens)
-        return Proposals(tokens, score_edits(turn, found, probs), probs)
+        confidences = score_of_log_odds(log_odds(wide, tokens))
+        return Proposals(tokens, score_edits(turn, found, confidences), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
         """Return the tokens that ``top_p`` or ``top_k`` excludes, as an array bool ``[M, V]``."""
@@ -372,17 +385,17 @@ class Constrained(Proposer):
         found[self.first : self.last] = Texts(self.tokens.following, 0, positions, ends, 0).best()
         return found
 
-    def _scores(
-        self, turn: Turn, logits: Tensor, tokens: np.ndarray, probs: np.ndarray, best: np.ndarray
-    ) -> np.ndarray:
-        by = scored_by(turn, self.policy)
+    def _scores(self, turn: Turn, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        by, best = scored_by(turn, self.policy), logits.argmax(-1)
+        odds = log_odds(logits, tokens)
         if by == "confidence":
-            return probs
-        if by == "margin":
-            top = logits.softmax(-1).topk(2).values.double().cpu().numpy()
-            found: np.ndarray = probs - np.where(tokens == best, top[:, 1], top[:, 0])
+            found: np.ndarray = score_of_log_odds(odds)
             return found
-        return scores(turn, logits, self.policy)
+        found = scores(turn, logits, self.policy)
+        if by == "margin":
+            p, best_p = (1 / (1 + np.exp(-each)) for each in (odds, log_odds(logits, best)))
+            found = np.where(tokens == best, found, score_of(p - best_p))
+        return found
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         first, last = max(first, self.first), min(last, self.last)

@@ -12,7 +12,7 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import philox
+from dlm_export.network.turns import log_odds, philox
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, from_callback
 
 
@@ -54,6 +54,8 @@ def under_native_loop(
         order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :2]
         p.top_tokens[:] = order.int().numpy()
         p.top_probs[:] = probs.gather(1, order).numpy()
+        for rank in range(2):
+            p.top_log_odds[:, rank] = log_odds(logits.numpy(), order[:, rank].numpy())
         if p.entropy is not None:
             p.entropy[:] = (probs * (probs + 1e-10).log()).sum(-1).numpy()
         for (k, v), (new_k, new_v) in zip(p.present or [], present, strict=False):

@@ -122,7 +122,7 @@ def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(nam
             layer[kind]: generator.normal(size=shape).astype(np.float16)
             for kind in ("past_key", "past_value")
         }
-    names = ["top_token", "top_prob", "logits", "present_key.0"]
+    names = ["top_token", "top_prob", "top_log_odds", "logits", "present_key.0"]
     judged, device = (
         onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"]).run(
             names, feeds

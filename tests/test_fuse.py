@@ -36,7 +36,7 @@ from dlm_export.graph import LAYER_KEY, functions, fuse, quantise, trace
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import NetworkSpec
 
-OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
+OUTPUTS = ("top_token", "top_prob", "top_log_odds", "entropy", "logits")
 Build = Callable[[str, str, bool], Path]
 
 
@@ -395,7 +395,7 @@ def test_candidates_of_other_logits_than_those_returned_stay(
     built: Build, llada_checkpoint: Path
 ) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
-    masked = _nodes(traced, "Softmax")[0].inputs[0]
+    masked = _nodes(traced, "TopK")[0].inputs[0]
     assert masked is not None
     add = masked.producer()
     assert add is not None
@@ -404,7 +404,7 @@ def test_candidates_of_other_logits_than_those_returned_stay(
     traced.model.graph.insert_before(add, [two, sharper])
     add.replace_input_with(0, sharper.outputs[0])
     assert (
-        _check_fused(traced, **{"pass": "probabilities do not come from the returned logits"})[
+        _check_fused(traced, **{"pass": "candidates do not come from the returned logits"})[
             "Candidates"
         ]
         == 0

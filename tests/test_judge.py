@@ -27,14 +27,12 @@ from dlm_export.cli import main
 from dlm_export.judging.accuracy import frontier
 from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
-from dlm_export.judging.sides.bundle import BundlePredictor, scores
+from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.side import JudgeError, Predictor
 from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.judging.tuning.threshold import Point, Refit, refit_steps, refit_threshold
-from dlm_export.network import proposers
-from dlm_export.network.passes import Span
 from dlm_export.network.reference import fill
-from dlm_export.network.turns import Canvas, Turn, choose_in, start_canvas
+from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime import PRESETS, Policy, RequestError
 
 VOCAB, MASK, EOS = 20, 18, 19
@@ -84,8 +82,6 @@ class Scripted:
     ) -> tuple[list[int], int]:
         written, nfe = self._write(tokens, max_new_tokens, policy)
         return [*tokens, *written], nfe
-
-    scores = staticmethod(scores)
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         finished, nfe = self.generate(tokens, max_new_tokens, policy)
@@ -245,7 +241,7 @@ def _walk(
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = frontier.frontier_states(canvases[:-1], policy, predictor)
     for state, after in zip(states, canvases[1:], strict=True):
-        commitment = frontier.predict_commitment(predictor, state, policy, predictor.scores)
+        commitment = frontier.predict_commitment(predictor, state, policy)
         expected = state.canvas.copy()
         expected[state.turn.positions[commitment.is_chosen]] = commitment.guess[
             commitment.is_chosen
@@ -293,7 +289,7 @@ def test_the_mask_token_is_never_what_would_be_committed() -> None:
         )
 
     (state,) = frontier.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, Scripted())
-    commitment = frontier.predict_commitment(Scripted(logits), state, POLICY, scores)
+    commitment = frontier.predict_commitment(Scripted(logits), state, POLICY)
     assert commitment.guess.tolist() == [6, 6]
     assert commitment.is_chosen.tolist() == [True, False]
 
@@ -320,33 +316,10 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
         committed = np.flatnonzero(state.canvas != after.tokens)
         assert set(committed) <= set(state.turn.positions) - {*mask}
         if cache == "none":
-            commitment = frontier.predict_commitment(predictor, state, policy, predictor.scores)
+            commitment = frontier.predict_commitment(predictor, state, policy)
             chosen = state.turn.positions[commitment.is_chosen]
             assert after.tokens[chosen].tolist() == commitment.guess[commitment.is_chosen].tolist()
     assert states[0].mask_ratio == 10 / 15
-
-
-@pytest.mark.parametrize("commit", ["threshold", "entropy_bound", "timestep"])
-@pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
-def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
-    """Scores with and without torch differ by at most 2e-6, and commit the same positions.
-
-    The difference arises because numpy and torch add fp32 numbers in another order.
-    """
-    rng = np.random.default_rng(0)
-    policy = Policy(score=score, commit=commit, seed=7, block_length=0)
-    logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)
-    logits[:, MASK] = -np.inf
-    turn = Turn(3, 43, 1, 5, Span(0, 43, "drop"), 3 + np.arange(40), 6)
-    ours, theirs = (
-        scores(turn, logits, policy),
-        proposers.scores(turn, torch.from_numpy(logits), policy),
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
-    guess = logits.argmax(-1)
-    np.testing.assert_array_equal(
-        choose_in(turn, guess, ours, policy), choose_in(turn, guess, theirs, policy)
-    )
 
 
 @pytest.mark.parametrize("stop", ["none", "eos"])

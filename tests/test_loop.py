@@ -17,7 +17,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.network.turns import choose, philox, random_score, timestep_count, transfer_counts
+from dlm_export.network.turns import (
+    choose,
+    philox,
+    random_score,
+    score_of,
+    timestep_count,
+    transfer_counts,
+)
 from dlm_runtime import (
     CallbackPass,
     CancelledError,
@@ -199,8 +206,9 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
         block_length=0,
     )
     values = np.array(scores, np.float32)
-    values = values - 1 if commit == "entropy_bound" else values
-    wanted = choose(values.astype(np.float64), policy, transfer_counts(len(scores), steps)[0])
+    wide = values.astype(np.float64)
+    wide = (values - 1).astype(np.float64) if commit == "entropy_bound" else score_of(wide)
+    wanted = choose(wide, policy, transfer_counts(len(scores), steps)[0])
     assert first_commit(scores, policy, steps) == np.flatnonzero(wanted).tolist()
 
 

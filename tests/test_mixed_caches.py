@@ -98,6 +98,9 @@ HEAD = """
   masked = Add(raw, mask_bias)
   every = Softmax<axis = -1>(masked)
   probs, ids_of_best = TopK(every, two)
+  rest = Sub(one, probs)
+  odds = Div(probs, rest)
+  log_odds = Log(odds)
   candidates = Cast<to = 6>(ids_of_best)
   shifted = Add(every, tiny)
   logs = Log(shifted)
@@ -128,6 +131,7 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
     outputs = [
         "int32[B,R,2] candidates",
         "float[B,R,2] probs",
+        "float[B,R,2] log_odds",
         "float[B,R] spread",
         f"float[B,R,{VOCABULARY}] raw",
     ]
@@ -165,7 +169,8 @@ def bundle(
     content = _graph(request.param).SerializeToString()
     (folder / "graph.onnx").write_bytes(content)
     ports: dict[str, Any] = {"input_ids": "ids", "position_ids": "places", "score_rows": "scored"}
-    ports |= {"top_token": "candidates", "top_prob": "probs", "entropy": "spread", "logits": "raw"}
+    ports |= {"top_token": "candidates", "top_prob": "probs", "top_log_odds": "log_odds"}
+    ports |= {"entropy": "spread", "logits": "raw"}
     ports["layers"] = [
         {
             "kv_heads": heads,
@@ -194,7 +199,7 @@ def bundle(
     loop |= {"graph": graph, "presets": {"plain": {"block_length": 8}}, "default_preset": "plain"}
     files = {"graph.onnx": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
     (folder / "manifest.json").write_text(
-        json.dumps({"schema_version": 1, "loop": loop, "files": files})
+        json.dumps({"schema_version": 2, "loop": loop, "files": files})
     )
     with dlm_runtime.open(folder, threads=1) as opened:
         yield opened

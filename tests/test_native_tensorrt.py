@@ -33,7 +33,16 @@ WIDTH, WINDOW = 5, 3  # of the denoiser with self-conditioning
 # The policy of this denoiser: 6 passes over each block of 8 random tokens.
 NOISE = {"cache": "block", "remask": "noise", "commit": "entropy_bound", "score": "entropy"}
 NOISE |= {"block": "8", "steps": "6"}
-PORTS = ("input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits")
+PORTS = (
+    "input_ids",
+    "position_ids",
+    "score_rows",
+    "top_token",
+    "top_prob",
+    "top_log_odds",
+    "entropy",
+    "logits",
+)
 CONDITIONING_PORTS = ("conditioning", "temperature", "next_conditioning")
 LAYER_PORTS = ("past_key", "past_value", "present_key", "present_value")
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 7}  # the numbers of nvinfer1::DataType
@@ -162,7 +171,7 @@ def write_bundle(
     files = {
         name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()
     }
-    manifest = {"schema_version": 1, "loop": loop | {"engines": entries}, "files": files}
+    manifest = {"schema_version": 2, "loop": loop | {"engines": entries}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 

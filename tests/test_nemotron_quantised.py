@@ -403,7 +403,7 @@ def test_predicted_commitments_are_those_of_the_loop(source: Source, exact: Bund
         for state, before, after in zip(
             run.states, run.canvases[:-1], run.canvases[1:], strict=True
         ):
-            found = predict_commitment(side, state, policy, side.scores)
+            found = predict_commitment(side, state, policy)
             positions = state.turn.positions[found.is_chosen]
             is_decided = before.undecided & ~after.undecided
             assert positions.tolist() == np.flatnonzero(is_decided).tolist()

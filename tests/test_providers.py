@@ -192,7 +192,14 @@ def test_a_bundle_without_a_graph_for_gpus_runs_the_one_it_has(
 def test_of_a_pass_nothing_but_candidates_comes_back(bundle: Path, drive: Drive) -> None:
     told = drive(bundle, cache="dual", rounds=2, **CUDA)
     passes = told.counts[1]["nfe"]
-    for port in ("input_ids", "position_ids", "score_rows", "top_token", "top_prob"):
+    for port in (
+        "input_ids",
+        "position_ids",
+        "score_rows",
+        "top_token",
+        "top_prob",
+        "top_log_odds",
+    ):
         assert told.made(f"{port}_on_host") == passes > 0
     assert not any(
         name.startswith(("past", "present", "logits", "entropy")) for name in told.counts[1]

@@ -84,6 +84,10 @@ class CallbackPass:
             views. The lists are empty if S is 0.
         top_tokens: Output ``[R, K]``, int32: the most likely tokens of each row.
         top_probs: Output ``[R, K]``, float32: the probabilities of ``top_tokens``.
+        top_log_odds: Optional output ``[R, K]``, float32: ln(p / (1 - p)) for these probabilities p,
+            computed from the logits: ``l - logsumexp(the other logits)``. Where the best logit leads
+            by more than 15, ``top_probs`` is exactly 1, and only these numbers rank positions. They
+            are NaN when the function is called. For numbers that stay NaN, ``top_probs`` is used.
         entropy: Output ``[R]``: the entropy of each row's distribution.
         logits: Output ``[R, V]``.
         present: Output: the keys and values of the T tokens, as nested lists like ``past``.
@@ -101,6 +105,7 @@ class CallbackPass:
     past: list[tuple[np.ndarray, np.ndarray]]
     top_tokens: np.ndarray
     top_probs: np.ndarray
+    top_log_odds: np.ndarray
     entropy: np.ndarray | None
     logits: np.ndarray | None
     present: list[tuple[np.ndarray, np.ndarray]] | None
@@ -135,7 +140,9 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
         _view(p.position_ids, (B, T)),
         _view(p.score_rows, (B, R)),
     )
-    tokens, probs = _view(p.top_tokens, (B, R, info.top_k)), _view(p.top_probs, (B, R, info.top_k))
+    tokens, probs, log_odds = (
+        _view(array, (B, R, info.top_k)) for array in (p.top_tokens, p.top_probs, p.top_log_odds)
+    )
     entropy = _view(p.entropy, (B, R)) if p.entropy else None
     logits = _view(p.logits, (B, R, info.vocab_size)) if p.logits else None
     c = info.conditioning_size
@@ -152,6 +159,7 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
             past=[(keys[b], values[b]) for keys, values in past],
             top_tokens=tokens[b],
             top_probs=probs[b],
+            top_log_odds=log_odds[b],
             entropy=None if entropy is None else entropy[b],
             logits=None if logits is None else logits[b],
             present=None if present is None else [(keys[b], values[b]) for keys, values in present],

@@ -18,7 +18,7 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
 """Network fields that the decoding loop needs. The manifest stores them under ``loop`` only.
 """

@@ -48,7 +48,7 @@ as the definition.
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
 ``DraftUpdate``             ``(x [B, T, K], y [B, T, N], is_updated [B, T, 1], a [K, rank], b [rank, N]) -> y``. Adds
                             ``x @ a @ b`` to the rows for which ``is_updated`` is true
-``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
+``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, top_log_odds, entropy)``
 ``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``. Does not quantise x
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
@@ -403,22 +403,41 @@ def _draft_update() -> ir.Function:
 
 
 def _candidates() -> ir.Function:
-    """Define the function that computes the two best tokens, their probabilities, and the entropy.
+    """Define the function that computes the two best tokens, their probabilities and log odds, and
+    the entropy.
 
-    The function computes the entropy from differences of logits, as ``trace.Pass`` does.
+    ``trace.Pass`` explains the computation.
     """
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
+    one = body.number(1)
     masked = op("Add", logits, bias)
-    probs = op("Softmax", masked, axis=-1)
-    top_prob, top_token = body.several(2, "TopK", probs, ints(2), axis=-1)
-    behind = op("Sub", logits, op("ReduceMax", masked, ints(-1), keepdims=1))
-    best = op("Squeeze", op("Slice", top_prob, ints(0), ints(1), ints(2)), ints(2))
-    mean_behind = op("ReduceSum", op("Mul", probs, behind), ints(-1), keepdims=0)
-    entropy = op("Add", mean_behind, op("Log", best))
-    tokens = body.cast(top_token, ir.DataType.INT32)
-    return body.function({"top_token": tokens, "top_prob": top_prob, "entropy": entropy})
+    top_logit, top_token = body.several(2, "TopK", masked, ints(2), axis=-1)
+    best = op("Slice", top_logit, ints(0), ints(1), ints(2))
+    second = op("Slice", top_logit, ints(1), ints(2), ints(2))
+    shares = op("Softmax", op("Min", masked, second), axis=-1)
+    share = op("ReduceMax", shares, ints(-1), keepdims=1)  # the best and the second token have it
+    rest = op("Sub", op("Reciprocal", share), one)
+    apart = op("Sub", second, best)
+    scale = op("Exp", apart)
+    others = op("Mul", scale, rest)
+    total = op("Add", others, one)
+    after_second = op("Add", op("Mul", scale, op("Sub", rest, one)), one)
+    odds = op("Neg", op("Add", op("Log", rest), apart)), op("Sub", apart, op("Log", after_second))
+    square = op("Mul", op("Mul", others, others), body.number(0.5))
+    is_small = op("Less", others, body.number(2**-9))
+    log_total = op("Where", is_small, op("Sub", others, square), op("Log", total))
+    behind = op("ReduceSum", op("Mul", shares, op("Sub", logits, best)), ints(-1), keepdims=1)
+    weighed = op("Mul", behind, op("Mul", scale, op("Add", rest, one)))
+    entropy = op("Sub", op("Div", weighed, total), log_total)
+    outputs = {
+        "top_token": body.cast(top_token, ir.DataType.INT32),
+        "top_prob": op("Div", op("Exp", op("Sub", top_logit, best)), total),
+        "top_log_odds": op("Concat", *odds, axis=-1),
+        "entropy": op("Squeeze", entropy, ints(2)),
+    }
+    return body.function(outputs)
 
 
 def _nvfp4_linear() -> ir.Function:

@@ -548,11 +548,11 @@ def _fuse_candidates(model: ir.Model) -> None:
     outputs = {str(value.name): value for value in model.graph.outputs}
     if _producer(outputs["top_prob"], "Candidates") is not None:
         return
-    best = _expect(outputs["top_prob"], "TopK", "candidates are not chosen by TopK")
-    softmax = _expect(best.inputs[0], "Softmax", "candidates are not chosen by probability")
-    masked = _expect(softmax.inputs[0], "Add", "logits lack the mask token's bias")
+    ids = _expect(outputs["top_token"], "Cast", "candidates are not chosen by TopK")
+    best = _expect(ids.inputs[0], "TopK", "candidates are not chosen by TopK")
+    masked = _expect(best.inputs[0], "Add", "logits lack the mask token's bias")
     logits, bias = _both(masked)
     if logits is not outputs["logits"]:
-        raise _Unlike("probabilities do not come from the returned logits")
-    old = [outputs[name] for name in ("top_token", "top_prob", "entropy")]
+        raise _Unlike("candidates do not come from the returned logits")
+    old = [outputs[name] for name in ("top_token", "top_prob", "top_log_odds", "entropy")]
     _call(model, masked, "Candidates", [logits, bias], old)

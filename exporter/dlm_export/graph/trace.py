@@ -107,19 +107,33 @@ class Pass(nn.Module):
         )
         rows = score_rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         logits = self.denoiser.project(features.gather(1, rows)).float()
+        # fp32 cannot tell the best token's probability from 1 where its logit leads by more than 15.
+        # So the head computes with the sum of the exponentials of all other tokens. The best logit
+        # is lowered to the second best one before the softmax, so that the softmax keeps the other
+        # tokens' digits. The two logits come from TopK, because the maximum of a row of 126,464
+        # logits takes milliseconds in ONNX Runtime's CUDA provider.
         masked = logits + self.mask_token_bias
-        probs = masked.softmax(-1)
-        top_prob, top_token = probs.topk(TOP_K)
-        # The entropy is the sum of p ln p. A logarithm for every token would be slow. Instead,
-        # compute ln p as the token's logit, minus the best logit, plus ln p of the best token. The
-        # best logit is gathered, because the maximum of a row of 126,464 logits takes milliseconds
-        # in ONNX Runtime's CUDA provider.
-        behind = logits - logits.gather(-1, top_token[..., 0].unsqueeze(-1))
-        entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
+        top_logit, top_token = masked.topk(TOP_K)
+        best, second = top_logit[..., :1], top_logit[..., 1:]
+        shares = masked.minimum(second).softmax(-1)
+        # the sum of all exponentials but the best token's, relative to the second token's
+        rest = shares.gather(-1, top_token[..., :1]).reciprocal() - 1
+        apart = second - best
+        scale = apart.exp()  # the second token's exponential, relative to that of the best one
+        others = scale * rest
+        total = others + 1  # the sum of all exponentials, relative to that of the best token
+        top_prob = (top_logit - best).exp() / total
+        odds = torch.cat(((rest.log() + apart).neg(), apart - (scale * (rest - 1) + 1).log()), -1)
+        # The entropy is the sum of p ln p. A logarithm for every token would be slow, so ln p is
+        # computed as the token's logit, minus the best logit, minus ln(total). Near 1, the series of
+        # the logarithm keeps the digits of total - 1.
+        log_total = torch.where(others < 2**-9, others - others * others * 0.5, total.log())
+        behind = (shares * (logits - best)).sum(-1, keepdim=True) * (scale * (rest + 1))
+        entropy = (behind / total - log_total).squeeze(-1)
         flat = [tensor for present in presents for tensor in present]
         if temperature is not None:
             flat.append(self.denoiser.soft_embedding(logits, temperature).float())
-        return (top_token.int(), top_prob, entropy, logits, *flat)
+        return (top_token.int(), top_prob, odds, entropy, logits, *flat)
 
 
 @contextlib.contextmanager
@@ -136,7 +150,7 @@ def _quiet_logger(name: str) -> Iterator[None]:
 # the name that torch.export gives to the scope in which it computes a dynamic size
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _INPUTS = ("input_ids", "position_ids", "score_rows")
-_OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
+_OUTPUTS = ("top_token", "top_prob", "top_log_odds", "entropy", "logits")
 # Graphs of networks with self-conditioning have these inputs and outputs after those of the cache.
 _CONDITIONING_INPUTS = ("conditioning", "temperature")
 _CONDITIONING_OUTPUTS = ("next_conditioning",)
@@ -416,6 +430,7 @@ def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
         "score_rows": ["B", "R"],
         "top_token": ["B", "R", TOP_K],
         "top_prob": ["B", "R", TOP_K],
+        "top_log_odds": ["B", "R", TOP_K],
         "entropy": ["B", "R"],
         "logits": ["B", "R", c.vocab_size],
         "conditioning": ["B", "T", c.hidden_size],

@@ -21,9 +21,12 @@ from dlm_export.network.turns import (
     Canvas,
     Turn,
     gumbels,
-    random_scores,
+    log_odds,
     score_edits,
+    score_of,
+    score_of_log_odds,
     scored_by,
+    scores,
     temperature_of,
 )
 from dlm_runtime.policy import Policy
@@ -34,7 +37,7 @@ class Proposals:
     """The proposed tokens for a turn's positions, with their scores and probabilities.
 
     All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
-    float64. A higher score means a surer token. The probability of a token is the softmax of the
+    float64. ``turns.scores`` explains scores. The probability of a token is the softmax of the
     denoiser's logits at this token.
     """
 
@@ -58,12 +61,10 @@ class Proposer:
         ``canvas`` is the canvas that the pass computed, and ``logits`` are the raw logits of the
         positions, fp32 ``[M, V]``.
         """
-        logits = self.masked(logits)
-        tokens = logits.argmax(-1)
-        probs = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        return Proposals(
-            tokens.cpu().numpy(), scores(turn, logits, self.policy), probs.double().cpu().numpy()
-        )
+        found = self.masked(logits).cpu().numpy()
+        tokens = found.argmax(-1)
+        probs = 1 / (1 + np.exp(-log_odds(found, tokens)))
+        return Proposals(tokens, scores(turn, found, self.policy), probs)
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions in ``[first, last)`` with only one possible token, and the tokens.
@@ -103,34 +104,25 @@ class Sampled(Proposer):
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
         if not len(turn.positions):
             return super().propose(turn, canvas, logits)
-        policy, logits = self.policy, self.masked(logits)
-        best = logits.argmax(-1).cpu().numpy()
-        best_probs = (
-            logits.softmax(-1)
-            .gather(-1, torch.from_numpy(best).to(logits.device)[:, None])
-            .double()
-            .cpu()
-            .numpy()
-        )
-        rows = np.arange(len(best))
-        wide = logits.double().cpu().numpy()
+        policy, wide = self.policy, self.masked(logits).double().cpu().numpy()
         temperature = temperature_of(policy, turn.step, turn.steps)
-        behind = (wide - wide[rows, best][:, None]) / temperature
+        behind = (wide - wide.max(-1, keepdims=True)) / temperature
         drawn = cut(behind, policy.top_p, policy.top_k)
         at = turn.positions.tolist()
         noise = np.stack(
             [gumbels(policy.seed, turn.passes, position, logits.shape[1]) for position in at]
         )
         tokens = np.where(drawn > 0, behind + noise, -np.inf).argmax(-1)
-        probs = best_probs[:, 0] * np.exp(wide[rows, tokens] - wide[rows, best])
-        by, confidence = scored_by(turn, policy), probs
-        if by == "random":
-            found = random_scores(turn, policy)
-        elif policy.score_of == "draw":
-            found, confidence = scores_of_draw(by, drawn, tokens), drawn[rows, tokens]
+        odds, by = log_odds(wide, tokens), scored_by(turn, policy)
+        confidences = score_of_log_odds(odds)
+        if policy.score_of == "draw" and by != "random":
+            found = scores_of_draw(by, drawn, tokens)
+            confidences = score_of(drawn[np.arange(len(tokens)), tokens])
+        elif by == "confidence":
+            found = confidences
         else:
-            found = probs if by == "confidence" else scores(turn, logits, policy)
-        return Proposals(tokens, score_edits(turn, found, confidence), probs)
+            found = scores(turn, wide, policy)
+        return Proposals(tokens, score_edits(turn, found, confidences), 1 / (1 + np.exp(-odds)))
 
 
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
@@ -174,31 +166,12 @@ def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
     elif by == "margin":
         best = np.sort(drawn, -1)[:, -2:]
-        found = best[:, 1] - best[:, 0]
+        found = score_of(best[:, 1] - best[:, 0])
     else:
-        found = drawn[np.arange(len(tokens)), tokens]
+        found = score_of(drawn[np.arange(len(tokens)), tokens])
     return found
 
 
 def make_proposer(mask_token_id: int, policy: Policy) -> Proposer:
     """Create the proposer for a policy."""
     return (Sampled if policy.select == "sample" else Proposer)(mask_token_id, policy)
-
-
-def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
-    """Return the scores, float64 ``[M]``, of the most likely tokens at a turn's positions.
-
-    A higher score means a surer token.
-
-    ``logits`` fp32 ``[M, V]`` exclude the mask token.
-    """
-    by, probs = scored_by(turn, policy), logits.softmax(-1)
-    best = probs.topk(2).values
-    if by == "random":
-        found = torch.from_numpy(random_scores(turn, policy))
-    elif by == "entropy":
-        found = (probs * (probs + 1e-10).log()).sum(-1)
-    else:
-        found = best[:, 0] - best[:, 1] if by == "margin" else best[:, 0]
-    doubles = [values.double().cpu().numpy() for values in (found, best[:, 0])]
-    return score_edits(turn, *doubles)

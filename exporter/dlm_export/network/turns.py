@@ -4,8 +4,7 @@ A turn is one pass and the commit after it. The reference loop uses this module.
 the canvases of a finished run uses it too. The module needs neither torch nor a denoiser.
 
 The papers of the decoding algorithms do not define two rules: every step commits at least one
-token, and positions with equal scores commit from left to right. Scores are compared with
-thresholds in float64.
+token, and positions with equal scores commit from left to right.
 """
 
 from __future__ import annotations
@@ -509,12 +508,84 @@ def scored_by(turn: Turn, policy: Policy) -> str:
     return "entropy" if is_entropy else policy.score
 
 
-def score_edits(turn: Turn, found: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """Replace the scores ``found`` of decided positions by the probabilities of the proposed tokens.
+LEAST_ENTROPY = 1e-30
+"""Entropies nearer to 0 than this count as 0, because fp32 cannot hold much smaller numbers."""
+
+
+def log_odds_of(fraction: Any) -> Any:
+    """Return ln(c / (1 - c)) of the fractions c, float64. Fractions above 1 count as 1."""
+    with np.errstate(divide="ignore"):
+        return np.log(fraction) - np.log1p(-np.minimum(fraction, 1.0))
+
+
+def score_of_log_odds(log_odds: Any) -> Any:
+    """Return the scores of fractions with these log odds."""
+    # atanh(c) is ln((1 + c) / (1 - c)) / 2, and (1 + c) / (1 - c) is 1 + 2 c / (1 - c). Above 40,
+    # the 1 does not change the sum.
+    small = np.log1p(2 * np.exp(np.minimum(log_odds, 40.0))) / 2
+    return np.where(log_odds > 40, (log_odds + np.log(2)) / 2, small)
+
+
+def score_of(fraction: Any) -> Any:
+    """Return the scores of confidences, margins or random numbers.
+
+    A float64 cannot tell 1 - 1e-17 from 1. So the loop keeps a fraction c as the score atanh(c),
+    computed from the odds c / (1 - c), and compares it with the score of the threshold. Negative
+    margins have negative scores.
+    """
+    return np.copysign(score_of_log_odds(log_odds_of(np.abs(fraction))), fraction)
+
+
+def log_odds(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return ln(p / (1 - p)) for the probabilities p of tokens, float64 ``[M]``.
+
+    ``logits`` is ``[M, V]``, and ``tokens`` contains one token of each row. The odds are computed
+    from the sum of the other tokens' exponentials, without a subtraction from 1.
+    """
+    rows, wide = np.arange(len(tokens)), logits.astype(np.float64)
+    own = wide[rows, tokens]
+    wide[rows, tokens] = -np.inf
+    most = wide.max(-1)
+    most[np.isneginf(most)] = 0
+    with np.errstate(divide="ignore"):
+        found: np.ndarray = own - most - np.log(np.exp(wide - most[:, None]).sum(-1))
+    return found
+
+
+def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+    """Return the scores, float64 ``[M]``, of the most likely tokens at a turn's positions.
+
+    A higher score means a surer token. A score is an entropy, or comes from ``score_of``. ``logits``
+    ``[M, V]`` exclude the mask token.
+    """
+    by = scored_by(turn, policy)
+    if by == "random":
+        found = score_of(random_scores(turn, policy))
+    elif by == "confidence":
+        found = score_of_log_odds(log_odds(logits, logits.argmax(-1)))
+    elif by == "margin":
+        second, best = np.sort(np.partition(logits, -2, axis=-1)[:, -2:], -1).astype(np.float64).T
+        behind, others = second - best, -log_odds(logits, logits.argmax(-1))
+        with np.errstate(divide="ignore"):
+            odds = np.log(-np.expm1(behind)) - np.logaddexp(others, behind)
+        found = score_of_log_odds(odds)
+    else:
+        behind = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+        weights = np.exp(behind)
+        weights[np.arange(len(weights)), logits.argmax(-1)] = 0
+        others = weights.sum(-1)
+        mean = (weights * np.where(weights > 0, behind, 0)).sum(-1) / (1 + others)
+        found = mean - np.log1p(others)
+        found[found > -LEAST_ENTROPY] = 0
+    return score_edits(turn, found, score_of_log_odds(log_odds(logits, logits.argmax(-1))))
+
+
+def score_edits(turn: Turn, found: np.ndarray, confidences: np.ndarray) -> np.ndarray:
+    """Replace the scores ``found`` of decided positions by the scores of the confidences.
 
     Edits compare probabilities, whatever the policy's score is. All arrays are float64 ``[M]``.
     """
-    return found if turn.standing is None else np.where(turn.standing >= 0, probs, found)
+    return found if turn.standing is None else np.where(turn.standing >= 0, confidences, found)
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
@@ -538,7 +609,7 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
         taken = max(int(above.sum()), count)
     elif policy.commit == "factor":
         taken = 1
-        while taken < len(ranked) and ranked[taken] >= 1 - policy.factor / (taken + 2):
+        while taken < len(ranked) and ranked[taken] >= score_of(1 - policy.factor / (taken + 2)):
             taken += 1
     elif policy.commit == "entropy_bound":
         taken, before = 1, -ranked[0]
@@ -554,7 +625,7 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 def _reach(score: np.ndarray, policy: Policy) -> np.ndarray:
     """Return the positions whose scores reach the threshold, bool ``[M]``."""
     is_entropy = policy.commit == "entropy_threshold"
-    limit = -policy.entropy_bound if is_entropy else policy.threshold
+    limit = -policy.entropy_bound if is_entropy else score_of(policy.threshold)
     found: np.ndarray = score > limit if policy.compare == ">" else score >= limit
     return found
 
@@ -595,7 +666,8 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return _verified(turn, guess)
     if turn.standing is not None:
         is_edit = turn.standing >= 0
-        changed: np.ndarray = is_edit & (guess != turn.standing) & (score > policy.edit_threshold)
+        is_surer = score > score_of(policy.edit_threshold)
+        changed: np.ndarray = is_edit & (guess != turn.standing) & is_surer
         if not is_edit.all():
             changed[~is_edit] = choose(score[~is_edit], policy, turn.planned)
         return changed
@@ -606,5 +678,5 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
     if turn.is_forced:
         score = score.copy()
         # Give the first position the score of a prediction with probability 1.
-        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0
+        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else np.inf
     return choose(score, policy, turn.planned)

@@ -109,7 +109,7 @@ def manifest(text_bytes: int) -> dict[str, Any]:
     files = ("denoiser.onnx", "denoiser.onnx.data", "text.bin", "engines/orin.engine")
     layer = {"kv_heads": 2, "head_size": 4}
     ports = {name: name for name in ("input_ids", "position_ids", "score_rows", "segments")}
-    ports |= {name: name for name in ("top_token", "top_prob", "entropy", "logits")}
+    ports |= {name: name for name in ("top_token", "top_prob", "top_log_odds", "entropy", "logits")}
     kept = ("past_key", "past_value", "present_key", "present_value")
     profile = {"tokens": [1, 8, 16], "cached": [0, 0, 16], "rows": [1, 8, 16]}
     presets = {name: preset.as_dict() for name, preset in PRESETS.items()}
@@ -124,7 +124,7 @@ def manifest(text_bytes: int) -> dict[str, Any]:
         "seal": HASH,
     }
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "loop": {
             "vocab_size": 300,
             "mask_token_id": 299,

@@ -161,6 +161,12 @@ typedef struct dlm_pass {
                                 next_conditioning only */
   float* next_conditioning; /* [B, R, C], computed from the softmax of logits / temperature; NULL if
                                the caller does not need it */
+  float* top_log_odds;      /* [B, R, K], optional: ln(p / (1 - p)) for the probabilities p of
+                               top_tokens. Where the best logit leads by more than 15, top_probs is
+                               exactly 1 in fp32, and only these numbers rank positions. Compute them
+                               from the logits, and not from top_probs: l - ln(sum of exp(l') over all
+                               other tokens). The array contains NaN when the callback is called; for
+                               numbers that stay NaN, the library uses top_probs */
 } dlm_pass;
 
 /* Runs one pass. If the function returns a status other than DLM_OK, the requests of the pass end

@@ -87,7 +87,8 @@ dlm_status run_pass(void* user, const dlm_pass* p) {
     pass.ids = p->input_ids + token, pass.positions = p->position_ids + token,
     pass.score_rows = p->score_rows + row;
     pass.top_tokens = p->top_tokens + row * shape.top_k,
-    pass.top_probs = p->top_probs + row * shape.top_k;
+    pass.top_probs = p->top_probs + row * shape.top_k,
+    pass.top_log_odds = p->top_log_odds + row * shape.top_k;
     pass.entropy = p->entropy == nullptr ? nullptr : p->entropy + row;
     pass.logits = p->logits == nullptr ? nullptr : p->logits + row * shape.vocab;
     if (const int32_t width = shape.conditioning; width > 0) {

@@ -9,7 +9,7 @@ struct Rows {
   int64_t rows, vocab_size;
   Floats logits, bias;
   std::vector<int32_t> tokens;
-  Floats probs, entropy;
+  Floats probs, log_odds, entropy;
 
   Rows(Numbers& numbers, int64_t r, int64_t v)
       : rows(r), vocab_size(v), logits(numbers.normals(r * v)), bias(static_cast<size_t>(v)) {
@@ -21,10 +21,11 @@ struct Rows {
 
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     tokens.assign(static_cast<size_t>(2 * rows), -1), probs.assign(tokens.size(), kNan);
+    log_odds.assign(tokens.size(), kNan);
     entropy.assign(static_cast<size_t>(rows), kNan);
-    kernels.candidates(
-        {logits.data(), bias.data(), rows, vocab_size, tokens.data(), probs.data(), entropy.data()},
-        parallel);
+    kernels.candidates({logits.data(), bias.data(), rows, vocab_size, tokens.data(), probs.data(),
+                        log_odds.data(), entropy.data()},
+                       parallel);
   }
 };
 
@@ -39,13 +40,14 @@ void check_candidates(Tally& tally, const dlm::Kernels& kernels, Rows& rows) {
     std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
       return masked[static_cast<size_t>(a)] > masked[static_cast<size_t>(b)];
     });
-    double total = 0, weighed = 0;
+    double others = 0, weighed = 0;  // sums over all tokens but the most likely one
     const double largest = masked[static_cast<size_t>(order[0])];
-    for (int32_t i = 0; i < rows.vocab_size; ++i) {
-      const double weight = std::exp(masked[static_cast<size_t>(i)] - largest);
-      total += weight;
-      if (weight > 0) weighed += weight * (masked[static_cast<size_t>(i)] - largest);
+    for (size_t i = 1; i < order.size(); ++i) {
+      const double behind = masked[static_cast<size_t>(order[i])] - largest;
+      others += std::exp(behind);
+      if (std::exp(behind) > 0) weighed += std::exp(behind) * behind;
     }
+    const double total = 1 + others;
     const auto r = static_cast<size_t>(row);
     for (size_t rank = 0; rank < 2; ++rank) {
       CHECK(rows.tokens[2 * r + rank] == order[rank]);
@@ -54,8 +56,17 @@ void check_candidates(Tally& tally, const dlm::Kernels& kernels, Rows& rows) {
       // The tolerance covers the error of an exponential (see test_gated_linear), and the error of
       // a sum of V exponentials.
       CHECK(std::abs(rows.probs[2 * r + rank] - prob) <= (1e-6 - 1e-7 * behind) * prob + 1e-37);
+      // A double cannot hold the sum of the exponentials if all of them are below 1e-308.
+      const double log_odds =
+          rank == 0 ? -std::log(others) : behind - std::log1p(others - std::exp(behind));
+      if (others > 0)
+        CHECK(std::abs(rows.log_odds[2 * r + rank] - log_odds) <=
+              2e-6 - 2e-7 * behind + 2e-7 * std::abs(log_odds));
+      CHECK(std::isfinite(rows.log_odds[2 * r + rank]));
     }
-    CHECK(std::abs(rows.entropy[r] - (weighed / total - std::log(total))) <= 1e-5);
+    // The relative error matters where an entropy is near 0, because it ranks positions.
+    const double entropy = weighed / total - std::log1p(others);
+    CHECK(std::abs(rows.entropy[r] - entropy) <= 1e-5 * std::min(1.0, 1e-30 - entropy));
   }
 }
 
@@ -78,7 +89,7 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     check_candidates(tally, kernels, rows);
     std::fill(rows.logits.begin(), rows.logits.end(), 1.5f);
     check_candidates(tally, kernels, rows);
-    for (const float far : {-200.0f, 3e4f}) {  // one token has all the weight
+    for (const float far : {-200.0f, 20.0f, 35.0f, 120.0f, 3e4f}) {  // one token has all the weight
       rows.at(1, V - 1) = far, rows.at(3, 0) = far;
       check_candidates(tally, kernels, rows);
     }
@@ -110,7 +121,7 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
   check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
     rows.run(kernels, parallel);
     return std::vector<Floats>{Floats(rows.tokens.begin(), rows.tokens.end()), rows.probs,
-                               rows.entropy};
+                               rows.log_odds, rows.entropy};
   });
 }
 

@@ -31,9 +31,9 @@ struct Pass {
   // pass stores no rows.
   std::vector<uint8_t*> present;
   int32_t* top_tokens;
-  float *top_probs, *entropy, *logits;      // entropy and logits may be NULL
-  const float *conditioning, *temperature;  // [T, C] and [R] if C is above 0
-  float* next_conditioning;                 // [R, C]; may be NULL
+  float *top_probs, *top_log_odds, *entropy, *logits;  // entropy and logits may be NULL
+  const float *conditioning, *temperature;             // [T, C] and [R] if C is above 0
+  float* next_conditioning;                            // [R, C]; may be NULL
 };
 
 inline uint64_t mix(uint64_t state, uint64_t value) {
@@ -88,7 +88,9 @@ inline void denoise(const Shape& shape, const Pass& pass) {
       const auto token = static_cast<int32_t>((word + static_cast<uint64_t>(k)) %
                                               static_cast<uint64_t>(shape.vocab - 1));
       pass.top_tokens[r * shape.top_k + k] = token < shape.mask ? token : token + 1;
-      pass.top_probs[r * shape.top_k + k] = k == 0 ? best : (1 - best) / static_cast<float>(k + 1);
+      const float prob = k == 0 ? best : (1 - best) / static_cast<float>(k + 1);
+      pass.top_probs[r * shape.top_k + k] = prob;
+      pass.top_log_odds[r * shape.top_k + k] = std::log(prob / (1 - prob));
     }
     if (pass.entropy != nullptr) pass.entropy[r] = best - 1;
     if (pass.logits != nullptr)

@@ -140,6 +140,7 @@ struct Plan {
     put("score_rows", true, DataType::kINT64, {-1, kR});
     put("top_token", false, DataType::kINT32, {-1, kR, shape.top_k});
     put("top_prob", false, DataType::kFLOAT, {-1, kR, shape.top_k});
+    put("top_log_odds", false, DataType::kFLOAT, {-1, kR, shape.top_k});
     put("entropy", false, DataType::kFLOAT, {-1, kR});
     put("logits", false, DataType::kFLOAT, {-1, kR, shape.vocab});
   }
@@ -254,6 +255,7 @@ class MockContext final : public nvinfer1::IExecutionContext,
       pass.score_rows = static_cast<int64_t*>(data["score_rows"]);
       pass.top_tokens = static_cast<int32_t*>(data["top_token"]),
       pass.top_probs = static_cast<float*>(data["top_prob"]);
+      pass.top_log_odds = static_cast<float*>(data["top_log_odds"]);
       pass.entropy = static_cast<float*>(data["entropy"]),
       pass.logits = static_cast<float*>(data["logits"]);
       if (plan.shape.conditioning > 0) {

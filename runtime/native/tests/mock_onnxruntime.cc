@@ -178,6 +178,7 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
     port(inputs, name, kInt64, {kAny, kAny});
   port(outputs, "top_token", kInt32, {kAny, kAny, session->shape.top_k});
   port(outputs, "top_prob", kFloat, {kAny, kAny, session->shape.top_k});
+  port(outputs, "top_log_odds", kFloat, {kAny, kAny, session->shape.top_k});
   port(outputs, "entropy", kFloat, {kAny, kAny});
   port(outputs, "logits", kFloat, {kAny, kAny, session->shape.vocab});
   for (size_t i = 0; i < session->shape.layers.size(); ++i) {
@@ -273,6 +274,8 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* inp
     pass.score_rows = reinterpret_cast<int64_t*>(at("score_rows", request * rows * 8));
     pass.top_tokens = reinterpret_cast<int32_t*>(at("top_token", request * rows * shape.top_k * 4));
     pass.top_probs = reinterpret_cast<float*>(at("top_prob", request * rows * shape.top_k * 4));
+    pass.top_log_odds =
+        reinterpret_cast<float*>(at("top_log_odds", request * rows * shape.top_k * 4));
     pass.entropy = reinterpret_cast<float*>(at("entropy", request * rows * 4));
     pass.logits = reinterpret_cast<float*>(at("logits", request * rows * shape.vocab * 4));
     if (const int64_t width = int64_t{4} * shape.conditioning; width > 0) {

@@ -375,6 +375,7 @@ struct Rows {
       pass.top_tokens[2 * row] = 1, pass.top_tokens[2 * row + 1] = 2;
       pass.top_probs[2 * row] = 0.5f + 0.01f * static_cast<float>(row % pass.rows),
                          pass.top_probs[2 * row + 1] = 0;
+      pass.top_log_odds[2 * row] = pass.top_log_odds[2 * row + 1] = std::nanf("");
     }
   }
 };
@@ -556,14 +557,15 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   for (int pass = 0; !request.done() && pass < 20; ++pass) {
     const size_t rows = request.find_positions();
     std::vector<int32_t> tokens(2 * rows);
-    std::vector<float> probs(2 * rows), entropy(rows);
+    std::vector<float> probs(2 * rows), log_odds(2 * rows, std::nanf("")), entropy(rows);
     for (size_t row = 0; row < rows; ++row) {
       const int32_t position = request.positions()[row];
       CHECK(request.undecided()[static_cast<size_t>(position)] == 1);
       tokens[2 * row] = 10 + position;
       probs[2 * row] = 0.9f - 0.01f * static_cast<float>(position);
     }
-    request.step({tokens.data(), probs.data(), entropy.data(), nullptr}, proposals);
+    request.step({tokens.data(), probs.data(), log_odds.data(), entropy.data(), nullptr},
+                 proposals);
   }
   CHECK(request.done() && request.undecided() == std::vector<uint8_t>(request.canvas().size(), 0));
   return request.canvas();

@@ -237,7 +237,9 @@ class Summing final : public dlm::HostEngine {
         entropy += std::exp(logits[v]) / total * (logits[v] - std::log(total));
     for (int k = 0; k < 2; ++k) {
       pass.top_tokens[2 * row + k] = order[k];
-      pass.top_probs[2 * row + k] = static_cast<float>(std::exp(logits[order[k]]) / total);
+      const double weight = std::exp(logits[order[k]]);
+      pass.top_probs[2 * row + k] = static_cast<float>(weight / total);
+      pass.top_log_odds[2 * row + k] = static_cast<float>(std::log(weight / (total - weight)));
     }
     if (pass.entropy != nullptr) pass.entropy[row] = static_cast<float>(entropy);
     // The numbers are integers below 2^16, which a float represents exactly.

@@ -169,10 +169,9 @@ class Pair:
                 side.see(seen)
         masked = compare_masked(self._reference, self.others, canvases, on_done)
         part = Part(masked, Frontier(self._reference.mask_token_id), [])
-        scores = self._reference.scores
         for number, state in states:
             commits = (
-                predict_commitment(side, state, self._policy, scores)
+                predict_commitment(side, state, self._policy)
                 for side in (self._reference, self._candidate)
             )
             part.frontier.add(number, state.mask_ratio, *commits)

@@ -5,7 +5,7 @@ The frontier of a pass consists of the positions that the pass may commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,11 +21,8 @@ from dlm_export.judging.sides.side import (
     finite_logits,
 )
 from dlm_export.network.passes import Looped
-from dlm_export.network.turns import Canvas, Turn, choose_in, turns
+from dlm_export.network.turns import Canvas, Turn, choose_in, scores, turns
 from dlm_runtime import Policy
-
-Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
-"""The type of the method ``Scorer.scores``, which computes the confidence of positions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +65,8 @@ def frontier_states(
         yield FrontierState(canvas.tokens, next(ahead), float(canvas.undecided[origin:].mean()))
 
 
-def predict_commitment(
-    predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
-) -> Commitment:
-    """Predict which tokens a denoiser would commit in ``state``, with a full pass without a cache.
-
-    ``scores`` computes the confidence of each position. To compare two denoisers, pass the same
-    function for both denoisers, because both use the same threshold for the confidences.
-    """
+def predict_commitment(predictor: Scorer, state: FrontierState, policy: Policy) -> Commitment:
+    """Predict which tokens a denoiser would commit in ``state``, with a full pass without a cache."""
     logits = finite_logits(predictor, *state.view)
     guess = logits.argmax(-1)
     return Commitment(

@@ -145,8 +145,7 @@ def judge_cache(
         frontier = Frontier(network.mask_token_id)
         for number, state in states:
             theirs, ours = (
-                predict_commitment(each, state, loop, reference.scores)
-                for each in (reference, candidate)
+                predict_commitment(each, state, loop) for each in (reference, candidate)
             )
             frontier.add(number, state.mask_ratio, theirs, ours)
         overall = summarise(rows.rows, rows.sample, len(samples), seed)

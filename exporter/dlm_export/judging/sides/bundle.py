@@ -15,15 +15,7 @@ import numpy as np
 from dlm_export.judging.sides.drafting import DraftPasses
 from dlm_export.judging.sides.side import DraftPass, JudgeError
 from dlm_export.machine import this_machine
-from dlm_export.network.turns import (
-    Canvas,
-    Turn,
-    random_scores,
-    reserve_end,
-    score_edits,
-    scored_by,
-    start_canvas,
-)
+from dlm_export.network.turns import Canvas, reserve_end, start_canvas
 from dlm_runtime import Bundle, Generation, Policy
 
 
@@ -99,10 +91,6 @@ class BundlePredictor:
         start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
         return [reserve_end(start, policy, self.eos_token_ids), *after]
 
-    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """See ``Predictor``."""
-        return scores(turn, logits, policy)
-
     def reused(self) -> tuple[int, int]:
         """Return the number of tokens in the prompts of all texts generated so far.
 
@@ -140,23 +128,3 @@ class BundlePredictor:
             "engine": self.bundle.engine,
             **machine,
         }
-
-
-def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-    """Compute the confidence of each position that a pass may commit.
-
-    This function gives the same result as ``proposers.scores``, but uses numpy instead of torch.
-    ``logits`` is an fp32 array ``[M, V]``, for M positions and a vocabulary of V tokens. Returns
-    float64 confidences ``[M]``.
-    """
-    by = scored_by(turn, policy)
-    powers = np.exp(logits - logits.max(-1, keepdims=True))
-    probs = powers / powers.sum(-1, keepdims=True)
-    best = np.partition(probs, -2, axis=-1)[:, -2:]
-    if by == "random":
-        found = random_scores(turn, policy)
-    elif by == "entropy":
-        found = (probs * np.log(probs + np.float32(1e-10))).sum(-1)
-    else:
-        found = best[:, 1] - best[:, 0] if by == "margin" else best[:, 1]
-    return score_edits(turn, found.astype(np.float64), best[:, 1].astype(np.float64))

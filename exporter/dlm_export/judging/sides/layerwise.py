@@ -18,9 +18,9 @@ from torch import Tensor
 from dlm_calibration.states import Draft
 from dlm_export import families
 from dlm_export.judging.sides.side import DraftPass, View, rows_of
-from dlm_export.network import lockstep, proposers
+from dlm_export.network import lockstep
 from dlm_export.network.layered import Carried, Layered, soft_embeddings
-from dlm_export.network.turns import Canvas, Turn, start_canvas
+from dlm_export.network.turns import Canvas, start_canvas
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Policy
@@ -106,10 +106,6 @@ class SweptPredictor:
     ) -> np.ndarray:
         """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         return self._logits(self._features[view_key(canvas, rows, draft)])
-
-    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """Implements ``Scorer.scores``."""
-        return proposers.scores(turn, torch.from_numpy(logits), policy)
 
     @torch.no_grad()
     def _logits(self, features: Tensor) -> np.ndarray:

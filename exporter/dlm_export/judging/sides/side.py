@@ -9,7 +9,7 @@ import numpy as np
 
 from dlm_export.network.passes import Looped, shift_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, Turn
+from dlm_export.network.turns import Canvas
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -73,14 +73,6 @@ class Scorer(Side, Protocol):
 
         With ``draft``, the denoiser makes a causal pass over the positions before its start, and
         the draft pass over the others (see ``DraftPass``).
-        """
-
-    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """Return the confidence of each position that a pass may commit, float64 ``[M]``.
-
-        ``turn`` describes the pass and the M positions that the pass may commit. ``logits``
-        contains the logits of the M positions, fp32 ``[M, V]``. The confidence is computed as in
-        this denoiser's own decoding loop.
         """
 
 

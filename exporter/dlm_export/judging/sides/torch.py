@@ -13,11 +13,10 @@ import torch
 
 from dlm_calibration.states import Draft
 from dlm_export.judging.sides.side import DraftPass
-from dlm_export.network import proposers
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.states import features_of
-from dlm_export.network.turns import Canvas, Turn, reserve_end, start_canvas
+from dlm_export.network.turns import Canvas, reserve_end, start_canvas
 from dlm_runtime import Policy
 
 
@@ -89,7 +88,3 @@ class TorchPredictor:
         seen = [reserve_end(start, policy, self.eos_token_ids)]
         done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
         return [*seen[: done.nfe], Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))]
-
-    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """See ``Predictor``."""
-        return proposers.scores(turn, torch.from_numpy(logits), policy)

@@ -18,7 +18,7 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSchemaVersion = 1;
+constexpr int64_t kSchemaVersion = 2;
 constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr int32_t kMostConditioning = 1 << 16;
 constexpr const char* kManifest = "manifest.json";
@@ -215,11 +215,12 @@ PortNames read_ports(const json::Value& graph, bool has_conditioning, bool has_w
   };
   const json::Value& ports = graph.object("ports");
   ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "window_segments",
-                        "top_token", "top_prob", "entropy", "logits", "conditioning", "temperature",
-                        "next_conditioning", "layers"});
-  PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"),
-                  name(ports, "top_token"), name(ports, "top_prob"),     name(ports, "entropy"),
-                  name(ports, "logits")};
+                        "top_token", "top_prob", "top_log_odds", "entropy", "logits",
+                        "conditioning", "temperature", "next_conditioning", "layers"});
+  PortNames names{name(ports, "input_ids"),  name(ports, "position_ids"),
+                  name(ports, "score_rows"), name(ports, "top_token"),
+                  name(ports, "top_prob"),   name(ports, "top_log_odds"),
+                  name(ports, "entropy"),    name(ports, "logits")};
   if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
   const json::Value* const window_segments = ports.find("window_segments");
   if (window_segments != nullptr) names.window_segments = name(ports, "window_segments");

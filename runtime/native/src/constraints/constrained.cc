@@ -78,9 +78,9 @@ bool Constrained::scores_texts() const {
 }
 
 double Constrained::score_of_texts(const Marginal& found) const {
-  return policy_.score == Score::entropy  ? found.entropy
-         : policy_.score == Score::margin ? found.margin
-                                          : found.prob;
+  return policy_.score == Score::entropy
+             ? found.entropy
+             : score_of(policy_.score == Score::margin ? found.margin : found.prob);
 }
 
 void Constrained::propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) {
@@ -102,7 +102,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   }
   for (size_t row = 0; row < turn.positions.size(); ++row) {
     Place& place = places_[turn.positions[row] - first];
-    if (turn.is_edit(row) && predictions.probs[row * top_k] > policy_.edit_threshold &&
+    if (turn.is_edit(row) &&
+        predictions.log_odds_at(row * top_k) > log_odds_of(policy_.edit_threshold) &&
         place.best != place.token)
       place.other = place.best;
   }
@@ -110,19 +111,20 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   for (size_t row = 0; row < turn.positions.size(); ++row) {
     const int32_t at = turn.positions[row] - first;
     const Place& place = places_[at];
-    const float* const probs = predictions.probs + row * top_k;
-    const double prob = prob_of(path_[at], place.logits, place.best, probs[0]);
+    const float best_prob = predictions.probs[row * top_k];
+    const double prob = prob_of(path_[at], place.logits, place.best, best_prob);
     proposals.tokens[row] = path_[at];
     proposals.probs[row] = prob;
     // The margin of a row is the probability of the proposed token minus the highest probability of
     // any other token. So the margin can be negative.
     if (scores_texts() && !turn.is_edit(row))
       proposals.scores[row] = score_of_texts(marginals_[at]);
+    else if (!turn.is_edit(row) && policy_.score == Score::margin && path_[at] != place.best)
+      proposals.scores[row] = score_of(prob - static_cast<double>(best_prob));
     else
-      proposals.scores[row] =
-          !turn.is_edit(row) && policy_.score == Score::margin
-              ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
-              : score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
+      proposals.scores[row] = score_row(
+          policy_, turn, predictions, denoiser_.top_k, row,
+          log_odds_of(path_[at], place.logits, place.best, predictions.log_odds_at(row * top_k)));
   }
 }
 

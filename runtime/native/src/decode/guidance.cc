@@ -12,6 +12,7 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
   logits_.resize(rows * width);
   tokens_.assign(rows * top_k, 0);
   probs_.assign(rows * top_k, 0);
+  log_odds_.assign(rows * top_k, std::numeric_limits<float>::quiet_NaN());
   entropy_.assign(rows, 0);
   constexpr float kInfinite = std::numeric_limits<float>::infinity(),
                   kLowest = std::numeric_limits<float>::lowest();
@@ -28,7 +29,7 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
                                                              : static_cast<float>(guided);
   }
   for (size_t row = 0; row < rows; ++row) rank(denoiser, row);
-  return {tokens_.data(), probs_.data(), entropy_.data(), logits_.data()};
+  return {tokens_.data(), probs_.data(), log_odds_.data(), entropy_.data(), logits_.data()};
 }
 
 void Guided::rank(const Denoiser& denoiser, size_t row) {
@@ -36,7 +37,7 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
   const size_t count = rank_tokens(denoiser, logits, top_k, best);
-  // If one of the logits is NaN, `total` becomes NaN below, and so do all probabilities. This code
+  // If one of the logits is NaN, `others` becomes NaN below, and so do all probabilities. This code
   // handles rows whose best logit is infinite.
   if (std::isinf(logits[best[0]])) {
     std::fill_n(probs_.data() + row * top_k, top_k, std::numeric_limits<float>::quiet_NaN());
@@ -45,17 +46,20 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const auto behind = [&](int32_t token) {
     return static_cast<double>(logits[token]) - static_cast<double>(logits[best[0]]);
   };
-  double total = 0, product = 0;
+  double others = 0, product = 0;  // sums over all tokens but the best one
   for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
-    if (token == denoiser.mask_token_id) continue;
+    if (token == denoiser.mask_token_id || token == best[0]) continue;
     const double weight = std::exp(behind(token));
     if (weight == 0) continue;
-    total += weight;
+    others += weight;
     product += weight * behind(token);
   }
-  for (size_t i = 0; i < count; ++i)
-    probs_[row * top_k + i] = static_cast<float>(std::exp(behind(best[i])) / total);
-  entropy_[row] = static_cast<float>(product / total - std::log(total));
+  for (size_t i = 0; i < count; ++i) {
+    probs_[row * top_k + i] = static_cast<float>(std::exp(behind(best[i])) / (1 + others));
+    log_odds_[row * top_k + i] =
+        static_cast<float>(log_odds_of(best[i], logits, best[0], -std::log(others)));
+  }
+  entropy_[row] = static_cast<float>(product / (1 + others) - std::log1p(others));
 }
 
 }  // namespace dlm

@@ -29,7 +29,7 @@ class Guided {
  private:
   void rank(const Denoiser& denoiser, size_t row);
 
-  std::vector<float> logits_, probs_, entropy_;
+  std::vector<float> logits_, probs_, log_odds_, entropy_;
   std::vector<int32_t> tokens_;
 };
 

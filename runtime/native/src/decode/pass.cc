@@ -63,10 +63,12 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
   const size_t scored = buffers.score_rows.size(), candidates = scored * denoiser.top_k;
   buffers.top_tokens.resize(candidates);
   buffers.top_probs.resize(candidates);
+  buffers.top_log_odds.resize(candidates);
   pass.rows = static_cast<int32_t>(scored / pass.batch);
   pass.score_rows = buffers.score_rows.data();
   pass.top_tokens = buffers.top_tokens.data();
   pass.top_probs = buffers.top_probs.data();
+  pass.top_log_odds = buffers.top_log_odds.data();
   if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
   if (denoiser.conditioning_size > 0) {
     buffers.temperature.assign(scored, 1);
@@ -93,7 +95,9 @@ void rule_out_unused(const Denoiser& denoiser, const dlm_pass& pass) {
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers) {
   const size_t candidate = first * denoiser.top_k, width = denoiser.vocab_size;
-  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
+  const Predictions found{pass.top_tokens + candidate,
+                          pass.top_probs + candidate,
+                          pass.top_log_odds + candidate,
                           pass.entropy == nullptr ? nullptr : pass.entropy + first,
                           pass.logits == nullptr ? nullptr : pass.logits + first * width,
                           pass.next_conditioning == nullptr

@@ -36,7 +36,7 @@ namespace dlm {
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
-  std::vector<float> top_probs, entropy, logits;
+  std::vector<float> top_probs, top_log_odds, entropy, logits;
   std::vector<float> conditioning, temperature, next_conditioning;
   Proposals proposals;
   Guided guided;

@@ -1,6 +1,8 @@
 #include "decode/policy.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "base/error.h"
@@ -90,8 +92,8 @@ void check_ahead(const Policy& policy, const char* commit) {
 
 // Returns true if a position with the given score commits independently of all other scores.
 bool reaches(const Policy& policy, double score) {
-  const double limit =
-      policy.commit == Commit::entropy_threshold ? -policy.entropy_bound : policy.threshold;
+  const double limit = policy.commit == Commit::entropy_threshold ? -policy.entropy_bound
+                                                                  : score_of(policy.threshold);
   return policy.compare == Compare::above ? score > limit : score >= limit;
 }
 
@@ -256,6 +258,23 @@ int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) 
   return std::max(1, static_cast<int32_t>(static_cast<float>(masked) * share));
 }
 
+double log_odds_of(double fraction) {
+  return fraction >= 1 ? std::numeric_limits<double>::infinity()
+                       : std::log(fraction) - std::log1p(-fraction);
+}
+
+double score_of_log_odds(double log_odds) {
+  // atanh(c) is ln((1 + c) / (1 - c)) / 2, and (1 + c) / (1 - c) is 1 + 2 c / (1 - c). Above 40,
+  // the 1 does not change the sum.
+  return log_odds > 40 ? (log_odds + std::log(2.0)) / 2 : std::log1p(2 * std::exp(log_odds)) / 2;
+}
+
+double score_of(double fraction) {
+  return fraction < 0 ? -score_of(-fraction) : score_of_log_odds(log_odds_of(fraction));
+}
+
+double fraction_of(double score) { return std::tanh(score); }
+
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order) {
   const auto size = static_cast<int32_t>(scores.size());
@@ -287,7 +306,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
       taken = std::max(planned, above());
       break;
     case Commit::factor:
-      while (taken < size && ranked(taken) >= 1 - policy.factor / (taken + 2)) ++taken;
+      while (taken < size && ranked(taken) >= score_of(1 - policy.factor / (taken + 2))) ++taken;
       break;
     case Commit::entropy_bound:
       for (double before = -ranked(0); taken < size && before <= policy.entropy_bound; ++taken)

@@ -185,6 +185,16 @@ double temperature_of(const Policy& policy, int32_t step, int32_t steps);
 // remaining positions.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
+// Converts a confidence, a margin or a random number to a score, and back. A fp64 number cannot
+// tell 1 - 1e-17 from 1. So the loop keeps a fraction c as the score atanh(c), computed from the
+// odds c / (1 - c), and compares it with the score of the threshold. The odds of a confidence come
+// from the sum of the other tokens' exponentials, without a subtraction from 1. Fractions outside
+// -1..1 count as -1 or 1. Entropies are scores already.
+double log_odds_of(double fraction);
+double score_of_log_odds(double log_odds);
+double score_of(double fraction);
+double fraction_of(double score);
+
 // Chooses the rows that commit. `scores` contains one score per row, in the order of the positions.
 // Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
 // stay in the order of their positions. If the policy commits sequentially (`sequential`), all rows

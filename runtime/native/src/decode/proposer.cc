@@ -1,5 +1,6 @@
 #include "decode/proposer.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "decode/random.h"
@@ -22,7 +23,7 @@ class Argmax final : public Proposer {
       proposals.tokens[row] = predictions.tokens[best];
       proposals.probs[row] = predictions.probs[best];
       proposals.scores[row] =
-          score_row(policy_, turn, predictions, top_k_, row, proposals.probs[row]);
+          score_row(policy_, turn, predictions, top_k_, row, predictions.log_odds_at(best));
     }
   }
 
@@ -50,11 +51,15 @@ class Sampled final : public Proposer {
       const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id,
                                       sampling, key, told());
       proposals.tokens[row] = draw.token;
-      proposals.probs[row] = prob_of(draw.token, logits, predictions.tokens[row * top_k],
-                                     predictions.probs[row * top_k]);
-      proposals.scores[row] = std::isfinite(draw.prob)
-                                  ? score(turn, predictions, row, proposals.probs[row], draw)
-                                  : draw.prob;
+      const size_t best = row * top_k;
+      const int32_t best_token = predictions.tokens[best];
+      proposals.probs[row] = prob_of(draw.token, logits, best_token, predictions.probs[best]);
+      proposals.scores[row] =
+          std::isfinite(draw.prob)
+              ? score(turn, predictions, row,
+                      log_odds_of(draw.token, logits, best_token, predictions.log_odds_at(best)),
+                      draw)
+              : draw.prob;
     }
   }
 
@@ -65,14 +70,14 @@ class Sampled final : public Proposer {
     return policy_.score == Score::entropy ? Told::entropy : Told::distribution;
   }
 
-  double score(const Turn& turn, const Predictions& predictions, size_t row, double prob,
+  double score(const Turn& turn, const Predictions& predictions, size_t row, double log_odds,
                const Draw& draw) const {
     if (told() == Told::token)
-      return score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
-    if (turn.is_edit(row)) return draw.prob;
-    return policy_.score == Score::entropy  ? draw.entropy
-           : policy_.score == Score::margin ? draw.margin
-                                            : draw.prob;
+      return score_row(policy_, turn, predictions, denoiser_.top_k, row, log_odds);
+    if (turn.is_edit(row)) return score_of(draw.prob);
+    return policy_.score == Score::entropy
+               ? draw.entropy
+               : score_of(policy_.score == Score::margin ? draw.margin : draw.prob);
   }
 
   const Denoiser& denoiser_;
@@ -92,6 +97,13 @@ double prob_of(int32_t token, const float* logits, int32_t best, float best_prob
          std::exp(static_cast<double>(logits[token]) - static_cast<double>(logits[best]));
 }
 
+double log_odds_of(int32_t token, const float* logits, int32_t best, double best_log_odds) {
+  const double behind = static_cast<double>(logits[token]) - static_cast<double>(logits[best]);
+  if (behind >= 0) return best_log_odds;
+  // exp(-best_log_odds) is the sum of all other exponentials, divided by that of the best token.
+  return behind - std::log(std::exp(-best_log_odds) - std::expm1(behind));
+}
+
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best) {
   size_t found = 0;
   for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
@@ -104,22 +116,38 @@ size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, 
   return found;
 }
 
+double score_margin(const Predictions& predictions, int32_t top_k, size_t row) {
+  const size_t best = row * top_k;
+  const float* const odds = predictions.log_odds + best;
+  if (!std::isfinite(odds[0]) || !std::isfinite(odds[1]))
+    return score_of(static_cast<double>(predictions.probs[best]) -
+                    static_cast<double>(predictions.probs[best + 1]));
+  const auto log_prob = [](double log_odds) {
+    return log_odds > 0 ? -std::log1p(std::exp(-log_odds))
+                        : log_odds - std::log1p(std::exp(log_odds));
+  };
+  // Let e be the exponential of the second token and s the sum of all but the best token's, both
+  // divided by the best token's. Then the odds of the margin are (1 - e) / (s + e).
+  const double log_e = std::min(log_prob(odds[1]) - log_prob(odds[0]), 0.0), log_s = -odds[0];
+  return score_of_log_odds(std::log(-std::expm1(log_e)) - log_s -
+                           std::log1p(std::exp(log_e - log_s)));
+}
+
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
-                 int32_t top_k, size_t row, double prob) {
-  if (turn.is_edit(row)) return prob;
-  const float* const probs = predictions.probs + row * top_k;
+                 int32_t top_k, size_t row, double log_odds) {
+  if (turn.is_edit(row)) return score_of_log_odds(log_odds);
   switch (policy.score) {
     case Score::confidence:
-      return prob;
+      break;
     case Score::margin:
-      return probs[0] - probs[1];
-    case Score::entropy:
-      return predictions.entropy[row];
+      return score_margin(predictions, top_k, row);
+    case Score::entropy:  // fp32 cannot hold much smaller numbers, so they count as 0
+      return std::fabs(predictions.entropy[row]) < 1e-30f ? 0 : predictions.entropy[row];
     case Score::random:
-      return random_score(policy.seed, static_cast<uint32_t>(turn.passes),
-                          static_cast<uint32_t>(turn.positions[row]));
+      return score_of(random_score(policy.seed, static_cast<uint32_t>(turn.passes),
+                                   static_cast<uint32_t>(turn.positions[row])));
   }
-  return prob;
+  return score_of_log_odds(log_odds);
 }
 
 }  // namespace dlm

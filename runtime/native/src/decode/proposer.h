@@ -7,6 +7,7 @@
 // exporter/dlm_export/network/proposers.py defines the same interface, with the same names.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -30,11 +31,19 @@ struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
   // [R, K], the probabilities of the candidates; the softmax leaves out the mask token.
   const float* probs;
+  // [R, K], ln(p / (1 - p)) for each of these probabilities p, or NaN if the engine does not know
+  // it
+  const float* log_odds;
   const float* entropy;  // [R], the sum of p ln p; NULL if no request needs it
   // [R, V], raw logits, including the logit of the mask token; NULL if no request needs the logits.
   const float* logits;
   // [R, C], the self-conditioning for the next pass over the block; NULL if no request needs it
   const float* next_conditioning = nullptr;
+
+  // Returns the log odds of a candidate. `at` is an index into `probs`.
+  double log_odds_at(size_t at) const {
+    return std::isnan(log_odds[at]) ? log_odds_of(probs[at]) : log_odds[at];
+  }
 };
 
 // The part of a request's state that a proposer sees after a pass.
@@ -55,8 +64,8 @@ struct Turn {
 // A proposer's results: one proposal per scored row.
 struct Proposals {
   std::vector<int32_t> tokens;  // proposed tokens, never the mask token
-  // A higher score means a more certain proposal. If scores are (negative) entropies, they are at
-  // most 0. All other scores are between 0 and 1.
+  // A higher score means a more certain proposal. Scores are (negative) entropies, or have been
+  // made by score_of or score_of_log_odds.
   std::vector<double> scores;
   std::vector<double> probs;  // the softmax probability of each proposed token
   // For each row, how much the constraint lowers the log probability: ln p of the most likely token
@@ -82,8 +91,9 @@ class Proposer {
   virtual Needs needs(const Turn& turn) const = 0;
 
   // Fills `proposals` with one row for each position of the turn. There is at least one position.
-  // If a score or a probability is not finite, the request ends with an error. If turn.is_edit(row)
-  // is true, the score of the row must be the probability of the proposed token.
+  // If a score is NaN or a probability is not finite, the request ends with an error. If
+  // turn.is_edit(row) is true, the score of the row must be that of the proposed token's
+  // probability.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
   // Finds the undecided positions of `range` that have only one legal token, and appends them to
@@ -119,14 +129,20 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
 // the row's best token, and from the probability of the best token.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
+// Returns the log odds of `token`, computed from those of the row's best token.
+double log_odds_of(int32_t token, const float* logits, int32_t best, double best_log_odds);
+
 // Finds the `count` most likely tokens of a row of logits, most likely first. Tokens with equal
 // logits are sorted by ascending id. The function skips the mask token. Returns the number of
 // tokens found, which may be less than `count`.
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best);
 
-// Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability
+// Returns the score of the margin between the two best tokens of a row, p1 - p2.
+double score_margin(const Predictions& predictions, int32_t top_k, size_t row);
+
+// Computes the policy's score of a row from the denoiser's predictions. `log_odds` are the log odds
 // of the proposed token.
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
-                 int32_t top_k, size_t row, double prob);
+                 int32_t top_k, size_t row, double log_odds);
 
 }  // namespace dlm

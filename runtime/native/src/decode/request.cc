@@ -305,6 +305,11 @@ void Request::check_prediction(size_t row, int32_t token, double prob, double sc
          positions_[row]);
 }
 
+double Request::reported(const Proposals& proposals, size_t row) const {
+  const double score = proposals.scores[row];
+  return policy_.score == Score::entropy && !is_editing_ ? score : fraction_of(score);
+}
+
 void Request::propose(const Predictions& predictions, Proposals& proposals) {
   // These checks must come first, because propose() uses the token ids as indices into the logits.
   for (size_t row = 0; row < positions_.size(); ++row) {
@@ -314,7 +319,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   proposals.resize(positions_.size());
   proposer_->propose(turn(), predictions, proposals);
   for (size_t row = 0; row < positions_.size(); ++row)
-    check_prediction(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
+    check_prediction(row, proposals.tokens[row], proposals.probs[row], reported(proposals, row));
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
     proposals.losses[row] =
         log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
@@ -326,7 +331,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
     // The first position gets the highest score, so that it commits. If it stayed undecided, the
     // next pass would have to score row -1, which does not exist.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
-    proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
+    proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : score_of(1));
   }
 }
 
@@ -372,7 +377,7 @@ void Request::choose_commits(const Proposals& proposals) {
   for (int32_t& row : order_) row = rows[row];
   for (size_t row = 0; row < positions_.size(); ++row)
     if (undecided_[positions_[row]] == 0 && proposals.tokens[row] != canvas_[positions_[row]] &&
-        proposals.scores[row] > policy_.edit_threshold)
+        proposals.scores[row] > score_of(policy_.edit_threshold))
       order_.push_back(static_cast<int32_t>(row));
 }
 
@@ -380,7 +385,7 @@ void Request::note_guesses(const Proposals& proposals) {
   for (size_t row = 0; row < positions_.size(); ++row) {
     if (undecided_[positions_[row]] == 0) continue;
     guess_[positions_[row]] = proposals.tokens[row];
-    score_[positions_[row]] = static_cast<float>(proposals.scores[row]);
+    score_[positions_[row]] = static_cast<float>(reported(proposals, row));
   }
 }
 

@@ -177,6 +177,8 @@ class Request {
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
+  // Returns the score of a row in the unit that callers see: a fraction or an entropy.
+  double reported(const Proposals& proposals, size_t row) const;
   void propose(const Predictions& predictions, Proposals& proposals);
   // Returns how many of the `left` undecided positions the schedule commits in the next pass.
   int32_t planned(int32_t left) const;

@@ -1,5 +1,6 @@
 // An engine that calls a function of the program for each pass. Tests use this engine to run a
 // denoiser in torch.
+#include <algorithm>
 #include <limits>
 
 #include "base/error.h"
@@ -20,12 +21,13 @@ class Callback final : public HostEngine {
         top_k_(denoiser.top_k) {}
 
   void run(const dlm_pass& pass, const std::vector<Segment>&, const WindowRows&) override {
+    const size_t rows = static_cast<size_t>(pass.batch) * pass.rows;
+    std::fill_n(pass.top_log_odds, rows * top_k_, std::numeric_limits<float>::quiet_NaN());
     const dlm_status status = function_(user_, &pass);
     if (status != DLM_OK)
       fail(status, "the pass callback returned %d (%s)", static_cast<int>(status),
            dlm_status_name(status));
     if (pass.logits == nullptr) return;
-    const size_t rows = static_cast<size_t>(pass.batch) * pass.rows;
     for (size_t row = 0; row < rows; ++row)
       if (!is_usable(pass.logits + row * vocab_size_))
         pass.top_probs[row * top_k_] = std::numeric_limits<float>::quiet_NaN();

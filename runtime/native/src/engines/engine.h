@@ -261,7 +261,8 @@ struct PortNames {
   struct Layer {
     std::string past_key, past_value, present_key, present_value;
   };
-  std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
+  std::string input_ids, position_ids, score_rows, top_token, top_prob, top_log_odds, entropy,
+      logits;
   std::string segments{};  // "" if the graph does not have this input
   // The segments of layers with a window. "" if the graph does not have this input.
   std::string window_segments{};

@@ -54,6 +54,7 @@ Ports list_ports(const GraphSpec& graph, int64_t batch) {
                   {names.score_rows, kInt64, {batch, kR}}};
   ports.outputs = {{names.top_token, kInt32, {batch, kR, graph.top_k}},
                    {names.top_prob, kFloat, {batch, kR, graph.top_k}},
+                   {names.top_log_odds, kFloat, {batch, kR, graph.top_k}},
                    {names.entropy, kFloat, {batch, kR}},
                    {names.logits, kFloat, {batch, kR, graph.vocab_size}}};
   for (size_t i = 0; i < names.layers.size(); ++i) {

@@ -42,14 +42,15 @@ struct Port {
 
 // All inputs and outputs of a graph. An input or output is called a port. The inputs are input_ids,
 // position_ids and score_rows, then the past key and past value of every layer. The outputs are
-// top_token, top_prob, entropy and logits, then the present key and present value of every layer.
+// top_token, top_prob, top_log_odds, entropy and logits, then the present key and present value of
+// every layer.
 // If the denoiser has self-conditioning, the inputs end with conditioning and temperature, and the
 // outputs end with next_conditioning. The manifest gives the name of each port. The graph may have
 // its ports in any order.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };
-constexpr size_t kFirstPast = 3, kFirstPresent = 4;
+constexpr size_t kFirstPast = 3, kFirstPresent = 5;
 
 // Lists the ports that the manifest requires. `batch` is kB if the engine accepts any batch size.
 // Otherwise `batch` is the only batch size that the engine accepts.

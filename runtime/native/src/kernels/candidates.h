@@ -1,5 +1,5 @@
 // The candidates kernel. For each row of logits, it finds the two most likely tokens, and computes
-// the entropy.
+// their probabilities and log odds, and the entropy.
 #pragma once
 
 #include "kernels/common.h"
@@ -57,11 +57,17 @@ inline float sum_lanes(F x) {
   return sum;
 }
 
+// The sums exclude the best token, because the best token's share of 1 would hide the others where
+// its logit leads by more than 15. All exponentials are relative to the second best logit, so that
+// they do not underflow there: the best token counts as 1, like the second, and is subtracted from
+// a sum of at least 2.
 void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
   parallel.each(c.rows, [&](int64_t row) {
     const float* const logits = c.logits + row * c.vocab_size;
     const Best best = find_best(logits, c.bias, c.vocab_size);
-    const F largest = simd::set(best.logits[0]), log2e = simd::set(kLog2e);
+    const float second = best.logits[1];
+    const F largest = simd::set(best.logits[0]), base = simd::set(second),
+            log2e = simd::set(kLog2e);
     F total = simd::zero(), weighed = simd::zero();
     int64_t i = 0;
     while (i + kLanes <= c.vocab_size) {
@@ -72,7 +78,8 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
       for (const int64_t end = least(i + 64 * kLanes, c.vocab_size - kLanes + 1); i < end;
            i += kLanes) {
         const F logit = simd::load(logits + i);
-        const F weight = exp2((logit + simd::load(c.bias + i) - largest) * log2e);
+        const F behind = simd::min(simd::zero(), logit + simd::load(c.bias + i) - base);
+        const F weight = exp2(behind * log2e);
         part += weight;
         part_weighed = simd::fma(weight, logit - largest, part_weighed);
       }
@@ -81,15 +88,22 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
     }
     float sum = sum_lanes(total), product = sum_lanes(weighed);
     for (; i < c.vocab_size; ++i) {
-      const float behind = logits[i] - best.logits[0], weight = __builtin_expf(behind + c.bias[i]);
+      const float behind = logits[i] + c.bias[i] - second;
+      const float weight = behind > 0 ? 1 : __builtin_expf(behind);
       sum += weight;
-      product += weight * behind;
+      product += weight * (logits[i] - best.logits[0]);
     }
+    // `scale` is the exponential of the second token divided by that of the best one, and `others`
+    // is the sum over all tokens but the best one. Both are NaN if the best logit is infinite.
+    const float apart = best.logits[0] - best.logits[0] + second - best.logits[0];
+    const float scale = __builtin_expf(apart), rest = sum - 1, others = scale * rest;
     for (int rank = 0; rank < 2; ++rank) {
       c.tokens[2 * row + rank] = best.ids[rank];
-      c.probs[2 * row + rank] = __builtin_expf(best.logits[rank] - best.logits[0]) / sum;
+      c.probs[2 * row + rank] = (rank == 0 ? 1 : scale) / (1 + others);
     }
-    c.entropy[row] = product / sum - __builtin_logf(sum);
+    c.log_odds[2 * row] = -apart - __builtin_logf(rest);
+    c.log_odds[2 * row + 1] = apart - __builtin_log1pf(scale * (rest - 1));
+    c.entropy[row] = product * scale / (1 + others) - __builtin_log1pf(others);
   });
 }
 

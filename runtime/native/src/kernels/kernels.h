@@ -311,13 +311,14 @@ struct AddNorm {
   float *sum, *normed;
 };
 
-// Finds the two most likely tokens of each row, their probabilities, and the entropy of the row.
-// `bias` is added to the logits before the softmax.
+// Finds the two most likely tokens of each row, their probabilities p and log odds ln(p / (1 - p)),
+// and the entropy of the row. `bias` is added to the logits before the softmax.
 struct Candidates {
   const float *logits, *bias;  // logits: [rows, V], bias: [V]
   int64_t rows, vocab_size;
-  int32_t* tokens;         // [rows, 2]; if the probabilities are equal, the lower id comes first
-  float *probs, *entropy;  // probs: [rows, 2]; entropy: [rows], the sum of p ln p over all tokens
+  int32_t* tokens;          // [rows, 2]; if the probabilities are equal, the lower id comes first
+  float *probs, *log_odds;  // [rows, 2]
+  float* entropy;           // [rows], the sum of p ln p over all tokens
 };
 
 // Looks up rows of an embedding table, and writes them to y [tokens, hidden]. The table is the

@@ -151,7 +151,8 @@ void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
   rows.vocab_size = V;
   rows.tokens = call.output<int32_t>(0, {B, R, 2});
   rows.probs = call.output<float>(1, {B, R, 2});
-  rows.entropy = call.output<float>(2, {B, R});
+  rows.log_odds = call.output<float>(2, {B, R, 2});
+  rows.entropy = call.output<float>(3, {B, R});
   kernels.candidates(rows, call);
 }
 
@@ -195,7 +196,7 @@ std::vector<Definition> attention_operators() {
       normed_attention("Fp16BlockNormedCachedAttention", H, kNormedBlock, kFp16),
       normed_attention("Int8BlockNormedCachedAttention", I, kNormedBlock, kInt8),
       {"AddNorm", {F, F, F}, {F, F}, read_epsilon, compute_add_norm},
-      {"Candidates", {F, F}, {kInt32, F, F}, nullptr, compute_candidates},
+      {"Candidates", {F, F}, {kInt32, F, F, F}, nullptr, compute_candidates},
   };
 }
 

@@ -197,8 +197,8 @@ class OnnxRuntime final : public HostEngine {
           tensor(values, pass, window.cached, port, data, is_cache ? cache : host));
     };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
-    write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
-        write(3, pass.logits);
+    write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.top_log_odds),
+        write(3, pass.entropy), write(4, pass.logits);
     for (size_t i = 0; i < layers; ++i) {
       read(kFirstPast + 2 * i, pass.past_keys[i]);
       read(kFirstPast + 2 * i + 1, pass.past_values[i]);

@@ -93,6 +93,7 @@ class Session final : public Context {
     };
     take(kTokens, pass.top_tokens, rows * top_k);
     take(kProbs, pass.top_probs, rows * top_k);
+    take(kLogOdds, pass.top_log_odds, rows * top_k);
     if (pass.entropy != nullptr) take(kEntropies, pass.entropy, rows);
     check_finite(pass.top_probs, rows * top_k);
     cache_.end(pass, use);
@@ -129,9 +130,18 @@ class Session final : public Context {
   // The parts of the staging memory (pinned host memory for copies): the first three inputs of the
   // graph, then the first three outputs of the graph, then the input `temperature` if the denoiser
   // has self-conditioning.
-  enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies, kTemperatures };
+  enum Staged : size_t {
+    kIds,
+    kPositions,
+    kRows,
+    kTokens,
+    kProbs,
+    kLogOdds,
+    kEntropies,
+    kTemperatures
+  };
   // The index of the graph's output `logits`, which comes after the three outputs above.
-  static constexpr size_t kLogits = 3;
+  static constexpr size_t kLogits = 4;
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
     return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows, sizes.cached));
@@ -247,6 +257,7 @@ class Session final : public Context {
     if (!context.enqueueV3(stream_.get())) engine_.fail_call("enqueueV3");
     take(kTokens, candidates * sizeof(int32_t));
     take(kProbs, candidates * sizeof(float));
+    take(kLogOdds, candidates * sizeof(float));
     take(kEntropies, rows * sizeof(float));
   }
 
