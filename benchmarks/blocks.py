@@ -67,7 +67,7 @@ def generate(bundle: dlm_runtime.Bundle, cache: str, canvases: dict[str, tuple[i
         "steps_per_block": PASSES_PER_BLOCK,
         "stop": "none",
     }
-    result = bundle.generate(tokens=given, max_new_tokens=NEW, preset="sdar", **fields)
+    result = bundle.generate(tokens=given, new_tokens=NEW, preset="sdar", **fields)
     canvases[cache] = tuple(result.tokens)
     return result.timings["total"]
 

@@ -70,7 +70,7 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
             "stop": "none",
         }
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - BLOCK_LENGTH)]
-        done = bundle.generate(tokens=given, max_new_tokens=BLOCK_LENGTH, **fields)
+        done = bundle.generate(tokens=given, new_tokens=BLOCK_LENGTH, **fields)
         formula = network_of(bundle.manifest).cache_bytes(*CACHE_ROWS[CACHE_DTYPES[cache]]) * length
     return {
         "formula_bytes": formula,

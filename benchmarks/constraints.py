@@ -147,7 +147,7 @@ def of_selection(
         "stop": "none",
     }
     out = bundle.generate(
-        tokens=[1], max_new_tokens=BLOCKS * block, constraint=constraint, **fields | dict(changes)
+        tokens=[1], new_tokens=BLOCKS * block, constraint=constraint, **fields | dict(changes)
     )
     return out.timings["selection"] / max(out.nfe, 1)
 
@@ -162,7 +162,7 @@ def of_passes(bundle: Bundle, block: int, constraint: Constraint | None) -> floa
         "preset": "llada",
     }
     out = bundle.generate(
-        tokens=[1] * PROMPT, max_new_tokens=BLOCKS * block, constraint=constraint, **fields
+        tokens=[1] * PROMPT, new_tokens=BLOCKS * block, constraint=constraint, **fields
     )
     return out.timings["passes"] / max(out.passes["denoise"], 1)
 

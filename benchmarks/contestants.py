@@ -90,7 +90,7 @@ class Native(Contestant):
     ) -> dict[str, Any]:
         began = time.perf_counter()
         done = self.bundle.generate_batch(
-            tokens=prompts, max_new_tokens=new, max_batch=len(prompts), **policy
+            tokens=prompts, new_tokens=new, max_batch=len(prompts), **policy
         )
         nfe = max(one.nfe for one in done)
         return {

@@ -103,7 +103,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
         opened = process_bytes("denoiser.onnx.data")
         asked: dict[str, Any] = {
             "tokens": prompt_of(length),
-            "max_new_tokens": BLOCK,
+            "new_tokens": BLOCK,
             "preset": "sdar",
             "commit": "static",
             "steps_per_block": PASSES,

@@ -52,7 +52,7 @@ found["import"] = ms()
 bundle = dlm_runtime.open(path, threads=threads, check_hashes=bool(check))
 found["open"] = ms()
 tokens = [i % 1000 for i in range(prompt)]
-for event in bundle.stream(tokens=tokens, max_new_tokens=new):
+for event in bundle.stream(tokens=tokens, new_tokens=new):
     found.setdefault("first_pass", ms())
     if event.committed:
         break

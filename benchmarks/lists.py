@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = arguments.data.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[: arguments.count]]
-    ways, request = WAYS, {"max_new_tokens": arguments.new_tokens}
+    ways, request = WAYS, {"new_tokens": arguments.new_tokens}
     if arguments.effort:
         ways = {level: {"effort": level} for level in reversed(LEVELS)}
         ways |= {

@@ -68,7 +68,7 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
         seconds, opened = [], peak_rss_bytes()
         began = time.perf_counter()
         fields = policy.with_fields({"refresh": refresh}).as_dict()
-        for event in bundle.stream(tokens=given, max_new_tokens=NEW_TOKENS, **fields):
+        for event in bundle.stream(tokens=given, new_tokens=NEW_TOKENS, **fields):
             seconds.append(time.perf_counter() - began)
             result, began = event.result, time.perf_counter()
         assert result is not None

@@ -40,7 +40,7 @@ from dlm_runtime import Bundle, Scheduler
 
 ASKED: dict[str, Any] = {
     "preset": "sdar",
-    "max_new_tokens": 32,
+    "new_tokens": 32,
     "stop": "none",
     "steps_per_block": 8,
     "commit": "static",

@@ -94,6 +94,7 @@ class ArithmeticDenoiser:
         shift: int = 0,
         eos: int | None = None,
         visible_block: int | None = None,
+        trained: int = 128,
     ) -> None:
         self.info = DenoiserInfo(
             vocab_size=vocab_size,
@@ -103,6 +104,7 @@ class ArithmeticDenoiser:
             shift=shift,
             has_cache=True,
             visible_block=visible_block,
+            max_new_tokens=trained,
         )
         self.passes = 0
         self.bundle = from_callback(self.info, self._run)

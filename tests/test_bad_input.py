@@ -771,7 +771,7 @@ def test_verify_exits_3_for_a_checkpoint_with_other_weights(
     llada_bundle: Path, checkpoint: Path
 ) -> None:
     _retensor(checkpoint, lambda t: t[QUERY].mul_(1.1))
-    options = ("--count", 1, "--max-new-tokens", 2, "--json")
+    options = ("--count", 1, "--new-tokens", 2, "--json")
     result = CliRunner().invoke(
         main, ["verify", str(llada_bundle), "--checkpoint", str(checkpoint), *map(str, options)]
     )
@@ -791,11 +791,11 @@ def test_verify_refuses_a_checkpoint_of_another_shape(
 
 REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "prompt longer than the canvas": (
-        ("--tokens", ",".join(["7"] * 250), "--max-new-tokens", 7),
+        ("--tokens", ",".join(["7"] * 250), "--new-tokens", 7),
         ("canvas of 257 tokens (250 given and 7 new) is longer than the denoiser's 256",),
     ),
     "more new tokens than the canvas": (
-        ("--tokens", "1", "--max-new-tokens", 2**24 - 1),
+        ("--tokens", "1", "--new-tokens", 2**24 - 1),
         ("longer than the denoiser's 256",),
     ),
     "more new tokens than an int32": (

@@ -172,25 +172,18 @@ def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Pa
     assert done.stderr.count("From now on, each message is answered without the earlier ones") == 1
 
 
-def test_a_conversation_with_little_room_says_how_much_is_left(demo_bundle: Path) -> None:
-    done = _said(
-        demo_bundle, f"{'lights ' * 460}\n", "--preset", "fast-dllm", "--max-new-tokens", "64"
-    )
-    assert re.search(
-        r"the conversation of (\d+) tokens leaves (\d+) for this answer, not 64", done.stderr
-    )
-
-
-def test_more_tokens_than_a_bundle_names_are_allowed_with_a_warning(demo_bundle: Path) -> None:
+def test_a_limit_above_the_trained_length_changes_no_answer(demo_bundle: Path) -> None:
+    """The limit is also above the canvas, and the conversation leaves room for few tokens."""
     for command in ("run", "chat"):
         prompt = ["--prompt", LIGHTS] if command == "run" else []
-        for count, is_told in ((128, True), (64, False)):
-            how = ["--threads", "1", "--preset", "fast-dllm", "--max-new-tokens", str(count)]
-            done = CliRunner().invoke(main, [command, str(demo_bundle), *how, *prompt], input="")
-            assert done.exit_code == 0, done.output
-            assert (
-                "--max-new-tokens 128 is more than the 64 of this bundle" in done.stderr
-            ) == is_told
+        said = f"{LIGHTS}\n{'lights ' * 460}\n"
+        usual, high = (
+            CliRunner().invoke(main, [command, str(demo_bundle), *prompt, *limit], input=said)
+            for limit in ([], ["--max-new-tokens", "4096"])
+        )
+        assert usual.exit_code == 0, usual.output
+        assert json.loads(usual.stdout.splitlines()[0])["name"] == "set_light"
+        assert high.stdout == usual.stdout
 
 
 def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) -> None:

@@ -70,7 +70,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
         llada_checkpoint,
         "--count",
         2,
-        "--max-new-tokens",
+        "--new-tokens",
         8,
     )
     assert verified.exit_code == 0, verified.output
@@ -95,7 +95,7 @@ def test_verify_exits_3_and_names_the_miss(
     manifest["files"][data.name]["sha256"] = hashlib.sha256(content).hexdigest()
     (broken / "manifest.json").write_text(json.dumps(manifest))
     result = invoke(
-        "verify", broken, "--checkpoint", llada_checkpoint, "--count", 1, "--max-new-tokens", 4
+        "verify", broken, "--checkpoint", llada_checkpoint, "--count", 1, "--new-tokens", 4
     )
     assert result.exit_code == 3
     assert "FAILS at fp32" in result.stdout

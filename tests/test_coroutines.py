@@ -19,7 +19,7 @@ from dlm_runtime import RequestError, Scheduler
 
 PROMPT = "turn on the kitchen lights"
 SLOW: dict[str, Any] = {
-    "max_new_tokens": 400,
+    "new_tokens": 400,
     "commit": "static",
     "steps_per_block": 4096,
     "cache": "none",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,8 +20,10 @@ from denoisers import load
 import dlm_runtime
 from dlm_export.build import BuildOptions, build
 from dlm_export.cli import main
+from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_runtime import Bundle
+from dlm_runtime.manifest import MANIFEST_FILE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES / "demo"))
@@ -110,9 +114,11 @@ def test_commands_are_answered_by_a_request_that_says_no_more(
         json.loads(demo.generate(prompt="play jazz", preset="fast-dllm").text)["name"]
         == "play_music"
     )
-    build(demo_bundle, tmp_path / "again", BuildOptions(precision="fp16", check_parity=False))
-    with dlm_runtime.open(tmp_path / "again", threads=1) as rebuilt:
-        assert rebuilt.max_new_tokens == 64
+    options = BuildOptions(precision="fp16", check_parity=False)
+    for name, given, length in (("kept", None, 64), ("changed", 48, 48)):
+        build(demo_bundle, tmp_path / name, options, overrides=Overrides(max_new_tokens=given))
+        with dlm_runtime.open(tmp_path / name, engine="none") as rebuilt:
+            assert rebuilt.max_new_tokens == length
 
 
 @pytest.mark.parametrize(
@@ -211,6 +217,53 @@ def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:
             prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8
         ).tokens
     )
+
+
+def test_growing_canvases_give_the_same_calls_in_every_kind_of_pass(
+    demo: Bundle, demo_bundle: Path, tmp_path: Path
+) -> None:
+    """A bundle that starts with 12 mask tokens generates the calls of the demo, which need more."""
+    from constrained import call_schema
+
+    folder = Path(shutil.copytree(demo_bundle, tmp_path / "demo"))
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["loop"]["max_new_tokens"] = 12
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    prompts = [row["prompt"] for row in HELD_OUT[:6]]
+    schema = call_schema([json.loads(row["completion"]) for row in HELD_OUT])
+    with dlm_runtime.open(folder, threads=1) as bundle:
+        for changes in (
+            {"cache": "dual"},
+            {"cache": "prefix", "refresh": 8},
+            {"cache": "none"},
+            {"preset": "d3llm", "cache": "prefix"},
+        ):
+            request: dict[str, Any] = {"max_new_tokens": 64, "block_length": 8, **changes}
+            alone = [bundle.generate(prompt=prompt, **request) for prompt in prompts]
+            wanted = [(out.tokens, out.nfe, out.finish) for out in alone]
+            assert {len(out.tokens) - out.prompt_tokens for out in alone} >= {20, 28}
+            together = bundle.generate_batch(prompts=prompts, **request)
+            assert [(out.tokens, out.nfe, out.finish) for out in together] == wanted
+            with bundle.scheduler() as scheduler:
+                jobs = [scheduler.submit(prompt=prompt, **request) for prompt in prompts]
+                shared = [job.result(60) for job in jobs]
+            assert [(out.tokens, out.nfe, out.finish) for out in shared] == wanted
+            events = list(bundle.stream(prompt=prompts[0], **request))
+            assert "".join(event.delta or "" for event in events) == alone[0].text
+            lengths = [len(event.canvas) for event in events]
+            assert lengths == sorted(lengths)
+            assert lengths[-1] > lengths[0] == alone[0].prompt_tokens + 12
+        free = [bundle.generate(prompt=prompt, max_new_tokens=64).text for prompt in prompts]
+        assert free == [demo.generate(prompt=prompt).text for prompt in prompts]
+        for limit in ({}, {"max_steps": 1}):
+            for prompt in prompts[:3]:
+                out = bundle.generate(prompt=prompt, max_new_tokens=64, schema=schema, **limit)
+                assert json.loads(out.text or "")["name"]
+        # The canvas starts with room for the shortest text and an end token.
+        longer = {"enum": ["x" * 40, "y" * 50]}
+        *_, last = (stream := list(bundle.stream(prompt="x", max_new_tokens=64, schema=longer)))
+        assert last.text in ('"' + "x" * 40 + '"', '"' + "y" * 50 + '"')
+        assert len(stream[0].canvas) > last.result.prompt_tokens + 12
 
 
 def test_a_stream_may_be_left_and_the_bundle_used_again(demo: Bundle) -> None:

@@ -320,7 +320,7 @@ def test_verify_says_which_parity_it_proved(
     assert (told["passed"], told["reference"], told["loop"]) == (True, released, [])
     assert len(told["graph"]) == 10
     assert told["golden"]["code"] == {"modeling_llada.py": 64 * "0"}
-    few = ("--count", 1, "--max-new-tokens", 4)
+    few = ("--count", 1, "--new-tokens", 4)
     ours = json.loads(verify(llada_bundle, "--checkpoint", llada_checkpoint, *few, "--json").stdout)
     assert (ours["passed"], ours["reference"]) == (True, "our torch denoiser")
     built = json.loads((llada_bundle / "accuracy.json").read_text())

@@ -111,6 +111,47 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
     assert before == denoiser.bundle.generate(**request, **policy.as_dict()).tokens
 
 
+AHEAD = {"commit": "entropy_threshold", "score": "entropy", "next_block": 0.5, "cache": "prefix"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    policy=policies.filter(lambda policy: policy.score != "random"),
+    changes=st.sampled_from([{}, {}, {}, {"reserve": "end"}, AHEAD]),
+    given_tokens=st.lists(st.integers(0, 38), min_size=1, max_size=20),
+    most=st.integers(1, 120),
+    trained=st.integers(1, 40),
+    shift=st.integers(0, 1),
+)
+def test_a_canvas_grows_by_blocks_until_an_end_token_or_the_limit(
+    policy: Policy,
+    changes: dict[str, Any],
+    given_tokens: list[int],
+    most: int,
+    trained: int,
+    shift: int,
+) -> None:
+    """Each block must equal the block of a request that is given all tokens before it."""
+    fields = policy.as_dict() | changes
+    if changes is AHEAD:
+        shift, fields["refresh"] = 0, 0
+    bundle = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=140, trained=trained).bundle
+    grown = bundle.generate(tokens=given_tokens, max_new_tokens=most, **fields)
+    tokens, left, nfe, new = given_tokens, most, 0, min(trained, most)
+    is_reserved = False
+    while True:
+        out = bundle.generate(tokens=tokens, new_tokens=new, **fields)
+        left, nfe = left - new + is_reserved, nfe + out.nfe
+        if left == 0 or out.finish == "stop":
+            break
+        is_reserved = fields["reserve"] == "end" and new > 1
+        tokens = out.tokens[:-1] if is_reserved else out.tokens
+        new = min(policy.block_length or trained, left) + is_reserved
+    assert (grown.tokens, grown.nfe, grown.finish) == (out.tokens, nfe, out.finish)
+    assert grown.prompt_tokens == len(given_tokens)
+    assert len(grown.log_probs) == len(grown.undecided) == len(grown.tokens)
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
     """Return a strategy for batches of requests. The given tokens may include mask tokens.
@@ -131,12 +172,12 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(policy=policies, requests=batches(), shift=st.integers(0, 1))
+@given(policy=policies, requests=batches(), shift=st.integers(0, 1), trained=st.integers(1, 48))
 def test_a_batch_gives_each_request_what_it_gets_alone(
-    policy: Policy, requests: dict[str, Any], shift: int
+    policy: Policy, requests: dict[str, Any], shift: int, trained: int
 ) -> None:
     """The end token is frequent, so requests of a batch end at different times."""
-    denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40)
+    denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40, trained=trained)
     new, fields = requests["max_new_tokens"], policy.as_dict()
     together = denoiser.bundle.generate_batch(**requests, **fields)
     alone = [
@@ -554,7 +595,7 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ),
         ({"next_block": 1.5}, "next_block = 1.5 is outside 0..1"),
         ({"steps": 1}, "fewer than the 2 blocks"),
-        ({"max_new_tokens": 600}, "longer than the denoiser's 512"),
+        ({"max_new_tokens": None, "new_tokens": 600}, "longer than the denoiser's 512"),
         ({"tokens": [40]}, "token id 40 at position 0 is outside the vocabulary"),
         ({"seed": -1}, "out of range"),
         ({"block_length": "8"}, "not of the right type"),

@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
         "cannot load ONNX Runtime from",
         {
             "build": "CHECKPOINT -o OUT",
-            "verify": "BUNDLE --checkpoint CHECKPOINT --count 1 --max-new-tokens 1",
+            "verify": "BUNDLE --checkpoint CHECKPOINT --count 1 --new-tokens 1",
             "compare": "BUNDLE BUNDLE",
             "report": "BUNDLE BUNDLE -o OUT.html --speed",
             "run": "BUNDLE --tokens 1",

@@ -80,6 +80,7 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 WRONG: dict[str, list[Any]] = {
     "max_new_tokens": [-1, 1.5, "x", [1], HUGE, LONGER, object()],
+    "new_tokens": [-1, 1.5, "x", [1], HUGE, LONGER, object()],
     "preset": [5, b"llada", [], "lla\0da", "llada\0", HALF],
     "effort": [5, b"low", [], "low\0", HALF],
     "steps": [-1, 1.5, "x", None, HUGE, LONGER],

@@ -85,7 +85,7 @@ def test_single_positions_are_drawn_from_the_softmax(
     with fixed(LOGITS) as bundle:
         for seed in range(16):
             fields = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-            out = bundle.generate(tokens=[], max_new_tokens=512, block_length=0, steps=1, **fields)
+            out = bundle.generate(tokens=[], new_tokens=512, block_length=0, steps=1, **fields)
             counts += np.bincount(out.tokens, minlength=VOCAB)
     wanted = cut(temperature, top_p, top_k) * counts.sum()
     assert counts.sum() == 16 * 512
@@ -110,7 +110,7 @@ def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
         fields: dict[str, Any] = {
             "temperature": 1.0,
             "block_length": 0,
-            "max_new_tokens": 400,
+            "new_tokens": 400,
             "tokens": [],
         }
         at_once = [bundle.generate(**fields, steps=1, seed=seed).tokens for seed in (0, 1, 2**63)]
@@ -194,7 +194,7 @@ def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> 
     with fixed(logits) as bundle:
         out = bundle.generate(
             tokens=[],
-            max_new_tokens=512,
+            new_tokens=512,
             block_length=0,
             steps=1,
             temperature=temperature,

@@ -198,7 +198,7 @@ def test_a_prompt_that_is_no_text_is_refused(demo: Bundle) -> None:
 
 def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
     with demo.scheduler(max_running=4) as scheduler:
-        long = {"prompt": "go", "max_new_tokens": 400, "preset": "llada", "stop": "none"}
+        long = {"prompt": "go", "new_tokens": 400, "preset": "llada", "stop": "none"}
         job = scheduler.submit(**long, events=True)
         nfe = next(iter(job)).nfe
         job.cancel()

@@ -258,7 +258,7 @@ def test_the_interpreter_exits_with_a_scheduler_open_and_a_job_that_tells_of_its
         TINY
         + """
     schedulers = [bundle.scheduler() for bundle in (dlm_runtime.open(sys.argv[1], threads=2), tiny())]
-    jobs = [each.submit(tokens=[5], max_new_tokens=200, events=True) for each in schedulers for _ in range(3)]
+    jobs = [each.submit(tokens=[5], new_tokens=200, events=True) for each in schedulers for _ in range(3)]
     for job in jobs[::3]:
         next(iter(job))
     print("exits")
@@ -278,7 +278,7 @@ def test_the_interpreter_exits_while_daemon_threads_generate() -> None:
 
     def generate(cancel):
         while True:
-            bundle.generate(tokens=[5], max_new_tokens=500, cancel=cancel)
+            bundle.generate(tokens=[5], new_tokens=500, cancel=cancel)
 
     for event in events:
         threading.Thread(target=generate, args=(event,), daemon=True).start()

@@ -237,6 +237,26 @@ def test_the_log_probabilities_of_a_hole_are_those_of_its_tokens(
     assert found["usage"]["completion_tokens"] == len(said["tokens"]) < 12
 
 
+def test_a_limit_only_shortens_an_answer(served: Served, bundle: dlm_runtime.Bundle) -> None:
+    usual = chat(served).json()["choices"][0]
+    for limit in (64, 128, 256, 4096):
+        assert chat(served, max_tokens=limit).json()["choices"][0] == usual
+    assert usual["finish_reason"] == "stop"
+    cut = chat(served, max_tokens=4).json()
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert cut["usage"]["completion_tokens"] == 4
+    expected = bundle.generate(chat=MESSAGES, new_tokens=256)
+    exact = chat(served, dlm={"new_tokens": 256}).json()["choices"][0]
+    assert exact["message"]["content"] == expected.text != usual["message"]["content"]
+    # A hole is no longer than the answers in training.
+    hole = {"model": served.model, "prompt": "x ", "suffix": " y"}
+    usual, high = (
+        served.client.post("/v1/completions", json=hole | limit).json()["choices"][0]
+        for limit in ({}, {"max_tokens": 4096})
+    )
+    assert usual == high
+
+
 def test_a_stop_string_ends_the_text(served: Served) -> None:
     whole = chat(served).json()["choices"][0]["message"]["content"]
     stop = whole[len(whole) // 2 :][:3]
@@ -337,8 +357,32 @@ def test_special_tokens_in_a_prompt_are_ordinary_text(
         ({"reasoning_effort": "most"}, 400, "reasoning_effort", "instant"),
         ({"tool_choice": "required"}, 400, "tool_choice", "give tools"),
         ({"stop": [""]}, 400, "stop", "not empty"),
-        ({"max_tokens": 1 << 20}, 400, None, "a smaller max_tokens"),
-        ({"max_completion_tokens": 1 << 20}, 400, None, "a smaller max_completion_tokens"),
+        (
+            {
+                "max_tokens": 4,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"const": "x" * 40}},
+                },
+            },
+            400,
+            None,
+            "raise max_tokens",
+        ),
+        (
+            {
+                "max_completion_tokens": 4,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"const": "x" * 40}},
+                },
+            },
+            400,
+            None,
+            "raise max_completion_tokens",
+        ),
+        ({"dlm": {"new_tokens": 1 << 20}}, 400, None, "longer than the denoiser's 512"),
+        ({"dlm": {"new_tokens": 8}, "max_tokens": 8}, 400, None, "not both"),
         (
             {
                 "response_format": {
@@ -576,7 +620,8 @@ def test_the_description_has_every_path(served: Served) -> None:
 def slow(**fields: Any) -> dict[str, Any]:
     """Return the body of a request that takes hundreds of passes."""
     policy = {"commit": "static", "steps_per_block": 4096, "cache": "none"}
-    return {"messages": MESSAGES, "max_tokens": 400, "dlm": {"policy": policy}} | fields
+    dlm = {"policy": policy, "new_tokens": 400}
+    return {"messages": MESSAGES, "dlm": dlm} | fields
 
 
 def test_too_many_requests_get_429_and_the_others_their_answers(demo_bundle: Path) -> None:

@@ -289,7 +289,7 @@ def _ended_by(
     return out
 
 
-LONG = ("--max-new-tokens", 4000, "--block-length", 0, "--threads", 1)
+LONG = ("--new-tokens", 4000, "--block-length", 0, "--threads", 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -331,7 +331,7 @@ def test_verify_does_while_torch_computes(endless: Path, checkpoint: Path) -> No
         checkpoint,
         "--count",
         1000,
-        "--max-new-tokens",
+        "--new-tokens",
         100,
     )
     assert (

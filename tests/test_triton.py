@@ -384,7 +384,7 @@ def _until(is_true: Callable[[], bool]) -> None:
 
 def test_a_cancelled_request_makes_no_more_passes(server: Triton) -> None:
     # without cancelling, the request would take 480 passes
-    options = MANY_PASSES | {"max_new_tokens": 480, "stop": "none", "stream": True}
+    options = MANY_PASSES | {"new_tokens": 480, "stop": "none", "stream": True}
     before = _metric(server, "dlm_passes_total")
     grpc = Grpc(server)
     try:

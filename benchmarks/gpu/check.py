@@ -74,11 +74,11 @@ def requests(bundle: Any, is_text: bool) -> dict[str, list[int]]:
     """Return the tokens of each kind of request. An error is returned as text."""
     given = [5 + 7 * i % 41 for i in range(21)]
     made: dict[str, Any] = {
-        "default": lambda: bundle.generate(tokens=given, max_new_tokens=NEW, stop="none").tokens,
+        "default": lambda: bundle.generate(tokens=given, new_tokens=NEW, stop="none").tokens,
         "block": lambda: (
             bundle.generate(
                 tokens=given,
-                max_new_tokens=NEW,
+                new_tokens=NEW,
                 stop="none",
                 block_length=8,
                 commit="static",
@@ -86,12 +86,12 @@ def requests(bundle: Any, is_text: bool) -> dict[str, list[int]]:
             ).tokens
         ),
         "guided": lambda: (
-            bundle.generate(tokens=given, max_new_tokens=NEW, stop="none", cfg_scale=0.5).tokens
+            bundle.generate(tokens=given, new_tokens=NEW, stop="none", cfg_scale=0.5).tokens
         ),
         "batch": lambda: [
             token
             for done in bundle.generate_batch(
-                tokens=[given, [*given[:-1], 9], given[:13]], max_new_tokens=NEW, stop="none"
+                tokens=[given, [*given[:-1], 9], given[:13]], new_tokens=NEW, stop="none"
             )
             for token in done.tokens
         ],
@@ -99,14 +99,14 @@ def requests(bundle: Any, is_text: bool) -> dict[str, list[int]]:
     for cache in ("none", "prefix", "dual"):
         made[cache] = lambda cache=cache: (
             bundle.generate(
-                tokens=given, max_new_tokens=NEW, stop="none", cache=cache, block_length=8
+                tokens=given, new_tokens=NEW, stop="none", cache=cache, block_length=8
             ).tokens
         )
 
     def scheduled() -> list[int]:
         with bundle.scheduler() as scheduler:
             jobs = [
-                scheduler.submit(tokens=given[: 9 + 3 * i], max_new_tokens=NEW, stop="none")
+                scheduler.submit(tokens=given[: 9 + 3 * i], new_tokens=NEW, stop="none")
                 for i in range(4)
             ]
             return [token for job in jobs for token in job.result(60).tokens]
@@ -115,13 +115,11 @@ def requests(bundle: Any, is_text: bool) -> dict[str, list[int]]:
     made["one by one"] = lambda: [
         token
         for i in range(4)
-        for token in bundle.generate(
-            tokens=given[: 9 + 3 * i], max_new_tokens=NEW, stop="none"
-        ).tokens
+        for token in bundle.generate(tokens=given[: 9 + 3 * i], new_tokens=NEW, stop="none").tokens
     ]
     if is_text:
         made["schema"] = lambda: (
-            bundle.generate(prompt="dim the lamp to 30", max_new_tokens=NEW, schema=SCHEMA).tokens
+            bundle.generate(prompt="dim the lamp to 30", new_tokens=NEW, schema=SCHEMA).tokens
         )
         made["infill"] = lambda: bundle.infill("turn <mask> the lamp", lengths=4).tokens
     found: dict[str, Any] = {}

@@ -76,10 +76,10 @@ def native(options: argparse.Namespace) -> Contestant:
         tokens: list[int], new: int, policy: dict[str, Any], batch: int
     ) -> tuple[list[int], int]:
         if batch == 1:
-            done = bundle.generate(tokens=tokens, max_new_tokens=new, **policy)
+            done = bundle.generate(tokens=tokens, new_tokens=new, **policy)
         else:
             done = bundle.generate_batch(
-                tokens=[tokens] * batch, max_new_tokens=new, max_batch=batch, **policy
+                tokens=[tokens] * batch, new_tokens=new, max_batch=batch, **policy
             )[0]
         return done.tokens, done.nfe
 

@@ -110,7 +110,8 @@ class TorchBundle:
         """Like ``Bundle.generate``, but ``preset`` has no default."""
         tokens = self.tokenizer.encode(prompt)
         fields = PRESETS[preset].with_fields(policy)
-        out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
+        new = min(max_new_tokens, self.max_new_tokens)  # the length of answers in training
+        out = reference.generate(self.denoiser, tokens, fields, new)
         ends = self.denoiser.network.eos_token_ids
         answer = itertools.takewhile(lambda token: token not in ends, out.tokens[len(tokens) :])
         return Answer(self.tokenizer.decode(list(answer)), out.nfe)

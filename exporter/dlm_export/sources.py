@@ -58,9 +58,9 @@ class Source:
     The value is ``None`` for a bundle that does not record this hash.
     """
     max_new_tokens: int | None = None
-    """The default number of tokens that a request generates.
+    """The length of the answers that the denoiser was trained on, in tokens.
 
-    The value is ``None`` if the source does not define this number.
+    The value is ``None`` if neither the user nor the source says this length.
     """
     json_layout: str | None = None
     """Name of the JSON layout that the denoiser was trained on, or ``None`` if the layout is
@@ -99,7 +99,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         _stored_precision(checkpoint),
         tuple(checkpoint.notes),
         sha256(checkpoint.config.path),
-        new_tokens(checkpoint, network.max_canvas_length),
+        overrides.max_new_tokens or new_tokens(checkpoint, network.max_canvas_length),
         overrides.json_layout or text_option(checkpoint, "json_layout", LAYOUTS),
         overrides.call_format or text_option(checkpoint, "call_format", FORMATS),
     )
@@ -282,7 +282,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
             f"{path}: is already quantised ({precision}). Start from the checkpoint, or from a bundle in "
             f"{' or '.join(graph.PRECISIONS)}."
         )
-    if replace(overrides, json_layout=None, call_format=None) != Overrides():
+    if replace(overrides, max_new_tokens=None, json_layout=None, call_format=None) != Overrides():
         raise CheckpointError(
             f"{path}: a bundle's mask token, canvas, blocks and adapter cannot be changed; start from the checkpoint"
         )
@@ -310,7 +310,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
         default,
         precision,
         config_sha256=config_sha256,
-        max_new_tokens=manifest["loop"].get("max_new_tokens"),
+        max_new_tokens=overrides.max_new_tokens or manifest["loop"].get("max_new_tokens"),
         json_layout=overrides.json_layout or manifest.get("json_layout"),
         call_format=overrides.call_format or manifest.get("call_format"),
         has_effort=has_effort,

@@ -84,7 +84,10 @@ class Bundle(Decides, UsesPromptCaches):
         self.draft_block = handle.draft_block
         """The number of tokens of a draft pass. None if the denoiser has no draft passes."""
         self.max_new_tokens = handle.max_new_tokens
-        """The default of a request's option ``max_new_tokens``."""
+        """The length of the answers that the denoiser was trained on, in tokens.
+
+        This is also the default of a request's option ``max_new_tokens``.
+        """
         self.engine = handle.engine
 
     @property

@@ -44,6 +44,7 @@ class DenoiserInfo:
             denoiser with draft passes has visible_block 1, shift 0 and a cache.
         conditioning_size: C, the number of values of self-conditioning per row, 0..65536. 0 means
             that the denoiser has no self-conditioning. Otherwise, the denoiser has no mask token.
+        max_new_tokens: The length of the answers that the denoiser was trained on, in tokens.
     """
 
     vocab_size: int
@@ -62,6 +63,7 @@ class DenoiserInfo:
     """The number of tokens of a draft pass. None means that there are no draft passes."""
     conditioning_size: int = 0
     """The number of values of self-conditioning per row. 0 means that there is none."""
+    max_new_tokens: int = 128
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ def from_callback(
         "head_size",
         "top_k",
         "shift",
+        "max_new_tokens",
     ):
         setattr(denoiser, name, getattr(info, name))
     denoiser.has_cache = int(info.has_cache)

@@ -89,7 +89,8 @@ func (b *Bundle) Close() {
 // Engine returns one line of text that describes the bundle's engine.
 func (b *Bundle) Engine() string { return C.GoString(C.dlm_bundle_describe(b.handle).engine) }
 
-// MaxNewTokens returns the number of new tokens of a request whose Options do not set MaxNewTokens.
+// MaxNewTokens returns the largest number of new tokens of a request whose Options do not set
+// MaxNewTokens.
 func (b *Bundle) MaxNewTokens() int {
 	return int(C.dlm_bundle_describe(b.handle).denoiser.max_new_tokens)
 }

@@ -104,12 +104,7 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
   if (count != NULL) {
     const json_int_t wanted = json_is_integer(count) ? json_integer_value(count) : 0;
     if (wanted < 1) return refuse(why, 400, "max_tokens is no whole number from 1 on%s", ""), 0;
-    if (wanted > most) {
-      char limit[32];
-      snprintf(limit, sizeof limit, "%d", (int)most);
-      return refuse(why, 400, "max_tokens is above %s, the most that this service takes", limit), 0;
-    }
-    of->request.max_new_tokens = (int32_t)wanted;
+    of->request.max_new_tokens = wanted < most ? (int32_t)wanted : most;
   }
   if (seed != NULL) {
     const json_int_t value = json_is_integer(seed) ? json_integer_value(seed) : -1;

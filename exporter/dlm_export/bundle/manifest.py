@@ -69,7 +69,8 @@ def make_manifest(
         presets: Maps the name of each preset to the preset's policy (the settings of the decoding
             loop).
         default_preset: Name of the default preset.
-        max_new_tokens: The number of tokens that a request generates by default, or ``None``.
+        max_new_tokens: The length of the answers that the denoiser was trained on, in tokens, or
+            ``None``.
         tokenizer: Name of the tokenizer file, or ``None``.
         chat_template: The manifest's entry ``chat_template``, or ``None``.
         text: The entry for text.bin, the file in which C programs find the tokenizer and the chat

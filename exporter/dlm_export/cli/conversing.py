@@ -100,25 +100,6 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
-    """Warn if the user requests more tokens per answer than the denoiser was trained on.
-
-    A denoiser with full attention attends to the whole canvas from the first pass on. If the canvas
-    is longer than the canvases in the denoiser's training, the denoiser often ends its text too
-    early.
-    """
-    usual = bundle.manifest["loop"].get("max_new_tokens")
-    if (
-        new_tokens is not None
-        and usual is not None
-        and new_tokens > usual
-        and bundle.visible_block is None
-    ):
-        warn(
-            f"--max-new-tokens {new_tokens} is more than the {usual} of this bundle: the text may end too early"
-        )
-
-
 def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
@@ -129,7 +110,7 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
     group(
         "Common options",
         text("--system", "System message before the conversation.", "TEXT"),
-        number("--max-new-tokens", "Most mask tokens per answer.  [default: the bundle's, or 128]"),
+        number("--max-new-tokens", "Most tokens per answer.  [default: the bundle's, or 128]"),
         preset_option,
         effort_option,
         set_option,
@@ -161,13 +142,10 @@ def chat(
     Example: dlm-export chat build/demo
     Piped:   printf 'turn off the kitchen lights\\nplay jazz\\n' | dlm-export chat build/demo
     """
-    request = {"preset": preset} | policy_changes(changes)
+    request = {"preset": preset, "max_new_tokens": max_new_tokens} | policy_changes(changes)
     how = replace(opening(values), prefix_cache_bytes=KEPT_BYTES)
     with how.open(bundle) as opened:
-        talk = Conversation(
-            opened, {"max_new_tokens": max_new_tokens or opened.max_new_tokens} | request
-        )
-        warn_of_length(opened, max_new_tokens)
+        talk = Conversation(opened, request)
         talk.take_system(system)
         talk.take_effort(effort)
         if sys.stdin.isatty() and sys.stdout.isatty():
@@ -225,20 +203,14 @@ class Conversation:
         of the answer's first token. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
-        room = self.bundle.max_canvas_length - given
-        if room < 1:
+        if given >= self.bundle.max_canvas_length:
             raise RequestError(
                 f"the conversation of {given} tokens fills the canvas of {self.bundle.max_canvas_length}: /reset clears it"
             )
-        wanted = self.request["max_new_tokens"]
-        if room < wanted:
-            warn(
-                f"the conversation of {given} tokens leaves {room} for this answer, not {wanted}: /reset clears it"
-            )
-        new = {"chat": _messages(self.system, said), "max_new_tokens": min(wanted, room)}
         self.running = threading.Event()
+        new = {"chat": _messages(self.system, said), "cancel": self.running}
         try:
-            answer = show(self.request | new | {"cancel": self.running}, given)
+            answer = show(self.request | new, given)
         finally:
             self.running = None
         self.messages = [*said, {"role": "assistant", "content": answer.text or ""}]

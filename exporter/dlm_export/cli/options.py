@@ -176,6 +176,11 @@ SOURCE_OPTIONS = (
     flag("--no-adapter", help="Leave out the adapters beside the weights.", default=None),
 )
 TEXT_OPTIONS = (
+    number(
+        "--max-new-tokens",
+        "Tokens of an answer in training.  [default: generation_config.json's, or 128]",
+        most=1 << 20,
+    ),
     choice(
         "--json-layout",
         LAYOUTS,

@@ -17,7 +17,6 @@ from dlm_export.cli.conversing import (
     take_conversation,
     take_tools,
     tools_group,
-    warn_of_length,
 )
 from dlm_export.cli.options import (
     CHECKPOINT,
@@ -60,7 +59,9 @@ from dlm_export.signals import cancelling
         "Common options",
         text("--prompt", "Text before the answer; - reads stdin.", "TEXT"),
         chat_option,
-        number("--max-new-tokens", "Mask tokens to fill.  [default: the bundle's, or 128]", 0),
+        number(
+            "--max-new-tokens", "Most tokens of the answer.  [default: the bundle's, or 128]", 0
+        ),
         preset_option,
         effort_option,
         flag("--watch", help="Show the canvas in the terminal as it is filled."),
@@ -106,7 +107,10 @@ from dlm_export.signals import cancelling
     ),
     group(
         "Decoding loop",
-        number("--steps", "Passes for the whole text; 0 uses the preset's plan.", 0, default=0),
+        number("--new-tokens", "Exact number of mask tokens to fill, without --max-new-tokens.", 0),
+        number(
+            "--steps", "Passes for the starting canvas; 0 uses the preset's plan.", 0, default=0
+        ),
         number("--block-length", "Tokens per block; 0 means one block.", 0),
         real("--threshold", "Lowest score at which a token commits, 0 to 1.", 1),
         text("--score", "confidence, margin, entropy, random."),
@@ -128,6 +132,7 @@ def run(
     prefix: str,
     hole_tokens: str | None,
     max_new_tokens: int | None,
+    new_tokens: int | None,
     preset: str | None,
     effort: str | None,
     steps: int,
@@ -158,9 +163,9 @@ def run(
         )
     if hole_tokens is not None and infill is None:
         raise click.UsageError("--hole-tokens needs --infill")
-    if max_new_tokens is not None and infill is not None:
+    if infill is not None and (max_new_tokens, new_tokens) != (None, None):
         raise click.UsageError(
-            "--infill does not take --max-new-tokens: use --hole-tokens for the length of holes"
+            "--infill does not take --max-new-tokens or --new-tokens: use --hole-tokens for the length of holes"
         )
     if prefix and (infill is not None or (prompt is None and conversation is None)):
         raise click.UsageError("--prefix needs --prompt, --chat or --messages, without --infill")
@@ -171,6 +176,7 @@ def run(
     cancel = threading.Event()
     request: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
+        "new_tokens": new_tokens,
         "preset": preset,
         "effort": effort,
         "steps": steps,
@@ -190,12 +196,10 @@ def run(
     elif tokens is not None:
         request["tokens"] = integers("--tokens", tokens)
     if infill is not None:
-        del request["max_new_tokens"]
+        del request["max_new_tokens"], request["new_tokens"]
     elif prefix:
         request["prefix"] = prefix
     with how.open(bundle) as opened, cancelling(cancel):
-        if infill is None:
-            warn_of_length(opened, max_new_tokens)
         if watch:
             from dlm_export.cli.watch import watch as show
 

@@ -121,6 +121,7 @@ class Overrides:
     mask_token_id: int | None = None
     max_canvas_length: int | None = None
     attention_block: int | None = None
+    max_new_tokens: int | None = None
     json_layout: str | None = None
     call_format: str | None = None
     no_adapter: bool | None = None

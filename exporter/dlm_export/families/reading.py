@@ -108,7 +108,7 @@ def _check_token(checkpoint: Checkpoint, name: str, token: object, vocab_size: i
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """Return max_new_tokens from generation_config.json, the default answer length in tokens.
+    """Return max_new_tokens from generation_config.json, the length of answers in training.
 
     Returns ``None`` if max_new_tokens is missing, or if an answer of this length would leave no
     room for a prompt on a canvas of ``longest`` tokens. Raises CheckpointError if max_new_tokens is

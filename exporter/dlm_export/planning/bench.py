@@ -370,13 +370,13 @@ def _lengths(bundle: Bundle, options: BenchOptions) -> tuple[int, int]:
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
     """Return the arguments of ``generate_batch`` for ``batch`` random prompts.
 
-    The requests ignore end tokens, so that all requests generate ``max_new_tokens`` tokens.
+    The requests ignore end tokens, so that all requests generate the same number of tokens.
     """
     given, new = _lengths(bundle, options)
     return {
         **options.policy,
         "tokens": random_prompts(bundle, batch, given),
-        "max_new_tokens": new,
+        "new_tokens": new,
         "preset": preset,
         "stop": "none",
         "max_batch": batch,
@@ -450,7 +450,7 @@ def _median(
 ) -> _Generation:
     median = sorted(rounds, key=_seconds)[len(rounds) // 2]
     return _Generation(
-        len(request["tokens"][0]), request["max_new_tokens"], preset, options.policy, median
+        len(request["tokens"][0]), request["new_tokens"], preset, options.policy, median
     )
 
 

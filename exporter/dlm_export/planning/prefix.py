@@ -42,7 +42,7 @@ class PrefixLoad:
     @property
     def asked(self) -> dict[str, Any]:
         """The arguments of ``submit`` that all requests have in common. No request ends early."""
-        fields = {"max_new_tokens": self.new, "preset": self.preset, "stop": "none"}
+        fields = {"new_tokens": self.new, "preset": self.preset, "stop": "none"}
         return {**self.changes, **fields}
 
 

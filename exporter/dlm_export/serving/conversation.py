@@ -145,7 +145,7 @@ def completion(body: CompletionBody, model: Model) -> Ask:
     if body.suffix is not None:
         if len(prompts) != 1 or not isinstance(prompts[0], str):
             raise unsupported("suffix", "give one prompt, as text")
-        ask = hole(body, model, prompts[0], body.suffix, body.max_tokens)
+        ask = hole(body, model, prompts[0], body.suffix, _hole_tokens(body, model))
         ask.options |= alternatives
         return ask
     options = alternatives | _options(body, model, body.max_tokens)
@@ -155,10 +155,16 @@ def completion(body: CompletionBody, model: Model) -> Ask:
 
 def fim(body: FimBody, model: Model) -> Ask:
     """Read a request that asks for the text between a prompt and a suffix. Raises ApiError."""
-    return hole(body, model, body.prompt, body.suffix, body.max_tokens)
+    return hole(body, model, body.prompt, body.suffix, _hole_tokens(body, model))
 
 
-def hole(body: Sampling, model: Model, before: str, after: str, length: int | None) -> Ask:
+def _hole_tokens(body: Sampling, model: Model) -> int:
+    """Return the number of mask tokens in a hole. ``max_tokens`` lowers the bundle's default."""
+    usual = model.bundle.max_new_tokens
+    return min(body.max_tokens or usual, usual)
+
+
+def hole(body: Sampling, model: Model, before: str, after: str, length: int) -> Ask:
     """Create a canvas with one hole.
 
     If the denoiser writes an end token into the hole, the rest of the hole is filled with padding.
@@ -167,23 +173,26 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
         body: The body of the HTTP request.
         model: The model that fills the hole.
         before, after: The texts before and after the hole.
-        length: The number of tokens in the hole. If None, the bundle's default is used.
+        length: The number of tokens in the hole, unless ``dlm.new_tokens`` gives it. If the canvas
+            has less room, the hole is shorter.
 
     Raises:
         ApiError: The model cannot fill holes, or an option cannot be used with holes.
     """
     options = _options(body, model, None)
-    length = length or model.bundle.max_new_tokens
     stops = options.pop("stop_strings", [])
     own = body.dlm
     if own.prefix:
         raise unsupported("dlm.prefix", "write the text at the end of the prompt")
     texts, bundle = (before, after), model.bundle
     try:
-        canvas = Canvas(parts_of(bundle, texts, own.special_tokens), lengths=(length,))
+        parts = parts_of(bundle, texts, own.special_tokens)
+        room = bundle.max_canvas_length - sum(len(part) for part in parts)
+        canvas = Canvas(parts, lengths=(own.new_tokens or max(1, min(length, room)),))
         tokens = canvas.tokens(bundle.mask_token_id, bundle.max_canvas_length)
     except RequestError as err:
         raise of_runtime(err, None if model.can_infill else "model") from err
+    options.pop("new_tokens", None)
     made = Ask([tokens], HOLE_OPTIONS | options, body.n or 1, _own_constraint(body))
     made.hole, made.stops = (texts, canvas), stops
     return made
@@ -301,7 +310,8 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
     except RequestError as err:
         raise of_runtime(err, "dlm.policy") from err
     found: dict[str, Any] = dict(own.policy)
-    for name in ("steps", "max_steps", "deadline_ms", "prefix", "special_tokens"):
+    names = ("steps", "max_steps", "deadline_ms", "prefix", "special_tokens", "new_tokens")
+    for name in names:
         if value := getattr(own, name):
             found[name] = value
     if own.preset is not None:

@@ -82,6 +82,7 @@ class Own(Body):
     enum: Items[str] | None = None
     prefix: str = ""
     special_tokens: bool = False
+    new_tokens: Count | None = None
 
 
 Counts = Literal["none", "last", "each"]

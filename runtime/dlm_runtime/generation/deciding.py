@@ -197,7 +197,7 @@ class Deciding:
         chosen = {
             "tokens": self._given,
             "constraint": self._compile(json.dumps(content)),
-            "max_new_tokens": room,
+            "new_tokens": room,
         }
         return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
 

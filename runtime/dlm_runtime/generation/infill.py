@@ -116,10 +116,11 @@ def infill(
     **request: Any,
 ) -> Infill:
     """See ``Bundle.infill``."""
-    if "max_new_tokens" in request:
-        raise RequestError(
-            "infill: max_new_tokens is for text after a prompt: give lengths, the tokens of the holes"
-        )
+    for name in ("max_new_tokens", "new_tokens"):
+        if name in request:
+            raise RequestError(
+                f"infill: {name} is for text after a prompt: give lengths, the tokens of the holes"
+            )
     if lengths is None:
         lengths = PADDED_LENGTH if bundle.eos_token_ids else 1
     between = _split(bundle, text_of("text", text))

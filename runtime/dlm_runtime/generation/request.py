@@ -36,13 +36,18 @@ class Options:
     The default value of each option means "not set".
 
     Args:
-        max_new_tokens: Number of mask tokens that are added after the prompt and then filled, 0 or
-            more. If None, the bundle's default number is used.
+        max_new_tokens: The largest number of tokens to generate after the prompt, 0 or more. If the
+            canvas has less room, the limit is lowered to this room. If None, the limit is
+            ``Bundle.max_new_tokens``.
+        new_tokens: The exact number of mask tokens to add after the prompt and then fill, as in
+            published decoding loops. If None, ``max_new_tokens`` applies. With full attention, the
+            canvas then starts with the answer length that the denoiser was trained on. It grows by
+            one block when all its positions are decided without an end token.
         preset: Name of one of the bundle's presets. If None, the bundle's default preset is used.
         effort: The effort level: "instant", "low", "medium" or "high". The policy that was fitted
             for this level is used.
-        steps: Planned number of passes for the whole generation. The passes are split evenly over
-            the blocks. 0 means the number that the policy plans.
+        steps: Planned number of passes for all mask tokens with which the canvas starts. The passes
+            are split evenly over the blocks. 0 means the number that the policy plans.
         max_steps: The request ends after this many passes. 0 means no limit.
         deadline_ms: The time limit of the request in milliseconds. When this time is over, the
             request ends within one pass. 0 means no limit.
@@ -97,6 +102,7 @@ class Options:
     """
 
     max_new_tokens: int | None = None
+    new_tokens: int | None = None
     preset: str | None = None
     effort: str | None = None
     steps: int = 0
@@ -136,8 +142,13 @@ class Options:
             raise RequestError(
                 f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None"
             )
-        if self.max_new_tokens is not None:
-            count_of("max_new_tokens", self.max_new_tokens)
+        for name in ("max_new_tokens", "new_tokens"):
+            if getattr(self, name) is not None:
+                count_of(name, getattr(self, name))
+        if self.max_new_tokens is not None and self.new_tokens is not None:
+            raise RequestError(
+                "give max_new_tokens, a limit, or new_tokens, an exact number, not both"
+            )
         milliseconds_of("deadline_ms", self.deadline_ms)
         texts_of("stop_strings", self.stop_strings)
         text_of("prefix", self.prefix)
@@ -218,6 +229,7 @@ class RequestOptions(TypedDict, total=False):
     """
 
     max_new_tokens: int | None
+    new_tokens: int | None
     preset: str | None
     effort: str | None
     steps: int
@@ -348,8 +360,6 @@ class Request:
                 )
             prefix = tokenizer.encode_plain(options.prefix, options.special_tokens)
             self.given = [*self.given, *prefix]
-        wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-        max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
         # The C struct ``native`` points into the memory of these attributes, so they must live as
         # long as ``native``.
@@ -364,7 +374,10 @@ class Request:
             native.tokens = C.cast(self._tokens, _native.i32p)
             native.token_count = len(self.given)
         native.policy = C.pointer(self._policy)
-        native.max_new_tokens = max_new_tokens
+        if options.new_tokens:
+            native.new_tokens = options.new_tokens
+        elif options.new_tokens == 0 or options.max_new_tokens is not None:
+            native.max_new_tokens = options.max_new_tokens or 0
         native.steps = count_of("steps", options.steps)
         native.max_steps = count_of("max_steps", options.max_steps)
         native.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
@@ -372,7 +385,7 @@ class Request:
         native.constraint = None if constraint is None else constraint.handle
         if stop_strings:
             native.stop_strings, native.stop_count = self._stops, len(stop_strings)
-        native.text_start = before if max_new_tokens else 0
+        native.text_start = 0 if 0 in (options.new_tokens, options.max_new_tokens) else before
         if self._decode is not None:
             native.text, native.decode = _native.TEXT_RESULT, self._decode
 

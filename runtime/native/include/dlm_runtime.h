@@ -109,8 +109,10 @@ typedef struct dlm_denoiser {
                                    positions. If it is n > 0, attention is block-causal: position 0
                                    starts the first block of n positions, and a row does not see
                                    later blocks */
-  int32_t max_new_tokens;       /* number of new tokens if a request's max_new_tokens is
-                                   DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
+  int32_t max_new_tokens;       /* length of the answers that the denoiser was trained on, in
+                                   tokens; 1..16777216 (128). With full attention, a canvas starts
+                                   with this many mask tokens after the given tokens, see
+                                   dlm_request. Also the default of a request's max_new_tokens */
   int64_t draft_block; /* 0..16777216. If draft_block is n > 0, the denoiser has draft passes: each
                           row of a draft pass sees all rows of the pass and predicts its own
                           position. In all other passes, a row sees no later positions and predicts
@@ -686,8 +688,9 @@ DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* au
 
 /* ---- Requests -------------------------------------------------------------------------------- */
 
-/* The canvas after a step of a request. The pointers are valid until the next call on the session.
- * In a callback, they are valid until the callback returns. */
+/* The canvas after a step of a request. If the request has a limit (max_new_tokens), later steps
+ * may have a longer canvas. The pointers are valid until the next call on the session. In a
+ * callback, they are valid until the callback returns. */
 typedef struct dlm_step {
   size_t struct_size;
   const int32_t* canvas; /* [length] */
@@ -709,6 +712,7 @@ typedef struct dlm_step {
                        NUL. It consists of complete characters, and later steps do not change it.
                        Otherwise: "" */
   size_t text_size; /* size of `text` in bytes, without the NUL */
+  int32_t prompt_tokens; /* number of given tokens, as in dlm_result */
 } dlm_step;
 
 /* The library calls this function after each pass of a request, on the thread that runs the pass.
@@ -758,13 +762,19 @@ typedef struct dlm_request {
                              as ordinary text */
 
   /* The tokens that the request generates. */
-  int32_t max_new_tokens;   /* number of mask tokens to add after the given tokens, 0 or more;
-                               DLM_DEFAULT_NEW_TOKENS (default): the bundle's max_new_tokens */
+  int32_t max_new_tokens;   /* the largest number of tokens to generate after the given tokens, 0 or
+                               more. If the given tokens leave less room on the longest canvas, the
+                               limit is this room. DLM_DEFAULT_NEW_TOKENS (default): the denoiser's
+                               max_new_tokens. With full attention, the canvas starts with the
+                               denoiser's max_new_tokens mask tokens, or more if the constraint's
+                               shortest text needs more. Whenever all positions are decided without
+                               an end token, the canvas grows by one block, up to the limit */
   const dlm_policy* policy; /* NULL (default): the bundle's default preset, or the policy of
                                dlm_policy_init if dlm_bundle_from_callback created the bundle */
-  int32_t steps; /* planned number of passes for all new tokens together, which the library
-                    divides evenly among the blocks. 0 (default): the policy's steps_per_block
-                    applies */
+  int32_t steps; /* planned number of passes for all mask tokens with which the canvas starts. The
+                    library divides them evenly among the blocks. Each block by which the canvas
+                    grows gets as many passes as the block before it. 0 (default): the policy's
+                    steps_per_block applies */
   const dlm_automaton*
       constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to
                      the last undecided position are a text that the automaton accepts. End
@@ -797,6 +807,10 @@ typedef struct dlm_request {
   int32_t prefix_group; /* 0 or more (0). A request reuses only keys and values of requests with the
                            same number, and of prompt caches. Give each customer a number of its
                            own, so that no customer can find out how the prompts of others begin */
+  int64_t new_tokens; /* the exact number of mask tokens to add after the given tokens, instead of
+                         the limit max_new_tokens, as in published decoding loops; 1 or more.
+                         INVALID_ARGUMENT if they do not fit on the canvas. 0 (default):
+                         max_new_tokens applies */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 

@@ -74,8 +74,10 @@ struct Request {
   bool special_tokens = false;
   // If empty, the request uses the bundle's default preset.
   std::optional<Policy> policy;
-  // Number of tokens to generate; default: the bundle's max_new_tokens.
+  // The largest number of tokens to generate; default: the bundle's max_new_tokens.
   std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
+  // The exact number of mask tokens to add, instead of max_new_tokens; 0: max_new_tokens applies.
+  std::int64_t new_tokens = 0;
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
   std::int32_t constrained_tokens = 0;
@@ -252,6 +254,7 @@ inline Prepared::Prepared(Request request)
   native_.special_tokens = request_.special_tokens ? 1 : 0;
   native_.policy = request_.policy ? &*request_.policy : nullptr;
   native_.max_new_tokens = request_.max_new_tokens;
+  native_.new_tokens = request_.new_tokens;
   native_.steps = request_.steps;
   native_.constraint = request_.constraint == nullptr ? nullptr : request_.constraint->get();
   native_.constrained_tokens = request_.constrained_tokens;

@@ -294,7 +294,7 @@ void sweep_sessions(long stride) {
       [&](auto& session) {
         dlm_request request;
         dlm_request_init(&request, sizeof request);
-        request.max_new_tokens = 1000;
+        request.new_tokens = 1000;
         return generate(*session, request);
       },
       DLM_INVALID_ARGUMENT);

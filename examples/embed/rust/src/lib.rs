@@ -122,7 +122,7 @@ impl Bundle {
         Ok(Self(Arc::new(RawBundle(bundle))))
     }
 
-    /// Returns the number of new tokens of a request that does not set `max_new_tokens`.
+    /// Returns the largest number of new tokens of a request that does not set `max_new_tokens`.
     pub fn max_new_tokens(&self) -> u32 {
         // SAFETY: the handle is open.
         unsafe { (*(*sys::dlm_bundle_describe((self.0).0)).denoiser).max_new_tokens }.unsigned_abs()
@@ -211,7 +211,6 @@ impl Options {
             request.assume_init()
         };
         if let Some(count) = self.max_new_tokens {
-            // The library rejects a number that is too large.
             request.max_new_tokens = i32::try_from(count).unwrap_or(i32::MAX);
         }
         request.policy = self.policy.as_ref().map_or(null(), Policy::raw);

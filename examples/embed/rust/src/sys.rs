@@ -120,6 +120,7 @@ pub struct dlm_step {
     pub done: i32,
     pub text: *const c_char,
     pub text_size: usize,
+    pub prompt_tokens: i32,
 }
 
 #[repr(C)]
@@ -148,6 +149,7 @@ pub struct dlm_request {
     pub user: *mut c_void,
     pub top_log_probs: i32,
     pub prefix_group: i32,
+    pub new_tokens: i64,
 }
 
 #[repr(C)]

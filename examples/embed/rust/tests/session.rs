@@ -87,8 +87,7 @@ fn another_thread_ends_a_request() {
 fn what_cannot_be_is_said() {
     assert!(Bundle::open("/no/such/bundle", 1).err().unwrap().to_string().starts_with("NOT_FOUND: /no/such/bundle"));
     let mut session = Session::new(&bundle()).unwrap();
-    let long = Options { max_new_tokens: Some(1 << 30), ..Options::default() };
-    let refused = session.generate_text(PROMPT, &long, |_| ControlFlow::Continue(())).unwrap_err();
+    let refused = session.generate_text(&"go ".repeat(600), &few(), |_| ControlFlow::Continue(())).unwrap_err();
     assert!(refused.sentence.contains("is longer than the denoiser's"), "{refused}");
 }
 
@@ -219,7 +218,7 @@ fn requests_of_a_scheduler_come_to_what_each_comes_to_alone() {
     let ended = scheduler.submit_text(PROMPT, &long).unwrap();
     ended.cancel();
     assert_eq!(ended.wait().unwrap().finish, Finish::Cancelled);
-    let refused = scheduler.submit_text(PROMPT, &Options { max_new_tokens: Some(u32::MAX), ..Options::default() });
+    let refused = scheduler.submit_text(&"go ".repeat(600), &few());
     assert!(refused.err().unwrap().sentence.contains("is longer than the denoiser's"));
     let left = scheduler.submit_text(PROMPT, &long).unwrap();
     drop(scheduler.submit_text(PROMPT, &long).unwrap());

@@ -278,7 +278,7 @@ def _run(
 ) -> CaseRun:
     """Generate the text of a case with the bundle."""
     fields: dict[str, Any] = case.policy.as_dict() | {"steps": case.steps}
-    fields |= {"tokens": case.tokens, "max_new_tokens": case.max_new_tokens}
+    fields |= {"tokens": case.tokens, "new_tokens": case.max_new_tokens}
     out = bundle.generate(**fields)
     on_done()
     if out.tokens == wanted.tokens and out.nfe == wanted.nfe:

@@ -73,16 +73,14 @@ class BundlePredictor:
         self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
     ) -> tuple[list[int], int]:
         """See ``Predictor``."""
-        done = self.bundle.generate(
-            tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict()
-        )
+        done = self.bundle.generate(tokens=tokens, new_tokens=max_new_tokens, **policy.as_dict())
         self.spent.append(Spent.on(done))
         return done.tokens, done.nfe
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """See ``Predictor``."""
         events = list(
-            self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+            self.bundle.stream(tokens=tokens, new_tokens=max_new_tokens, **policy.as_dict())
         )
         self.spent += [Spent.on(event.result) for event in events if event.result is not None]
         after = [

@@ -70,7 +70,7 @@ export class Fill {
         return answer;
       }
       answer.start(MARK.repeat(masks));
-      const body = { ...fields, prompt: before, suffix: after, max_tokens: masks };
+      const body = { ...fields, prompt: before, suffix: after, dlm: { ...fields.dlm, new_tokens: masks } };
       if (await answer.run("v1/fim/completions", body, signal)) this.#write(value, start, end, answer.text);
       return answer;
     });

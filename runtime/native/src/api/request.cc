@@ -1,5 +1,7 @@
 // Converts a dlm_request to a Request. Checks the tokens, policy, constraint, limits and text of
 // the dlm_request.
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -26,10 +28,17 @@ void check_options(const dlm_request& request) {
   const auto refuse_negative = [](const char* name, int32_t value) {
     if (value < 0) fail(DLM_INVALID_ARGUMENT, "%s = %d is negative", name, value);
   };
-  if (request.max_new_tokens < 0)
+  if (request.max_new_tokens < 0 && request.max_new_tokens != DLM_DEFAULT_NEW_TOKENS)
     fail(DLM_INVALID_ARGUMENT,
          "max_new_tokens = %d is negative and not DLM_DEFAULT_NEW_TOKENS (%d)",
          request.max_new_tokens, DLM_DEFAULT_NEW_TOKENS);
+  if (request.new_tokens < 0 || request.new_tokens > INT32_MAX)
+    fail(DLM_INVALID_ARGUMENT, "new_tokens = %lld is outside 0..%d",
+         static_cast<long long>(request.new_tokens), INT32_MAX);
+  if (request.new_tokens > 0 && request.max_new_tokens != DLM_DEFAULT_NEW_TOKENS)
+    fail(DLM_INVALID_ARGUMENT,
+         "the request has both new_tokens = %lld and max_new_tokens = %d: set one",
+         static_cast<long long>(request.new_tokens), request.max_new_tokens);
   refuse_negative("steps", request.steps);
   refuse_negative("max_steps", request.max_steps);
   refuse_negative("constrained_tokens", request.constrained_tokens);
@@ -77,6 +86,21 @@ std::vector<std::string> stop_strings_of(const dlm_request& request) {
   return found;
 }
 
+// Returns the largest number of tokens that the request may generate after `count` given tokens.
+int32_t most_new_tokens(const dlm_request& request, const Denoiser& denoiser, const Engine& engine,
+                        size_t count) {
+  if (request.new_tokens > 0) return static_cast<int32_t>(request.new_tokens);
+  const int64_t most = request.max_new_tokens == DLM_DEFAULT_NEW_TOKENS ? denoiser.max_new_tokens
+                                                                        : request.max_new_tokens;
+  const auto given = static_cast<int64_t>(count);
+  int64_t longest = std::min<int64_t>(given + most, denoiser.max_canvas_length);
+  // With full attention, the first pass runs the whole canvas.
+  if (denoiser.visible_block == 0)
+    while (longest > given + 1 && engine.max_rows(static_cast<int32_t>(longest), 0) == 0) --longest;
+  // If the given tokens leave no room, make_canvas reports an error.
+  return static_cast<int32_t>(std::max(longest - given, std::min<int64_t>(most, 1)));
+}
+
 std::unique_ptr<TextWriter> writer_of(dlm_bundle& bundle, const dlm_request& request, size_t given,
                                       size_t length) {
   std::vector<std::string> stops = stop_strings_of(request);
@@ -109,7 +133,7 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
   if (count > longest || length > longest)
     fail(DLM_INVALID_ARGUMENT,
          "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: "
-         "use fewer tokens, or a smaller max_new_tokens",
+         "use fewer tokens",
          length, count, new_tokens, longest);
   if (length == 0)
     fail(DLM_INVALID_ARGUMENT, "the canvas is empty: set tokens, or max_new_tokens to at least 1");
@@ -132,8 +156,6 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   require(given, "request");
   dlm_request wanted = take(*given, default_request(), "dlm_request");
   const Denoiser& denoiser = bundle.manifest.denoiser;
-  if (wanted.max_new_tokens == DLM_DEFAULT_NEW_TOKENS)
-    wanted.max_new_tokens = denoiser.max_new_tokens;
   check_options(wanted);
   JobOptions options;
   options.max_steps = wanted.max_steps;
@@ -144,11 +166,18 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   const std::vector<int32_t> encoded = encode_given(bundle, wanted);
   const bool has_tokens = wanted.token_count > 0;
   const size_t given_count = has_tokens ? wanted.token_count : encoded.size();
-  std::vector<int32_t> canvas = make_canvas(denoiser, has_tokens ? wanted.tokens : encoded.data(),
-                                            given_count, wanted.max_new_tokens);
+  const int32_t new_tokens = most_new_tokens(wanted, denoiser, *bundle.engine, given_count);
+  std::vector<int32_t> canvas =
+      make_canvas(denoiser, has_tokens ? wanted.tokens : encoded.data(), given_count, new_tokens);
   options.writer = writer_of(bundle, wanted, given_count, canvas.size());
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
+  int32_t start_tokens = new_tokens;
+  if (wanted.new_tokens == 0 && denoiser.visible_block == 0) {
+    start_tokens = denoiser.max_new_tokens;
+    if (wanted.constraint != nullptr)  // one more token, so that the shortest text can end
+      start_tokens = std::max(start_tokens, wanted.constraint->automaton->distances[0] + 1);
+  }
   std::unique_ptr<Proposer> proposer;
   if (wanted.constraint != nullptr) {
     check_follows_constraints(denoiser);
@@ -156,7 +185,8 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
                                              wanted.constrained_tokens, canvas, undecided);
   }
   return {Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided),
-                  wanted.steps, std::move(proposer), wanted.top_log_probs, wanted.prefix_group),
+                  wanted.steps, std::move(proposer), wanted.top_log_probs, wanted.prefix_group,
+                  static_cast<int32_t>(given_count) + std::min(start_tokens, new_tokens)),
           std::move(options)};
 }
 

@@ -191,8 +191,9 @@ void Constrained::complete(const std::vector<int32_t>& canvas,
 }
 
 int32_t Constrained::first_open(const std::vector<uint8_t>& undecided) const {
-  const auto open = std::find(undecided.begin() + range_.first, undecided.begin() + range_.last, 1);
-  return static_cast<int32_t>(open - undecided.begin());
+  const auto last = undecided.begin() + std::min<int32_t>(range_.last, undecided.size());
+  return static_cast<int32_t>(std::find(undecided.begin() + range_.first, last, 1) -
+                              undecided.begin());
 }
 
 void Constrained::note(int32_t position, int32_t) {
@@ -218,12 +219,13 @@ std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vecto
 }
 
 // Fills places_ for the positions from `first` to `last` - 1. At a decided position, only the
-// decided token is allowed.
+// decided token is allowed. Positions after the end of the canvas are undecided.
 void Constrained::fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
                               const std::vector<uint8_t>& undecided) {
   places_.clear();
+  const auto length = static_cast<int32_t>(undecided.size());
   for (int32_t i = first; i < last; ++i)
-    places_.push_back({undecided[i] != 0 ? -1 : canvas[i], -1, nullptr, -1});
+    places_.push_back({i >= length || undecided[i] != 0 ? -1 : canvas[i], -1, nullptr, -1});
 }
 
 }  // namespace dlm

@@ -7,8 +7,9 @@
 // The constraint covers a range of the canvas. The range starts at the request's first undecided
 // position and ends at the last undecided position. The range also includes the `given` tokens
 // before the first undecided position. If the caller has decided positions inside the range, their
-// tokens belong to the text too. After each block, the proposer makes sure that the remaining
-// positions have room for the rest of the text.
+// tokens belong to the text too. If the canvas grows, the range ends at the last position that the
+// canvas can get. After each block, the proposer makes sure that the remaining positions have room
+// for the rest of the text.
 #pragma once
 
 #include <memory>
@@ -50,8 +51,8 @@ class Constrained final : public Proposer {
   // false if it is computed only from the prediction for the token's position.
   bool scores_texts() const;
   double score_of_texts(const Marginal& found) const;
-  // Returns the first undecided position of the range. If no position of the range is undecided,
-  // returns the end of the range.
+  // Returns the first undecided position of the range. If the canvas contains no such position,
+  // returns the end of the range or of the canvas.
   int32_t first_open(const std::vector<uint8_t>& undecided) const;
   int32_t state_before(int32_t position, const std::vector<int32_t>& canvas);
   std::vector<uint8_t> ends_behind(int32_t position, const std::vector<int32_t>& canvas,

@@ -111,11 +111,13 @@ void LockstepPasses::leave(LaneMember& member) noexcept {
 
 std::vector<size_t> LockstepPasses::choose(const std::vector<Member*>& members, const PassLimits&) {
   const auto lane = static_cast<const LaneMember*>(members.front())->lane;
-  const size_t stage = lane->slowest().request.stage_number();
+  const Request& slowest = lane->slowest().request;
   std::vector<size_t> chosen;
   for (size_t number = 0; number < members.size(); ++number) {
     const auto& member = static_cast<const LaneMember&>(*members[number]);
-    const bool waits = member.request.has_cache() && member.request.stage_number() != stage;
+    const bool waits =
+        member.request.canvas().size() != slowest.canvas().size() ||
+        (slowest.has_cache() && member.request.stage_number() != slowest.stage_number());
     if (member.lane == lane && !waits) chosen.push_back(number);
   }
   return chosen;

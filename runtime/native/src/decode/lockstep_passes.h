@@ -7,7 +7,7 @@
 // rows of a waiting request, but the results are ignored. The batch rows of a request that has
 // ended also stay in the batch until the next pass that reads no cache. (With the cache `block`,
 // only passes of the first block read no cached rows.) Without a cache, the requests of a lane may
-// be at different stages.
+// be at different stages, but a request whose canvas has grown waits for the others.
 //
 // Invariants:
 //   - A lane owns a context as long as the lane has a member. When the last member leaves, the

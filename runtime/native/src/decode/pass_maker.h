@@ -105,8 +105,8 @@ class PassMaker {
 // multiple of `page_rows` rows.
 inline RowCounts rows_of(const Request& request, int32_t page_rows) {
   if (!request.has_cache()) return {};
-  const auto canvases = static_cast<int64_t>(request.canvases()),
-             length = static_cast<int64_t>(request.canvas().size());
+  const auto canvases = static_cast<int64_t>(request.canvases());
+  const int64_t length = request.longest();
   return {canvases * in_pages(length, page_rows),
           canvases * window_rows(length, request.kept_in_window(), page_rows)};
 }

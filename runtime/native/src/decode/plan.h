@@ -12,7 +12,8 @@
 //     canvas. The opening pass of a later block starts at the start of the preceding block. If
 //     that is less than `refresh` tokens earlier, it starts `refresh` tokens before the later
 //     block. So the opening pass recomputes the rows that were stored while the preceding block
-//     still contained mask tokens.
+//     still contained mask tokens. If the canvas has grown, the opening pass of the new block runs
+//     the whole canvas.
 //   - `prefix` with `next_block` below 1 (d3LLM, arXiv:2601.07568): passes run from the first
 //     position that is not cached to the end of the canvas. Request::choose_rows chooses the rows
 //     of each pass.

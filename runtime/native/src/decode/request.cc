@@ -29,9 +29,13 @@ double log_prob_loss(double best, double prob) {
 
 Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
                  std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
-                 std::unique_ptr<Proposer> proposer, int32_t top_log_probs, int32_t prefix_group)
+                 std::unique_ptr<Proposer> proposer, int32_t top_log_probs, int32_t prefix_group,
+                 int32_t start_length)
     : denoiser_(denoiser),
+      engine_(engine),
       policy_(suit_policy(policy, denoiser)),
+      steps_(steps),
+      longest_(static_cast<int32_t>(canvas.size())),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)),
       is_constrained_(proposer != nullptr),
@@ -53,14 +57,25 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"noise\" starts each block from random tokens, and cannot follow a "
          "constraint or a question: use remask = \"none\" with a denoiser that has a mask token");
+  if (guidance() > 0 && engine.max_batch() < 2)
+    fail(DLM_UNSUPPORTED,
+         "policy: cfg_scale = %.10g needs two canvases per pass, one without the prompt, but the "
+         "engine takes one: use cfg_scale = 0, or open the bundle with engine \"onnxruntime\"",
+         guidance());
+  if (start_length > 0 && start_length < longest_) {
+    // The largest passes are those of the last block that the canvas may get.
+    const std::vector<uint8_t> undecided = std::exchange(undecided_, {});
+    undecided_.assign(undecided.size(), 0);
+    std::fill(undecided_.end() - std::min(growth(), longest_ - start_length), undecided_.end(), 1);
+    plan_ = plan_passes(undecided_, policy_, denoiser_, 0, engine);
+    check_limits();
+    canvas_.resize(start_length);
+    undecided_.assign(undecided.begin(), undecided.begin() + start_length);
+  }
+  given_ = static_cast<int32_t>(std::count(undecided_.begin(), undecided_.end(), 0));
   reserve();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
-    if (engine.max_batch() < 2)
-      fail(DLM_UNSUPPORTED,
-           "policy: cfg_scale = %.10g needs two canvases per pass, one without the prompt, but the "
-           "engine takes one: use cfg_scale = 0, or open the bundle with engine \"onnxruntime\"",
-           guidance());
     unconditional_ = canvas_;
     for (size_t at = 0; at < canvas_.size(); ++at)
       if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
@@ -69,16 +84,49 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   if (!plan_.empty() && plan_.front().block.first == 0) decided_at_ = -1;  // there is no prompt
   // So layers with a window never have more new rows, however long the prompt is.
   if (window_of(denoiser_.cache) > 0) split_prefill(kPassTokens, 0, {});
-  check_limits(engine);
-  guess_.assign(canvas_.size(), -1);
-  score_.assign(canvas_.size(), 0.0f);
-  log_probs_.assign(canvas_.size(), std::numeric_limits<float>::quiet_NaN());
-  top_tokens_.assign(canvas_.size() * top_count_, -1);
-  top_log_probs_.assign(top_tokens_.size(), std::numeric_limits<float>::quiet_NaN());
-  if (is_constrained_) losses_.assign(canvas_.size(), 0);
+  check_limits();
+  extend(canvas_.size());
   scaffold({0, static_cast<int32_t>(canvas_.size())});
   if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
   settle();
+}
+
+void Request::extend(size_t length) {
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  guess_.resize(length, -1);
+  score_.resize(length, 0.0f);
+  log_probs_.resize(length, kNone);
+  top_tokens_.resize(length * top_count_, -1);
+  top_log_probs_.resize(length * top_count_, kNone);
+  if (is_constrained_) losses_.resize(length, 0);
+  if (guidance() > 0) unconditional_.resize(length, denoiser_.mask_token_id);
+  is_given_.resize(length, false);
+  undecided_.resize(length, 1);
+  canvas_.resize(length, denoiser_.mask_token_id);
+}
+
+bool Request::grow() {
+  const auto length = static_cast<int32_t>(canvas_.size());
+  if (length == longest_ || has_end()) return false;
+  if (is_reserved_) {
+    canvas_.back() = denoiser_.mask_token_id;
+    undecided_.back() = 1;
+    is_reserved_ = is_given_.back() = false;
+  }
+  extend(length + std::min(growth(), longest_ - length));
+  reserve();
+  is_given_.back() = undecided_.back() == 0;
+  const std::vector<Stage> added =
+      plan_passes(undecided_, policy_, denoiser_, steps_ > 0 ? plan_.back().steps : 0, engine_);
+  plan_.insert(plan_.end(), added.begin(), added.end());
+  has_rows_ = false;  // a cache holds the rows of one length, so the next pass writes all rows
+  return true;
+}
+
+bool Request::has_end() const {
+  for (size_t at = 0; at < canvas_.size(); ++at)
+    if (!is_given_[at] && denoiser_.is_end(canvas_[at])) return true;
+  return false;
 }
 
 void Request::reserve() {
@@ -97,7 +145,7 @@ int32_t Request::count_undecided(Range range) const {
       std::count(undecided_.begin() + range.first, undecided_.begin() + range.last, 1));
 }
 
-void Request::check_limits(const Engine& engine) const {
+void Request::check_limits() const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   std::vector<Stage> plan = plan_;
@@ -123,7 +171,7 @@ void Request::check_limits(const Engine& engine) const {
     if (is_ahead()) rows = count_undecided({stage.decided.first, length});
     if (is_full && rows == 0) continue;
     if (may_edit(stage)) rows = count_undecided(stage.block);
-    if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
+    if (std::max(1, rows) <= engine_.max_rows(tokens, stage.cached)) continue;
     const char* const advice =
         policy_.cache == Cache::block || policy_.cache == Cache::block_dual
             ? "choose a smaller block_length, unless this is the smallest"
@@ -136,7 +184,7 @@ void Request::check_limits(const Engine& engine) const {
     fail(DLM_INVALID_ARGUMENT,
          "this request needs a pass of %d tokens over %d cached ones that scores %d rows, but the "
          "engine takes %s: %s, or build the engine again with a larger --canvas or --block",
-         tokens, stage.cached, rows, engine.limits().c_str(), advice);
+         tokens, stage.cached, rows, engine_.limits().c_str(), advice);
   }
 }
 
@@ -145,7 +193,12 @@ bool Request::fits(const Request& other) const {
     return one.rows == two.rows && one.use == two.use && one.block == two.block;
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
-  if (!has_cache()) return true;
+  // Canvases that grow must keep the same length, so the requests must also grow by the same
+  // blocks.
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const bool grows = longest_ > length || other.longest_ > length;
+  if (grows && (longest_ != other.longest_ || growth() != other.growth())) return false;
+  if (!has_cache() && !grows) return true;
   // With `reuse`, the last pass of a block also stores the rows of the block. If a faster request
   // ran in lockstep with a slower request, the slower request could make one more pass. This pass
   // would store different rows for the faster request. Then the result of the faster request would
@@ -520,6 +573,7 @@ void Request::keep_alternatives(const Predictions& predictions, size_t row) {
 
 void Request::end(int32_t why) {
   if (done()) return;
+  if (is_constrained_) extend(longest_);  // the rest of the text may need this room
   std::vector<int32_t> guess = guess_;
   proposer_->complete(canvas_, undecided_, guess);
   for (size_t at = 0; at < canvas_.size(); ++at) {
@@ -547,6 +601,7 @@ dlm_result Request::result() const {
   found.top_count = top_count_;
   found.undecided = undecided_.data();
   found.length = canvas_.size();
+  found.prompt_tokens = given_;
   found.constraint_log_prob_loss = std::accumulate(losses_.begin(), losses_.end(), 0.0);
   if (const std::vector<double>* const probs = proposer_->option_probs(); probs != nullptr) {
     found.option_probs = probs->data();
@@ -555,10 +610,8 @@ dlm_result Request::result() const {
   bool is_ended = false;
   for (size_t at = 0; at < canvas_.size(); ++at) {
     is_ended = is_ended || (!is_given_[at] && denoiser_.is_end(canvas_[at]));
-    found.prompt_tokens += is_given_[at];
     found.completion_tokens += !is_given_[at] && !is_ended;
   }
-  found.prompt_tokens -= is_reserved_;
   found.finish = finish_;
   if (finish_ == DLM_FINISH_NONE)
     found.finish = is_ended                ? DLM_FINISH_STOP
@@ -609,9 +662,11 @@ void Request::settle(const Predictions* predictions) {
       if (is_editing_ || end_early(now.block)) return;
       edits_ = 0;
     }
+    const Range before = now.decided;
     ++stage_;
     is_made_ = false;
-    if (done() || stage().decided == now.decided) continue;
+    if (done() && !grow()) return;
+    if (stage().decided == before) continue;
     step_ = 0;
     masked_ = count_undecided(stage().decided);
   }
@@ -657,7 +712,7 @@ void Request::choose_rows() {
   const bool is_refreshing =
       is_waiting || (policy_.refresh_interval > 0 && number % policy_.refresh_interval == 0);
   cached_ = last;
-  now.rows = {is_storing || (has_rows_ && !is_refreshing) ? first : 0, length};
+  now.rows = {has_rows_ && (is_storing || !is_refreshing) ? first : 0, length};
   now.cached = now.rows.first;
   if (is_storing || (has_rows_ && is_refreshing)) {
     now.use = now.cached > 0 ? CacheUse::refresh : CacheUse::write;
@@ -714,6 +769,7 @@ dlm_step Request::view() const {
   step.committed = committed_;
   step.done = done() ? 1 : 0;
   step.text = "";
+  step.prompt_tokens = given_;
   return step;
 }
 

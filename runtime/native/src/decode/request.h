@@ -32,12 +32,15 @@ class Request {
   // all new tokens. If `proposer` is NULL, the request uses the proposer that the policy selects.
   // `top_log_probs` is the number of alternatives to store for each token that a pass commits.
   // `prefix_group` is dlm_request.prefix_group.
+  // If `start_length` is above 0, the canvas starts with only that many tokens, and the other
+  // tokens must be undecided mask tokens. Whenever all positions are decided without an end token,
+  // the request adds a block of these tokens.
   // Throws an Error with status DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED, for example if the plan
   // contains a pass that is too large for the engine.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0,
-          int32_t prefix_group = 0);
+          int32_t prefix_group = 0, int32_t start_length = 0);
 
   // Returns true if this request and `other` can share passes in lockstep. If the requests use a
   // cache, their passes must run over the same rows.
@@ -47,6 +50,9 @@ class Request {
   size_t canvases() const {
     return guidance() > 0 ? 2 : 1;
   }  // returns the number of canvases that this request needs in a pass
+
+  // The largest length of the canvas.
+  int32_t longest() const { return longest_; }
 
   // Returns how many positions at the end of the stored positions later passes may read in layers
   // with a window, or 0 if no layer has a window. A later pass starts at most one block before the
@@ -171,11 +177,21 @@ class Request {
             temperature()};
   }
   double temperature() const { return temperature_of(policy_, step_, stage().steps); }
+  // Lengthens the canvas with undecided mask tokens, up to `length` positions.
+  void extend(size_t length);
+  // Lengthens the canvas by a block and plans the passes of the block, if all positions are decided
+  // without an end token and the canvas is shorter than longest_. Returns false otherwise.
+  bool grow();
+  // Returns the number of mask tokens by which the canvas grows.
+  int32_t growth() const {
+    return policy_.block_length > 0 ? policy_.block_length : denoiser_.max_new_tokens;
+  }
+  bool has_end() const;
   // Puts an end token at the last position if the policy reserves this position. The request treats
   // this token as given by the caller.
   void reserve();
   int32_t count_undecided(Range range) const;
-  void check_limits(const Engine& engine) const;
+  void check_limits() const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
   // Returns the score of a row in the unit that callers see: a fraction or an entropy.
   double reported(const Proposals& proposals, size_t row) const;
@@ -212,11 +228,15 @@ class Request {
   bool end_early(Range block);
 
   const Denoiser& denoiser_;
+  const Engine& engine_;
   Policy policy_;
+  const int32_t steps_;  // the planned number of passes, or 0
+  int32_t longest_;
   std::vector<int32_t> canvas_, unconditional_;
   std::vector<uint8_t> undecided_;
   std::vector<bool> is_given_;
   bool is_reserved_ = false;
+  int32_t given_ = 0;  // number of tokens that the caller gave
   std::vector<Stage> plan_;
   size_t stage_ = 0, last_stage_ = 0;
   // is_made_: this stage has made a pass. is_editing_: all positions of the block are decided, but

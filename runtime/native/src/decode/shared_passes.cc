@@ -172,7 +172,7 @@ class SharedPasses final : public PassMaker {
   // stored rows. All canvases of a request run the same passes, so this number is the same for all
   // of them.
   std::vector<Arena::Wanted> wanted_by(const Request& request) const {
-    const size_t rows = request.has_cache() ? request.canvas().size() : 0;
+    const int32_t rows = request.has_cache() ? request.longest() : 0;
     int32_t stored = request.reusable();
     // In layers with a window, a shorter part of a prompt may lack rows that a longer part does not
     // need. So if a canvas lowers `stored`, ask the other canvases again.
@@ -186,8 +186,8 @@ class SharedPasses final : public PassMaker {
     }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)
-      wanted.push_back({request.canvas(number), static_cast<int32_t>(rows), stored,
-                        request.kept_in_window(), request.prefix_group()});
+      wanted.push_back({request.canvas(number), rows, stored, request.kept_in_window(),
+                        request.prefix_group()});
     return wanted;
   }
 

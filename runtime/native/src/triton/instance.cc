@@ -46,8 +46,7 @@ struct Instance::Answer : std::enable_shared_from_this<Instance::Answer> {
   bool streams = false;
   std::shared_ptr<dlm_automaton> constraint;
   std::unique_ptr<dlm_job, Destroy> job;
-  int32_t new_tokens = 0;  // number of mask tokens after the given tokens
-  size_t sent = 0;         // bytes of the text that were sent
+  size_t sent = 0;  // bytes of the text that were sent
   uint64_t began_ns = 0, submitted_ns = 0;
 
   ~Answer() {
@@ -226,11 +225,9 @@ void Instance::submit_or_throw(const std::shared_ptr<Answer>& answer) {
   }
   std::vector<const char*> stops;
   for (const std::string& each : asked.stop_strings) stops.push_back(each.c_str());
-  answer->new_tokens = asked.max_new_tokens == DLM_DEFAULT_NEW_TOKENS
-                           ? dlm_bundle_describe(model_.bundle())->denoiser->max_new_tokens
-                           : asked.max_new_tokens;
   request.special_tokens = asked.has_special_tokens;
   request.max_new_tokens = asked.max_new_tokens;
+  request.new_tokens = asked.new_tokens;
   request.policy = &policy;
   request.steps = asked.steps;
   request.max_steps = asked.max_steps;
@@ -280,6 +277,7 @@ void Instance::add_step(Answer& answer, const dlm_step& step) {
   made.answer = answer.shared_from_this();
   made.tensors.text.assign(step.text, step.text_size);
   made.tensors.nfe = step.nfe;
+  made.tensors.prompt_tokens = step.prompt_tokens;
   made.tensors.output_ids.resize(static_cast<size_t>(step.length));
   for (size_t i = 0; i < made.tensors.output_ids.size(); ++i)
     made.tensors.output_ids[i] = step.undecided[i] ? -1 : step.canvas[i];
@@ -329,7 +327,6 @@ void Instance::send_ready() {
     Tensors& tensors = each.tensors;
     answer.sent += tensors.text.size();
     auto& ids = tensors.output_ids;
-    tensors.prompt_tokens = static_cast<int32_t>(ids.size()) - answer.new_tokens;
     if (answer.asked.max_new_tokens != 0)
       ids.erase(ids.begin(), ids.begin() + tensors.prompt_tokens);
     tensors.completion_tokens = static_cast<int32_t>(

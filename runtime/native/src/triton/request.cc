@@ -12,7 +12,7 @@ constexpr size_t kMostJsonBytes = 4 << 20;
 constexpr size_t kMostMessages = 2048;
 constexpr char kInputs[] = "TEXT, MESSAGES, INPUT_IDS";
 constexpr char kParameters[] =
-    "max_new_tokens, steps, max_steps, preset, effort, schema, regex, grammar, stream, "
+    "max_new_tokens, new_tokens, steps, max_steps, preset, effort, schema, regex, grammar, stream, "
     "special_tokens, json_object, stop_strings, enum, deadline_ms, prefix_group";
 
 // A parameter of a request. Triton owns the key and the value.
@@ -117,6 +117,8 @@ void set_constraint(Asked& asked, int32_t kind, std::string content) {
 void read_parameter(const Parameter& parameter, Asked& asked) {
   if (parameter.is("max_new_tokens")) {
     asked.max_new_tokens = parameter.count();
+  } else if (parameter.is("new_tokens")) {
+    asked.new_tokens = parameter.count();
   } else if (parameter.is("steps")) {
     asked.steps = parameter.count();
   } else if (parameter.is("max_steps")) {

@@ -20,7 +20,7 @@ struct Asked {
   std::vector<std::pair<std::string, std::string>> messages;  // role and content
   std::vector<int32_t> ids;
 
-  int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
+  int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS, new_tokens = 0;
   std::string preset, effort;  // "" if not set
   int32_t steps = 0, max_steps = 0, prefix_group = 0;
   double deadline_ms = 0;
