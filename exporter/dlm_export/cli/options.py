@@ -178,7 +178,7 @@ SOURCE_OPTIONS = (
 TEXT_OPTIONS = (
     number(
         "--max-new-tokens",
-        "Tokens of an answer in training.  [default: generation_config.json's, or 128]",
+        "Tokens of an answer in training.  [default: recorded, or 128]",
         most=1 << 20,
     ),
     choice(

@@ -807,10 +807,10 @@ typedef struct dlm_request {
   int32_t prefix_group; /* 0 or more (0). A request reuses only keys and values of requests with the
                            same number, and of prompt caches. Give each customer a number of its
                            own, so that no customer can find out how the prompts of others begin */
-  int64_t new_tokens; /* the exact number of mask tokens to add after the given tokens, instead of
-                         the limit max_new_tokens, as in published decoding loops; 1 or more.
-                         INVALID_ARGUMENT if they do not fit on the canvas. 0 (default):
-                         max_new_tokens applies */
+  int64_t new_tokens;   /* the exact number of mask tokens to add after the given tokens, instead of
+                           the limit max_new_tokens, as in published decoding loops; 1 or more.
+                           INVALID_ARGUMENT if they do not fit on the canvas. 0 (default):
+                           max_new_tokens applies */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 

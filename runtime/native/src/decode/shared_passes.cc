@@ -186,8 +186,8 @@ class SharedPasses final : public PassMaker {
     }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)
-      wanted.push_back({request.canvas(number), rows, stored, request.kept_in_window(),
-                        request.prefix_group()});
+      wanted.push_back(
+          {request.canvas(number), rows, stored, request.kept_in_window(), request.prefix_group()});
     return wanted;
   }
 
