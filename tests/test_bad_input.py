@@ -478,9 +478,9 @@ def test_a_mask_token_from_the_command_line_is_checked_too(checkpoint: Path, out
 
 
 TOKENIZERS: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "smaller, without the mask token": (
-        lambda c: _tokenizer(c, 100),
-        ("100 ids, but mask_token_id 150 is not one of them",),
+    "smaller, without the end token": (
+        lambda c: _tokenizer(c, 151),
+        ("151 ids, but eos_token_id 151 is not one of them",),
     ),
     "larger": (
         lambda c: _tokenizer(c, 161),

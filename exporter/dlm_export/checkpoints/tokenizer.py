@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dlm_export.checkpoints.added_tokens import Token, own_tokens, read_added
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, read_json
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import BundleError, RequestError
@@ -51,46 +53,95 @@ class TokenizerFiles:
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     """Read the tokenizer, and check it against the network's vocabulary. Raises CheckpointError."""
+    found = _find(checkpoint)
+    if found is None:
+        return TokenizerFiles(None, None, {})
+    added = read_added(checkpoint, found.added)
+    with contextlib.ExitStack() as stack:
+        tokenizer, ids = stack.enter_context(_opened(found, added.tokens))
+        # transformers adds these tokens too, but the denoiser has no embeddings for their ids.
+        beyond = {
+            token["content"]
+            for token in added.tokens
+            if ids.get(token["content"], 0) >= network.vocab_size
+        }
+        if beyond:
+            kept = [token for token in added.tokens if token["content"] not in beyond]
+            tokenizer, ids = stack.enter_context(_opened(found, kept))
+            checkpoint.note(
+                f"{', '.join(sorted(beyond))[:300]} in the tokenizer's files: left out, because the denoiser's vocabulary of "
+                f"{network.vocab_size} has no ids for added tokens"
+            )
+        _check_ids(checkpoint, found, ids, added.listed)
+        unused = _unused_tokens(checkpoint, tokenizer, network)
+        # Serialise the tokenizer again, without its settings for truncation and padding in
+        # training. With these settings, the tokenizer would silently cut or pad prompts.
+        text = _with_special(tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids))
+    template = _chat_template(checkpoint, checkpoint.optional_json("tokenizer_config.json"))
+    for name, each in {"chat_template": template or "", **added.named}.items():
+        _check_text(checkpoint, name, each)
+    return TokenizerFiles(text, template, added.named, unused)
+
+
+def token_id(checkpoint: Checkpoint, text: str | None, name: str = "") -> int | None:
+    """Return the id of the special token ``name``, or of the added token with this text.
+
+    Returns ``None`` if the tokenizer has no such token. Raises CheckpointError.
+    """
+    found = _find(checkpoint)
+    added = read_added(checkpoint, [] if found is None else found.added)
+    texts = [each for each in (added.named.get(name), text) if each is not None]
+    if not texts:
+        return None
+    ids = added.listed
+    if found is not None:
+        with _opened(found, added.tokens) as (_, ids):
+            pass
+    return next((ids[each] for each in texts if each in ids), None)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A tokenizer.json, or one made from the other files: its path, data and added tokens."""
+
+    path: Path
+    data: bytes
+    added: list[dict[str, Any]]
+
+
+def _find(checkpoint: Checkpoint) -> _Found | None:
     path = checkpoint.path / "tokenizer.json"
-    added: dict[int, str] = {}
     if path.exists():
         data = read_bytes(path, TOKENIZER_LIMIT_BYTES, CheckpointError)
-    elif (checkpoint.path / "vocab.txt").exists():
-        path = checkpoint.path / "vocab.txt"
-        data = _word_pieces(checkpoint)
-    elif (checkpoint.path / "vocab.json").exists() and (checkpoint.path / "merges.txt").exists():
-        path = checkpoint.path / "vocab.json"
-        if network.family == "roberta":
+        return _Found(path, data, own_tokens(data))
+    path = checkpoint.path / "vocab.txt"
+    if path.exists():
+        made = _word_pieces(checkpoint)
+        return _Found(path, json.dumps(made, ensure_ascii=False).encode(), made["added_tokens"])
+    path = checkpoint.path / "vocab.json"
+    if path.exists() and (checkpoint.path / "merges.txt").exists():
+        if checkpoint.config.get("architectures") == ["RobertaForMaskedLM"]:
             raise CheckpointError(
                 f"{checkpoint.path}: has vocab.json and merges.txt, but no tokenizer.json. Write it with transformers: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
-        data, added = _byte_level_bpe(checkpoint)
-    else:
-        return TokenizerFiles(None, None, {})
+        return _Found(
+            path, json.dumps(_byte_level_bpe(checkpoint), ensure_ascii=False).encode(), []
+        )
+    return None
+
+
+@contextlib.contextmanager
+def _opened(found: _Found, added: Sequence[Token]) -> Iterator[tuple[Tokenizer, dict[str, int]]]:
+    """Yield the tokenizer with more tokens, and the ids of all added tokens. Raises CheckpointError."""
     try:
-        with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
-            _check_added(checkpoint, tokenizer, added)
-            unused = _unused_tokens(checkpoint, tokenizer, network)
-            # Serialise the tokenizer again, without its settings for truncation and padding in
-            # training. With these settings, the tokenizer would silently cut or pad prompts.
-            text = _with_special(
-                tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
-            )
+        with contextlib.closing(Tokenizer(found.data, None, {}, found.path, added)) as tokenizer:
+            entries = json.loads(tokenizer.as_json())["added_tokens"]
+            yield tokenizer, {entry["content"]: entry["id"] for entry in entries}
     except BundleError as err:
         raise CheckpointError(str(err)) from err
     except RequestError as err:
-        raise CheckpointError(f"{path}: {err}") from err
-    config = checkpoint.optional_json("tokenizer_config.json")
-    special = {
-        name: said
-        for name in ("bos_token", "eos_token", "pad_token")
-        if (said := _text(config.get(name)))
-    }
-    template = _chat_template(checkpoint, config)
-    for name, each in {"chat_template": template or "", **special}.items():
-        _check_text(checkpoint, name, each)
-    return TokenizerFiles(text, template, special, unused)
+        raise CheckpointError(f"{found.path}: {err}") from err
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
@@ -108,29 +159,11 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
     return json.dumps(found, ensure_ascii=False) if plain else text
 
 
-def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
-    """Build tokenizer.json from vocab.json and merges.txt.
-
-    The added tokens come from ``added_tokens_decoder`` in tokenizer_config.json. Returns the
-    content of tokenizer.json, and a dict that maps the id of each added token to its text.
-    """
+def _byte_level_bpe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the content of tokenizer.json for vocab.json and merges.txt, without added tokens."""
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError
     ).split("\n")
-    decoder = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
-    added: list[dict[str, Any]] = []
-    for number, entry in decoder.items() if isinstance(decoder, dict) else []:
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not number.isdecimal() or len(number) > 9 or not isinstance(content, str):
-            raise CheckpointError(
-                f"{checkpoint.path / 'tokenizer_config.json'}: added_tokens_decoder: {reprlib.repr(number)} should be an id, "
-                "with an object that contains content"
-            )
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        added.append(
-            {"id": int(number), "content": content, **flags, "special": bool(entry.get("special"))}
-        )
-    added.sort(key=lambda token: token["id"])
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -143,9 +176,9 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
         "behavior": "Isolated",
         "invert": False,
     }
-    made = {
+    return {
         "version": "1.0",
-        "added_tokens": added,
+        "added_tokens": [],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "decoder": byte_level,
@@ -155,13 +188,10 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
             "merges": [line for line in merges if line and not line.startswith("#version")],
         },
     }
-    return json.dumps(made, ensure_ascii=False).encode("utf-8"), {
-        token["id"]: token["content"] for token in added
-    }
 
 
-def _word_pieces(checkpoint: Checkpoint) -> bytes:
-    """Build tokenizer.json from the vocab.txt of a BERT. Each line of vocab.txt is a token.
+def _word_pieces(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the content of tokenizer.json for the vocab.txt of a BERT. Each line of vocab.txt is a token.
 
     tokenizer_config.json may change the settings of the normaliser. The defaults are the same as in
     transformers' BertTokenizer.
@@ -179,7 +209,7 @@ def _word_pieces(checkpoint: Checkpoint) -> bytes:
         if name in BERT_TOKENS
     ]
     sep, cls = (["[SEP]", vocab["[SEP]"]], ["[CLS]", vocab["[CLS]"]])
-    made = {
+    return {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": {
@@ -200,16 +230,28 @@ def _word_pieces(checkpoint: Checkpoint) -> bytes:
             "vocab": vocab,
         },
     }
-    return json.dumps(made, ensure_ascii=False).encode("utf-8")
 
 
-def _check_added(checkpoint: Checkpoint, tokenizer: Tokenizer, added: dict[int, str]) -> None:
-    for (number, content), name in zip(added.items(), tokenizer.names(list(added)), strict=True):
-        if name != content:
-            raise CheckpointError(
-                f"{checkpoint.path / 'tokenizer_config.json'}: added token {content!r} should have id {number}, but the "
-                f"vocabulary has {name!r} there"
-            )
+def _check_ids(
+    checkpoint: Checkpoint, found: _Found, ids: Mapping[str, int], listed: Mapping[str, int]
+) -> None:
+    """Compare the ids of added tokens with the ids in the other files.
+
+    With a tokenizer.json, its ids and the order of the other tokens count, as in transformers. A
+    difference is noted. Without one, the ids in the files count, so a difference raises CheckpointError.
+    """
+    wrong = {name: number for name, number in listed.items() if ids.get(name, number) != number}
+    if wrong and found.path.name != "tokenizer.json":
+        name, number = next(iter(wrong.items()))
+        raise CheckpointError(
+            f"{found.path.parent}: added token {name!r} should have id {number}, but gets id {ids[name]} after the "
+            f"tokens of {found.path.name}"
+        )
+    told = ", ".join(f"{name!r} {ids[name]} (not {number})" for name, number in wrong.items())
+    if wrong:
+        checkpoint.note(
+            f"tokens have other ids than their files say, as in transformers: {told[:300]}"
+        )
 
 
 def _unused_tokens(
@@ -217,23 +259,24 @@ def _unused_tokens(
 ) -> tuple[tuple[int, int], ...]:
     """Return the ranges of ids of the denoiser's vocabulary that the tokenizer does not know.
 
-    Raises CheckpointError if the tokenizer does not fit the vocabulary.
+    The mask token is never among them. Raises CheckpointError if the tokenizer does not fit the
+    vocabulary.
     """
     size, vocab_size = tokenizer.size, network.vocab_size
     if size > vocab_size:
         raise CheckpointError(
             f"{checkpoint.path}: the tokenizer has {size} ids, but the denoiser's vocabulary has only {vocab_size}"
         )
-    specials = [("eos_token_id", token) for token in network.eos_token_ids]
-    if network.noise != "uniform":  # otherwise, the denoiser has no mask token
-        specials.insert(0, ("mask_token_id", network.mask_token_id))
     names = tokenizer.names(range(vocab_size))
-    for name, token in specials:
+    for token in network.eos_token_ids:
         if names[token] is None:
             raise CheckpointError(
-                f"{checkpoint.path}: the tokenizer has {size} ids, but {name} {token} is not one of them"
+                f"{checkpoint.path}: the tokenizer has {size} ids, but eos_token_id {token} is not one of them"
             )
     is_unused = np.array([False, *(name is None for name in names), False])
+    if network.has_mask_token and names[network.mask_token_id] is None:
+        is_unused[network.mask_token_id + 1] = False
+        checkpoint.note(f"the tokenizer has no text for the mask token {network.mask_token_id}")
     if is_unused.sum() > PADDING_SHARE * vocab_size:
         checkpoint.note(
             f"{is_unused.sum()} of the {vocab_size} ids in the denoiser's vocabulary are not in the tokenizer, and are never "
@@ -241,11 +284,6 @@ def _unused_tokens(
         )
     ends = np.flatnonzero(is_unused[1:] != is_unused[:-1]).tolist()
     return tuple(zip(ends[::2], ends[1::2], strict=True))
-
-
-def _text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:

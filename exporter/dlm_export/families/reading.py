@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.checkpoints.tokenizer import token_id
 from dlm_export.families.base import Overrides
-from dlm_runtime.files import read_object, read_text
-from dlm_runtime.text.tokenizer import TOKENIZER_LIMIT_BYTES
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """The IDs of special tokens.
 
-    The IDs come from config.json, generation_config.json and tokenizer_config.json.
+    The IDs come from config.json, generation_config.json and the tokenizer's files.
     """
 
     mask: int
@@ -49,18 +48,15 @@ def special_tokens(
 
 
 def _mask_token(checkpoint: Checkpoint, overrides: Overrides, mask_text: str | None) -> int:
-    config = checkpoint.config
-    mask = overrides.mask_token_id
-    for found in (
-        _single(config.get("mask_token_id")),
-        _named_id(checkpoint, "mask_token"),
-        _id_of(checkpoint, mask_text),
-    ):
-        mask = found if mask is None else mask
+    mask: int | None = overrides.mask_token_id
+    if mask is None:
+        mask = _single(checkpoint.config.get("mask_token_id"))
+    if mask is None:
+        mask = token_id(checkpoint, mask_text, "mask_token")
     if mask is None:
         other = "" if mask_text is None else f", nor {mask_text} among the added tokens"
         raise CheckpointError(
-            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in tokenizer_config.json{other}. "
+            f"{checkpoint.config.path}: no mask_token_id, nor a mask_token in the tokenizer's files{other}. "
             "Pass --mask-token-id."
         )
     return mask
@@ -160,46 +156,3 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
     return (
         overrides.attention_block if overrides.attention_block is not None else config.integer(key)
     )
-
-
-def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """Return the ID of the special token that tokenizer_config.json stores under ``name``."""
-    token = checkpoint.optional_json("tokenizer_config.json").get(name)
-    return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
-
-
-def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """Return the ID of the added token whose text is ``text``.
-
-    The function looks in tokenizer_config.json, added_tokens.json, tokenizer.json and vocab.txt.
-    """
-    if not isinstance(text, str):
-        return None
-    added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
-    for number, entry in added.items() if isinstance(added, dict) else []:
-        if isinstance(entry, dict) and entry.get("content") == text:
-            # Skip numbers with ten digits or more, because a token ID has fewer digits, and int()
-            # raises an error for thousands of digits.
-            return int(number) if number.isdecimal() and len(number) < 10 else None
-    found = checkpoint.optional_json("added_tokens.json").get(text)
-    return found if isinstance(found, int) else _id_in_tokenizer(checkpoint, text)
-
-
-def _id_in_tokenizer(checkpoint: Checkpoint, text: str) -> int | None:
-    """Return the ID of the added token ``text`` in tokenizer.json.
-
-    Without tokenizer.json, the function looks for a line with this text in vocab.txt.
-    """
-    path = checkpoint.path / "tokenizer.json"
-    if path.exists():
-        added = read_object(path, TOKENIZER_LIMIT_BYTES, CheckpointError).get("added_tokens")
-        for entry in added if isinstance(added, list) else []:
-            if isinstance(entry, dict) and entry.get("content") == text:
-                number = entry.get("id")
-                return number if isinstance(number, int) else None
-        return None
-    path = checkpoint.path / "vocab.txt"
-    if not path.exists():
-        return None
-    names = read_text(path, TOKENIZER_LIMIT_BYTES, CheckpointError).split("\n")
-    return names.index(text) if text in names else None

@@ -33,10 +33,17 @@ PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no 
 class Text:
     """The tokenizer and the chat template of one bundle."""
 
-    def load(self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]) -> None:
+    def load(
+        self,
+        tokenizer: bytes,
+        template: str | None,
+        special_tokens: dict[str, str],
+        added: list[dict[str, Any]],
+    ) -> None:
         import tokenizers
 
         self.tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
+        self.tokenizer.add_tokens([tokenizers.AddedToken(**token) for token in added])
         self.tokenizer.no_truncation()  # truncation and padding would silently change prompts
         self.tokenizer.no_padding()
         self.source, self.special_tokens = template or "", special_tokens
@@ -249,7 +256,8 @@ class Text:
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         return str(
             self.template.render(
-                messages=messages, tools=tools, add_generation_prompt=True, **self.special_tokens
+                self.special_tokens
+                | {"messages": messages, "tools": tools, "add_generation_prompt": True}
             )
         )
 

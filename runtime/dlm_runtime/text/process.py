@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,14 +51,18 @@ class TextProcess:
     """A tokenizer in separate processes: one for short requests, and one for long texts."""
 
     def __init__(
-        self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]
+        self,
+        tokenizer: bytes,
+        template: str | None,
+        special_tokens: dict[str, str],
+        added: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Start the process for short requests.
 
         Raises Refused if the library cannot load the tokenizer.
         """
-        load = {"do": "load", "template": template, "special_tokens": special_tokens}
-        packed = _pack(load, tokenizer)
+        given = {"template": template, "special_tokens": special_tokens, "added": added}
+        packed = _pack({"do": "load", **given}, tokenizer)
         self._short, self._long = _Process(packed), _Process(packed)
         self.ask("names", tokens=[])
 

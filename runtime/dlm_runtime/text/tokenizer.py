@@ -39,11 +39,13 @@ class Tokenizer:
         template: str | None,
         special_tokens: Mapping[str, str],
         where: object = "tokenizer.json",
+        added: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """``special_tokens`` contains the texts of special tokens that a template may use.
 
-        The keys of ``special_tokens`` are the names that the template uses. Raises BundleError if
-        the tokenizer is invalid. The message names the file ``where``.
+        The keys of ``special_tokens`` are the names that the template uses. ``added`` contains
+        tokens to add to the tokenizer, each with ``content`` and flags as in tokenizer.json. Raises
+        BundleError if the tokenizer is invalid. The message names the file ``where``.
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # the hash of the tokenizer's file
@@ -54,7 +56,7 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._added: dict[int, Mapping[str, Any]] | None = None
         try:
-            self._process = TextProcess(tokenizer, template, dict(special_tokens))
+            self._process = TextProcess(tokenizer, template, dict(special_tokens), list(added))
         except Refused as err:
             raise BundleError(
                 f"{where}: not a tokenizer that the tokenizers library reads ({err})"
