@@ -450,8 +450,13 @@ def test_a_chat_that_is_more_than_segments_is_refused(
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
             "does not insert the content of a user message|changes the content",
         ),
-        ("{{ messages[0].content }}{{ now() }}", "does not insert the content of a user message"),
-        ("{% for %}", "not valid Jinja|does not insert the content of a user message"),
+        (
+            "{{ messages[0].content }}{{ now() }}",
+            r"rejects every conversation \(UndefinedError: 'now' is undefined\)",
+        ),
+        ("{% for %}", r"rejects every conversation \(TemplateSyntaxError: Expected an expression"),
+        ("{{ messages[0].contents }}", "does not write the messages into the prompt"),
+        (CHATML + "{{ strftime_now('%Y') }}", r"changes from run to run \(strftime_now\)"),
         (
             CHATML + "{% if messages | length > 3 %}{{ raise_exception('long') }}{% endif %}",
             "although it accepts each two of these roles",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_export.bundle.folder import sha256
 from dlm_export.checkpoints.adapters import CONFIG_FILE, WEIGHTS_FILE
 from dlm_export.checkpoints.hub import Hub, HubName, Located
+from dlm_export.checkpoints.tokenizer import TEMPLATE_FILES
 from dlm_runtime.errors import DlmError, ExitCode
 
 if TYPE_CHECKING:
@@ -43,9 +44,14 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files in the top folder that this module downloads.
+"""Names of the files in the top folder that this module downloads."""
+OTHER_FILES = re.compile(
+    rf"(?:\w[\w.-]*/)?(?:{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)})"
+    rf"|{re.escape(TEMPLATE_FILES['tool_use'])}"
+)
+"""Paths of all other files that this module downloads.
 
-It also downloads the files of adapters, which may be in folders of their own, and no others.
+The files of an adapter may be in a folder of their own.
 """
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
@@ -110,15 +116,13 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
     found = [
         file
         for file in listed
-        if re.fullmatch(rf"(?:\w[\w.-]*/)?(?:{CONFIG_FILE}|{WEIGHTS_FILE})", file.rfilename)
+        if OTHER_FILES.fullmatch(file.rfilename)
         or (
             any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
             and "/" not in file.rfilename
         )
     ]
-    names = {file.rfilename for file in found} - {
-        file.rfilename for file in found if Path(file.rfilename).name in (CONFIG_FILE, WEIGHTS_FILE)
-    }
+    names = {file.rfilename for file in found if OTHER_FILES.fullmatch(file.rfilename) is None}
     for pattern in ("config.json", WEIGHTS):
         if not fnmatch.filter(names, pattern):
             raise HubError(f"{name}: the repository has no {pattern}", is_input=True)

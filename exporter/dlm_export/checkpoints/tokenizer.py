@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 from dlm_export.checkpoints.added_tokens import Token, own_tokens, read_added
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, read_json
 from dlm_export.network.spec import NetworkSpec
+from dlm_export.text.supported import chat_failure, takes_tools
 from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
@@ -35,6 +37,12 @@ BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # that are efficient for matrices. LLaDA has 126,464 ids, of which 115 are padding. Dream has
 # 152,064 ids, of which 397 are padding.
 PADDING_SHARE = 0.01
+TEMPLATE_FILES = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+EMPTY = b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}, "added_tokens": []}'
+"""A tokenizer.json without tokens, for a process that only renders chats."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,15 @@ class TokenizerFiles:
     """The text of tokenizer.json, the chat template, and the template's special tokens.
 
     ``unused_tokens`` are the ids of the denoiser's vocabulary that are no tokens (see
-    ``NetworkSpec``).
+    ``NetworkSpec``). ``chat_failure`` says why the template renders no conversation, and is
+    ``None`` if it renders one.
     """
 
     tokenizer: str | None
     chat_template: str | None
     special_tokens: dict[str, str]
     unused_tokens: tuple[tuple[int, int], ...] = ()
+    chat_failure: str | None = None
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
@@ -77,10 +87,23 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         # Serialise the tokenizer again, without its settings for truncation and padding in
         # training. With these settings, the tokenizer would silently cut or pad prompts.
         text = _with_special(tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids))
-    template = _chat_template(checkpoint, checkpoint.optional_json("tokenizer_config.json"))
+    config = checkpoint.optional_json("tokenizer_config.json")
+    template = _chat_template(checkpoint, config)
     for name, each in {"chat_template": template or "", **added.named}.items():
         _check_text(checkpoint, name, each)
-    return TokenizerFiles(text, template, added.named, unused)
+    failure = None
+    if template is None and config.get("chat_template") is not None:
+        checkpoint.note("no chat template is named default or tool_use, so the bundle has none")
+    elif template is not None:
+        with contextlib.closing(Tokenizer(EMPTY, template, added.named)) as tokenizer:
+            failure = chat_failure(tokenizer)
+            if failure is not None:
+                checkpoint.note(f"the chat template {failure}")
+            elif not takes_tools(tokenizer):
+                checkpoint.note(
+                    "the chat template ignores tools, so requests must describe them in a message"
+                )
+    return TokenizerFiles(text, template, added.named, unused, failure)
 
 
 def token_id(checkpoint: Checkpoint, text: str | None, name: str = "") -> int | None:
@@ -295,22 +318,43 @@ def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
         )
 
 
-def _chat_template(checkpoint: Checkpoint, config: dict[str, Any]) -> str | None:
-    path = checkpoint.path / "chat_template.jinja"
-    if path.exists():
-        return read_text(path, TEMPLATE_LIMIT_BYTES, CheckpointError)
-    template: Any = config.get("chat_template")
-    if template is None and (checkpoint.path / "chat_template.json").exists():
-        template = read_json(checkpoint.path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several templates with names; use the one named "default"
-        named = [
-            entry
-            for entry in template
-            if isinstance(entry, dict) and entry.get("name") == "default"
-        ]
-        template = named[0].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f"{checkpoint.path}: chat_template is not text ({reprlib.repr(template)})"
-        )
-    return template
+def _chat_template(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
+    """Return the chat template.
+
+    Files with templates go before tokenizer_config.json. As in transformers, a template named
+    "tool_use" is for requests with tools, and the one named "default" for all others.
+    """
+    found: Any = {}
+    for name, file in TEMPLATE_FILES.items():
+        path = checkpoint.path / file
+        if path.exists():
+            found[name] = read_text(path, TEMPLATE_LIMIT_BYTES, CheckpointError)
+    if not found:
+        found = config.get("chat_template")
+        if found is None:
+            found = checkpoint.optional_json("chat_template.json").get("chat_template")
+    if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+        found = {entry.get("name"): entry.get("template") for entry in found}
+    if isinstance(found, str):
+        found = {"default": found}
+    templates = [] if found is None else [found]
+    if isinstance(found, dict):
+        templates = [found[name] for name in ("default", "tool_use") if name in found]
+    for template in templates:
+        if not isinstance(template, str):
+            raise CheckpointError(
+                f"{checkpoint.path}: chat_template is not text ({reprlib.repr(template)})"
+            )
+    if isinstance(found, dict) and "tool_use" in found:
+        missing = "{{ raise_exception('the checkpoint has a chat template for tools only') }}"
+        return _by_tools(found["tool_use"], found.get("default", missing))
+    return templates[0] if templates else None
+
+
+def _by_tools(tool_use: str, default: str) -> str:
+    """Join two templates: one for requests with tools, and one for all others.
+
+    The plus signs keep the line breaks and spaces at the start and the end of each template.
+    """
+    first, second = (re.sub(r"(\r\n|\r|\n)\Z", "", each) for each in (tool_use, default))
+    return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"

@@ -73,7 +73,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
     text = tokenizer.read(opened, network)
     kinds = {
         "tokenizer": text.tokenizer is not None,
-        "chat_template": text.chat_template is not None,
+        "chat_template": text.chat_template is not None and text.chat_failure is None,
     }
     table = table_type(network, tensors.stored_type)
     memory = {

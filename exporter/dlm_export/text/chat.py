@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlm_export.text.refusal import NotCompiled
+from dlm_runtime.text._worker import environment
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
@@ -62,6 +63,8 @@ _METHODS = (
     ),
     *("find", "index", "count"),
 )
+# Functions and filters whose results differ between two renderings of the same chat.
+_CHANGING = {"strftime_now", "random", "lipsum"}
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
@@ -123,8 +126,8 @@ class _Segments:
         return None if end is None else out + end
 
 
-def read_chat(template: str, render: Render) -> Chat:
-    """Find the segments of a template.
+def read_chat(constants: Constants, render: Render) -> Chat:
+    """Find the segments of a template with these constants.
 
     Raises NotCompiled if the template does not support a chat with a single user message.
     """
@@ -146,7 +149,6 @@ def read_chat(template: str, render: Render) -> Chat:
         )
     known = [order for order in orders if segments.rendered(order, _markers(order)) is not None]
     roles = tuple(role for role in (LEADING, *ROLES) if any(role in order for order in known))
-    tested, others = _literals(template)
     transforms, literals, empties = [], [], []
     for number, (role, is_last) in enumerate(itertools.product(roles, (False, True))):
         examples = [(order, at) for order in known for at in _places(order, role, is_last)][
@@ -156,8 +158,8 @@ def read_chat(template: str, render: Render) -> Chat:
         transforms.append(transform)
         if transform == REFUSED:
             continue
-        literals += [(number, text) for text in tested]
-        contents = [*(text for text in others if text.strip()), *_NOTHING]
+        literals += [(number, text) for text in constants.tested]
+        contents = [*(text for text in constants.others if text.strip()), *_NOTHING]
         wrong = [
             text for text in contents if not _holds(segments, render, examples, transform, [text])
         ]
@@ -263,18 +265,36 @@ def _holds(
     return [*render(chats)] == expected and bool(expected)
 
 
-def _literals(template: str) -> tuple[list[str], list[str]]:
-    """Return the string constants of a template in two lists.
+@dataclass(frozen=True)
+class Constants:
+    """The constants of a template.
 
-    The first list contains the constants that the template searches for in the contents of
-    messages. The second list contains all other constants.
+    - ``tested``: the strings that the template searches for in the contents of messages.
+    - ``others``: all other strings.
+    - ``numbers``: the positive integers.
     """
-    from jinja2 import Environment, TemplateError, nodes
+
+    tested: list[str]
+    others: list[str]
+    numbers: list[int]
+
+
+def constants(template: str) -> Constants:
+    """Return the constants of a template.
+
+    Raises NotCompiled if the text of a chat depends on anything but the messages.
+    """
+    from jinja2 import TemplateError, nodes
 
     try:
-        tree = Environment().parse(template)
+        tree = environment().parse(template)
     except (TemplateError, RecursionError) as err:
         raise NotCompiled(f"its chat template is not valid Jinja: {err}") from err
+    names = {each.name for each in tree.find_all((nodes.Name, nodes.Filter))}
+    if changing := names & _CHANGING:
+        raise NotCompiled(
+            f"the text of its chat template changes from run to run ({', '.join(sorted(changing))})"
+        )
 
     def texts(places: Sequence[nodes.Node | None]) -> Iterator[str]:
         constants = (
@@ -296,4 +316,6 @@ def _literals(template: str) -> tuple[list[str], list[str]]:
     others = {*texts([tree])} - {*tested}
     if len(others) + len(tested) > MOST_LITERALS:
         raise NotCompiled(f"its chat template names more than {MOST_LITERALS} texts")
-    return sorted({*tested}), sorted(others)
+    values = [each.value for each in tree.find_all(nodes.Const)]
+    numbers = {value for value in values if type(value) is int and value > 0}
+    return Constants(sorted({*tested}), sorted(others), sorted(numbers))

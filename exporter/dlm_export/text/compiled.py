@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlm_export.text.chat import Chat, read_chat
+from dlm_export.text.chat import Chat, constants, read_chat
 from dlm_export.text.layout import (
     BYTE_FALLBACK,
     SPECIAL,
@@ -23,6 +23,7 @@ from dlm_export.text.layout import (
 from dlm_export.text.native import CompiledText
 from dlm_export.text.proof import prove_chats, prove_tokens
 from dlm_export.text.refusal import NotCompiled
+from dlm_export.text.supported import chat_failure
 from dlm_export.text.vocabulary import read_tables
 from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
@@ -105,13 +106,15 @@ def _chat(template: str, tables: TextTables, tokenizer: Tokenizer) -> Chat:
         )
         return [text for part in parts for text in tokenizer.render_each(part)]
 
-    chat = read_chat(template, render)
+    if (failure := chat_failure(tokenizer)) is not None:
+        raise NotCompiled(f"its chat template {failure}")
+    found = constants(template)
+    chat = read_chat(found, render)
     special = [
         each.text.decode() for each in tables.added if tables.token_flags[each.token] & SPECIAL
     ]
-    if not prove_chats(
-        CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat, special
-    ):
+    compiled = CompiledText(as_bytes(replace(tables, chat=chat)))
+    if not prove_chats(compiled, tokenizer, chat, special, found.numbers):
         raise NotCompiled("its compiled chat template rejects all test conversations")
     return chat
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from dlm_export.text import samples
@@ -59,33 +59,55 @@ def prove_chats(
     tokenizer: Tokenizer,
     chat: Chat,
     special: Sequence[str] = (),
+    numbers: Sequence[int] = (),
     chats: int = CHATS,
 ) -> int:
     """Render and encode generated conversations, and compare the results with Python's results.
 
-    Messages may contain the texts in ``special``.
+    Messages may contain the texts in ``special``. ``numbers`` are constants of the template: some
+    conversations have about as many messages, and some messages about as many characters.
 
     Returns the number of conversations that the compiled template rendered and did not reject.
     Raises NotCompiled at the first conversation whose text or token ids differ.
     """
     rendered = 0
     literals = sorted({*special, *(text for _, text in chat.literals)})
-    for some in _parts(samples.chats(chats, chat.roles, literals)):
+    if numbers and numbers[-1] > samples.MOST_LETTERS:
+        raise NotCompiled(
+            f"its chat template has the number {numbers[-1]}, and chats are compared up to {samples.MOST_LETTERS} characters"
+        )
+    for _ in _alike(compiled, tokenizer, samples.counted(chat.roles, numbers)):
+        pass
+    for messages in _alike(compiled, tokenizer, samples.chats(chats, chat.roles, literals)):
+        rendered += 1
+        ids = compiled.encode_chat(messages)
+        if ids != _chat_ids(tokenizer, messages, ids):
+            raise NotCompiled(
+                f"the compiled chat encodes {reprlib.repr(messages)} in another way than tokenizers"
+            )
+    return rendered
+
+
+def _alike(
+    compiled: CompiledText, tokenizer: Tokenizer, chats: Iterable[list[dict[str, str]]]
+) -> Iterator[list[dict[str, str]]]:
+    """Yield the conversations that the compiled template renders, like Jinja, and does not reject.
+
+    Raises NotCompiled at the first conversation whose text differs.
+    """
+    for some in _parts(chats):
         for messages, expected in zip(some, tokenizer.render_each(some), strict=True):
             try:
-                found, ids = compiled.render(messages), compiled.encode_chat(messages)
+                found = compiled.render(messages)
             except RequestError:
                 continue
-            rendered += 1
             if found != expected:
+                longest = max(len(message["content"]) for message in messages)
                 raise NotCompiled(
-                    f"the compiled chat renders {reprlib.repr(messages)} in another way than Jinja"
+                    f"the compiled chat renders {reprlib.repr(messages)} ({len(messages)} messages of up to {longest} "
+                    "characters) in another way than Jinja"
                 )
-            if ids != _chat_ids(tokenizer, messages, ids):
-                raise NotCompiled(
-                    f"the compiled chat encodes {reprlib.repr(messages)} in another way than tokenizers"
-                )
-    return rendered
+            yield messages
 
 
 def _chat_ids(

@@ -7,6 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -112,6 +113,9 @@ _SCRIPTS = (
         (0xE0100, 0xF0),
     ),
 )
+FEW_MESSAGES, MOST_MESSAGES = 12, 100  # sizes of conversations in ``counted``
+MOST_LETTERS = 4096
+MOST_NUMBERS = 8  # numbers of a template of which sums and products are tried too
 _MARKS = (0x300, 0x70)  # the first combining mark, and the number of them
 
 
@@ -174,6 +178,37 @@ def chats(
                 usual[at % len(usual)] for at in range(length)
             ]
         yield [{"role": role, "content": source.choice(contents)} for role in order]
+
+
+def counted(roles: Sequence[str], numbers: Sequence[int]) -> Iterator[list[dict[str, str]]]:
+    """Yield conversations of every small size, and with sizes close to ``numbers``.
+
+    A template may compare the number of messages, or the length of a message, with a constant.
+    """
+    pairs = [*itertools.combinations_with_replacement(numbers[:MOST_NUMBERS], 2)]
+    near = {
+        number + more
+        for number in (*numbers, *(a * b for a, b in pairs), *(a + b for a, b in pairs))
+        for more in (-1, 0, 1, 2)
+    }
+    letters = [number for number in sorted(near) if 0 < number <= MOST_LETTERS]
+    counts = {*range(1, FEW_MESSAGES + 1), *near, *(2 * number for number in near)}
+    counts = {number for number in counts if 0 < number <= MOST_MESSAGES}
+    usual = [role for role in ("user", "assistant") if role in roles]
+    orders = [usual, ["user"], ["user", "assistant", "tool", "assistant"], ["user", "tool"]]
+    for order in (order for order in orders if order and {*order} <= {*roles}):
+        first = ["system"] if "system" in roles else []
+        for lead, count in itertools.product(([], first) if first else ([],), sorted(counts)):
+            said = [*lead, *itertools.islice(itertools.cycle(order), count)]
+            yield [{"role": role, "content": f"m{at}"} for at, role in enumerate(said)]
+    order = [role for role in ("system", *usual, "user") if role in roles]
+    for count, unit, at in itertools.product(
+        sorted(letters), ("x", "x ", "x\n"), range(len(order))
+    ):
+        yield [
+            {"role": role, "content": (unit * count).strip() if place == at else "x"}
+            for place, role in enumerate(order)
+        ]
 
 
 def _of_a_script(source: random.Random, number: int) -> str:

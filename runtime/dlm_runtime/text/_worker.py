@@ -253,11 +253,16 @@ class Text:
                 ids.append(token)
         yield ids, done, length
 
+    def render(
+        self, _: bytes, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> str:
+        return self._render(messages, tools)
+
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        given = {"messages": [_message(each) for each in messages], "tools": tools}
         return str(
             self.template.render(
-                self.special_tokens
-                | {"messages": messages, "tools": tools, "add_generation_prompt": True}
+                self.special_tokens | given | {"documents": None, "add_generation_prompt": True}
             )
         )
 
@@ -274,36 +279,72 @@ class Text:
 
     @functools.cached_property
     def template(self) -> Any:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        return environment().from_string(self.source)
 
-        def raise_exception(message: str) -> NoReturn:
-            raise TemplateError(message)
 
-        def tojson(
-            value: Any,
-            ensure_ascii: bool = False,
-            indent: Any = None,
-            separators: Any = None,
-            sort_keys: bool = False,
-        ) -> str:
-            # Templates expect the tojson filter of transformers. Jinja's own filter escapes HTML
-            # and sorts keys.
-            return json.dumps(
-                value,
-                ensure_ascii=ensure_ascii,
-                indent=indent,
-                separators=separators,
-                sort_keys=sort_keys,
-            )
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers gives it to a template.
 
-        extensions = ["jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    Members that are None are left out. The reasoning has the names of all released templates.
+    """
+    message = {name: value for name, value in given.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+
+
+def environment() -> Any:
+    """Return the Jinja environment for which chat templates are written, as in transformers."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block ``generation``, which only marks the text of answers for training."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("unchanged"), [], [], body).set_lineno(line)
+
+        def unchanged(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        from datetime import datetime
+
+        return datetime.now().strftime(form)  # local time, as in transformers
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Templates expect the tojson filter of transformers. Jinja's own filter escapes HTML and
+        # sorts keys.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
         )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
-        return environment.from_string(self.source)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = tojson
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return made
 
 
 class Marks:

@@ -204,8 +204,19 @@ class Tokenizer:
         )
         return found
 
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """Render a conversation as text, up to the start of the assistant's next reply.
+
+        Raises RequestError with the reason of the template.
+        """
+        chat = [dict(message) for message in messages]
+        what = "the bundle's chat template rejects these messages"
+        return str(self._ask("render", what, messages=chat, tools=tools))
+
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
-        """Render each conversation as text, up to the start of the assistant's next reply.
+        """Render several conversations like ``render``.
 
         The result for a conversation is None if the template rejects the conversation.
         """
