@@ -2,13 +2,15 @@
 
 The server offers one folder as the repository ``org/tiny``, and counts the bytes that it sends for
 each file. Tests can make single files faulty. The sets ``cut``,
-``forged`` and ``hidden`` contain names of faulty files. Downloads of files in ``cut`` end halfway.
-Files in ``forged`` are listed with a wrong hash. Requests for files in ``hidden`` get the status
-404, although the files are listed.
+``forged``, ``hidden`` and ``endless`` contain names of faulty files. Downloads of files in ``cut``
+end halfway, and those of files in ``endless`` never end. Files in ``forged`` are listed with a
+wrong hash. Requests for files in ``hidden`` get the status 404, although the files are listed.
+``headers`` are sent with all files, and ``listed`` replaces the answer about the repository.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -34,6 +36,9 @@ class HubServer:
         self.cut: set[str] = set()
         self.forged: set[str] = set()
         self.hidden: set[str] = set()
+        self.endless: set[str] = set()
+        self.headers: dict[str, str] = {}
+        self.listed: bytes | None = None
         self.is_gated = False
         self.has_ranges = True
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -116,7 +121,7 @@ class HubServer:
                 elif revision not in (None, "main", "v1", COMMIT):
                     self._refuse(404, "RevisionNotFound")
                 else:
-                    self._send(200, json.dumps(server.listing()).encode(), {})
+                    self._send(200, server.listed or json.dumps(server.listing()).encode(), {})
 
             def _send_file(self, name: str, *, with_body: bool) -> None:
                 path = server.folder / name
@@ -131,7 +136,10 @@ class HubServer:
                 if is_part:
                     assert asked is not None
                     first, end = int(asked[1]), int(asked[2]) + 1 if asked[2] else len(data)
-                headers = {"ETag": f'"{server.etag(name)}"', "X-Repo-Commit": COMMIT}
+                headers = {
+                    "ETag": f'"{server.etag(name)}"',
+                    "X-Repo-Commit": COMMIT,
+                } | server.headers
                 if is_part:
                     headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
                 status = 206 if is_part else 200
@@ -147,10 +155,15 @@ class HubServer:
                 self.send_response(status)
                 for key, value in headers.items():
                     self.send_header(key, value)
-                self.send_header("Content-Length", str(len(body)))
+                is_endless = name is not None and name in server.endless
+                if not is_endless:
+                    self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 if name is None:
                     return
+                if is_endless:
+                    self.close_connection = True
+                    return self._send_without_end(name)
                 if name in server.cut:
                     body = body[: len(body) // 2]
                     self.close_connection = True
@@ -161,7 +174,15 @@ class HubServer:
                 except ConnectionError:
                     self.close_connection = True
 
+            def _send_without_end(self, name: str) -> None:
+                with contextlib.suppress(OSError):
+                    while server.sent[name] < 1 << 28:
+                        self.wfile.write(bytes(CHUNK))
+                        server.sent[name] += CHUNK
+
             def _refuse(self, status: int, code: str) -> None:
-                self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+                self._send(
+                    status, b"{}", {"X-Error-Code": code, "X-Error-Message": code} | server.headers
+                )
 
         return Handler

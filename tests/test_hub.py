@@ -7,15 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import llada_config, nemotron_config, write_adapter, write_checkpoint
 from hub_server import COMMIT, REPOSITORY, HubServer
 
 from dlm_export.bundle.folder import sha256
-from dlm_export.checkpoints.hub import HubName
+from dlm_export.checkpoints.guard import HubError
+from dlm_export.checkpoints.hub import HubName, local
 
 pytest.importorskip("huggingface_hub")
 NAME = f"hf:{REPOSITORY}"
@@ -215,6 +217,118 @@ def test_a_server_without_ranges_never_sends_the_weights(hub: HubServer, tmp_pat
     hub.has_ranges = False
     refused(run(hub, tmp_path, "inspect", NAME), 1, "does not send parts of files")
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+OUTSIDE = "../../../../../outside"
+
+
+@pytest.fixture
+def here(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Return ``local`` with the test's server as hub, for downloads in this process."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return local
+
+
+@pytest.mark.parametrize(
+    ("headers", "hidden", "sentence"),
+    [
+        ({"ETag": f'"{OUTSIDE}"'}, "", "it sent a malformed ETag"),
+        ({"ETag": f'W/"{OUTSIDE}"'}, "", "it sent a malformed ETag"),
+        ({"X-Linked-Etag": OUTSIDE}, "", "it sent a malformed ETag"),
+        ({"ETag": '".."'}, "", "it sent a malformed ETag"),
+        ({"ETag": f'"{"e" * 5000}"'}, "", "it sent a malformed ETag"),
+        ({"X-Repo-Commit": OUTSIDE}, "", "it sent a file of another commit"),
+        ({"X-Repo-Commit": "f" * 40}, "", "it sent a file of another commit"),
+        ({"X-Repo-Commit": OUTSIDE}, "config.json", "it sent a file of another commit"),
+        ({"Content-Encoding": "gzip"}, "", "it sent compressed data"),
+        ({"Location": "file:///etc/passwd"}, "", "config.json"),
+        ({"X-Error-Message": "\x1b[2Jgone"}, "config.json", "the file is missing on the hub"),
+    ],
+)
+def test_headers_of_a_hostile_hub_change_no_file_outside_the_cache(
+    hub: HubServer,
+    here: Callable[..., Any],
+    tmp_path: Path,
+    headers: dict[str, str],
+    hidden: str,
+    sentence: str,
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    hub.headers, hub.hidden = headers, {hidden}
+    with pytest.raises(HubError) as raised, here(HubName.parse(NAME)):
+        pytest.fail("the files were accepted")
+    assert sentence in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert outside.read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} <= {"outside", "cache", "repository"}
+
+
+@pytest.mark.parametrize("headers_only", [True, False])
+def test_an_answer_without_end_is_given_up(
+    hub: HubServer, here: Callable[..., Any], headers_only: bool
+) -> None:
+    file = "model.safetensors" if headers_only else "config.json"
+    hub.endless.add(file)
+    with (
+        pytest.raises(HubError, match=f"{file}: the hub's answer is malformed: it sent more bytes"),
+        here(HubName.parse(NAME), headers_only=headers_only),
+    ):
+        pytest.fail("the file was accepted")
+    assert hub.sent[file] < 1 << 24
+
+
+def _listed(**changes: Any) -> dict[str, Any]:
+    """Return a listing whose last file is changed."""
+    files = [
+        {"rfilename": n, "size": 2, "blobId": 40 * "0"} for n in ("config.json", "a.safetensors")
+    ]
+    return {"id": REPOSITORY, "sha": COMMIT, "siblings": [*files, files[1] | changes]}
+
+
+LISTINGS: dict[str, Any] = {
+    "no JSON": b"<html>",
+    "a list": [],
+    "nothing": {},
+    "no commit": {"id": REPOSITORY, "sha": None},
+    "a path as commit": _listed() | {"sha": OUTSIDE},
+    "a number as commit": _listed() | {"sha": 7},
+    "files in an object": _listed() | {"siblings": {"a": "b"}},
+    "a number as file": _listed() | {"siblings": [7]},
+    "a file without a name": _listed() | {"siblings": [{"size": 1}]},
+    "a number as name": _listed(rfilename=7),
+    "a name with NUL": _listed(rfilename="a\0.safetensors"),
+    "a name with an escape": _listed(rfilename="\x1b[2J.safetensors"),
+    "a file as folder": _listed(rfilename="config.json/adapter_config.json"),
+    "a long name": _listed(rfilename=f"{'x' * 300}.safetensors"),
+    "no size": _listed(size=None),
+    "a text as size": _listed(size="2"),
+    "a negative size": _listed(size=-1),
+    "a huge size": _listed(size=2**80),
+    "a fraction as size": _listed(size=1.5),
+    "lfs without a hash": _listed(lfs={"size": 1}),
+    "a date that is none": _listed() | {"lastModified": "yesterday"},
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("what", LISTINGS)
+def test_a_malformed_listing_is_one_sentence(
+    hub: HubServer, here: Callable[..., Any], tmp_path: Path, what: str
+) -> None:
+    listed = LISTINGS[what]
+    hub.listed = listed if isinstance(listed, bytes) else json.dumps(listed).encode()
+    with pytest.raises(HubError, match=f"^{NAME}: [ -~]+$"), here(HubName.parse(NAME)):
+        pytest.fail("the files were accepted")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_without_the_prefix_nothing_is_fetched(hub: HubServer, tmp_path: Path) -> None:

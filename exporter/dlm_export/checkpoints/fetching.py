@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import hashlib
 import re
+import reprlib
 import shutil
 import sys
 import tempfile
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_export.bundle.folder import sha256
 from dlm_export.checkpoints.adapters import CONFIG_FILE, WEIGHTS_FILE
+from dlm_export.checkpoints.guard import COMMIT, Guard, HubError, guarded
 from dlm_export.checkpoints.hub import Hub, HubName, Located
 from dlm_export.checkpoints.tokenizer import TEMPLATE_FILES
-from dlm_runtime.errors import DlmError, ExitCode
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -45,6 +46,7 @@ FILES = (
     "chat_template.json",
 )
 """Names of the files in the top folder that this module downloads."""
+NAME_LIMIT = 200  # characters in the name of a file
 OTHER_FILES = re.compile(
     rf"(?:\w[\w.-]*/)?(?:{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)})"
     rf"|{re.escape(TEMPLATE_FILES['tool_use'])}"
@@ -55,18 +57,8 @@ The files of an adapter may be in a folder of their own.
 """
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
+SIZE_LIMIT_BYTES = 1 << 44  # 16 TiB, the largest file of ext4
 TIMEOUT_S = 30.0
-
-
-class HubError(DlmError):
-    """Raised if a checkpoint on the hub is missing, not accessible, or damaged by the download.
-
-    ``is_input`` is true if the user must correct the name or request access.
-    """
-
-    def __init__(self, message: str, *, is_input: bool) -> None:
-        super().__init__(message)
-        self.exit_code = ExitCode.WRONG_INPUT if is_input else ExitCode.COULD_NOT
 
 
 @contextlib.contextmanager
@@ -85,27 +77,29 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
     logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
-    with _one_sentence(name):
-        api = huggingface_hub.HfApi(library_name="dlm-export")
-        info = api.model_info(name.repository, revision=name.revision, files_metadata=True)
-    if info.sha is None:
-        raise HubError(f"{name}: the hub names no commit for this revision", is_input=False)
-    wanted = _wanted(name, info.siblings or [])
-    if headers_only:
-        with tempfile.TemporaryDirectory(prefix="dlm-export-") as made:
-            folder = Path(made)
-            for file in wanted:
-                (folder / file.rfilename).parent.mkdir(exist_ok=True)
-                if fnmatch.fnmatch(file.rfilename, WEIGHTS):
-                    _fetch_header(name, info.sha, file, folder / file.rfilename)
-                else:
-                    path, _ = _fetch(name, info.sha, file)
-                    shutil.copyfile(path, folder / file.rfilename)
-            yield Located(folder, Hub(name.repository, info.sha, {}))
-    else:
-        found = {file.rfilename: _fetch(name, info.sha, file) for file in wanted}
-        hashes = {file: digest for file, (_, digest) in found.items()}
-        yield Located(found["config.json"][0].parent, Hub(name.repository, info.sha, hashes))
+    with guarded(f"{name}") as guard:
+        with _one_sentence(name):
+            api = huggingface_hub.HfApi(library_name="dlm-export")
+            info = api.model_info(name.repository, revision=name.revision, files_metadata=True)
+        if not isinstance(info.sha, str) or COMMIT.fullmatch(info.sha) is None:
+            raise HubError(f"{name}: the hub names no commit for this revision", is_input=False)
+        guard.commit = info.sha
+        wanted = _wanted(name, info.siblings or [])
+        if headers_only:
+            with tempfile.TemporaryDirectory(prefix="dlm-export-") as made:
+                folder = Path(made)
+                for file in wanted:
+                    (folder / file.rfilename).parent.mkdir(exist_ok=True)
+                    if fnmatch.fnmatch(file.rfilename, WEIGHTS):
+                        _fetch_header(name, guard, file, folder / file.rfilename)
+                    else:
+                        path, _ = _fetch(name, guard, file)
+                        shutil.copyfile(path, folder / file.rfilename)
+                yield Located(folder, Hub(name.repository, info.sha, {}))
+            return
+        found = {file.rfilename: _fetch(name, guard, file) for file in wanted}
+    hashes = {file: digest for file, (_, digest) in found.items()}
+    yield Located(found["config.json"][0].parent, Hub(name.repository, info.sha, hashes))
 
 
 def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
@@ -113,33 +107,47 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
 
     Raises HubError if the repository lacks a file that every checkpoint needs.
     """
-    found = [
-        file
-        for file in listed
-        if OTHER_FILES.fullmatch(file.rfilename)
-        or (
-            any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
-            and "/" not in file.rfilename
-        )
-    ]
-    names = {file.rfilename for file in found if OTHER_FILES.fullmatch(file.rfilename) is None}
+    with _one_sentence(name):
+        found = [file for file in listed if _is_wanted(file.rfilename)]
+    paths = {file.rfilename for file in found}
+    for file in found:
+        size, text = _size(file), file.rfilename
+        is_path = len(text) <= NAME_LIMIT and text.isprintable() and "\\" not in text
+        if not is_path or str(Path(text).parent) in paths:
+            raise HubError(f"{name}: the hub lists {reprlib.repr(text)} as a file", is_input=False)
+        if type(size) is not int or not 0 <= size <= SIZE_LIMIT_BYTES:
+            raise HubError(
+                f"{name}: the hub lists {reprlib.repr(size)} as the size of {text}", is_input=False
+            )
+    names = {path for path in paths if OTHER_FILES.fullmatch(path) is None}
     for pattern in ("config.json", WEIGHTS):
         if not fnmatch.filter(names, pattern):
             raise HubError(f"{name}: the repository has no {pattern}", is_input=True)
     return sorted(found, key=lambda file: (file.rfilename.endswith(".safetensors"), file.rfilename))
 
 
-def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
+def _is_wanted(file: str) -> bool:
+    """Return True if this module downloads the file with this name."""
+    is_listed = any(fnmatch.fnmatch(file, pattern) for pattern in FILES)
+    return OTHER_FILES.fullmatch(file) is not None or (is_listed and "/" not in file)
+
+
+def _size(file: RepoSibling) -> Any:
+    return file.size if file.lfs is None else file.lfs.size
+
+
+def _fetch(name: HubName, guard: Guard, file: RepoSibling) -> tuple[Path, str]:
     """Fetch a whole file. Returns the path of the file in the cache, and the file's SHA-256.
 
     Raises HubError. A damaged file is removed first.
     """
     import huggingface_hub
 
+    guard.expect(f"{name}: {file.rfilename}", _size(file))
     with _one_sentence(name, file.rfilename):
         path = Path(
             huggingface_hub.hf_hub_download(
-                name.repository, file.rfilename, revision=commit, library_name="dlm-export"
+                name.repository, file.rfilename, revision=guard.commit, library_name="dlm-export"
             )
         )
     digest = sha256(path)
@@ -161,33 +169,34 @@ def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
     """
     if file.lfs is not None:
         return digest == file.lfs.sha256
-    data = path.read_bytes()
     # SHA-1 is git's identifier of a file, and is not used as a signature.
-    found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-    return found == file.blob_id
+    found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with open(path, "rb") as opened:
+        while part := opened.read(1 << 20):
+            found.update(part)
+    return found.hexdigest() == file.blob_id
 
 
-def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> None:
+def _fetch_header(name: HubName, guard: Guard, file: RepoSibling, path: Path) -> None:
     """Write a sparse safetensors file with the header but without data. Raises HubError."""
-    size = file.lfs.size if file.lfs is not None else file.size
-    if size is None or size < 8:
-        raise HubError(f"{name}: {file.rfilename} is not a safetensors file", is_input=True)
-    start = _range(name, commit, file.rfilename, 0, 8)
+    size = _size(file)
+    start = _range(name, guard, file.rfilename, 0, 8)
     length = int.from_bytes(start, "little")
     if not 0 < length <= min(HEADER_LIMIT_BYTES, size - 8):
         raise HubError(f"{name}: {file.rfilename} is not a safetensors file", is_input=True)
-    header = _range(name, commit, file.rfilename, 8, length)
-    with open(path, "wb") as made:
+    header = _range(name, guard, file.rfilename, 8, length)
+    with _one_sentence(name, file.rfilename), open(path, "wb") as made:
         made.write(start + header)
         made.truncate(size)
 
 
-def _range(name: HubName, commit: str, file: str, first: int, count: int) -> bytes:
+def _range(name: HubName, guard: Guard, file: str, first: int, count: int) -> bytes:
     """Read ``count`` bytes of a file on the hub, starting at byte ``first``. Raises HubError."""
     import huggingface_hub
     from huggingface_hub import utils
 
-    url = huggingface_hub.hf_hub_url(name.repository, file, revision=commit)
+    url = huggingface_hub.hf_hub_url(name.repository, file, revision=guard.commit)
+    guard.expect(f"{name}: {file}", count)
     asked = f"bytes={first}-{first + count - 1}"
     headers = utils.build_hf_headers(library_name="dlm-export") | {"Range": asked}
     with (
@@ -220,6 +229,8 @@ def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
     where = f"{name}" if file is None else f"{name}: {file}"
     try:
         yield
+    except HubError:
+        raise
     except errors.GatedRepoError as err:
         raise HubError(
             f"{where}: the repository is gated: accept its terms on the hub, then run `hf auth login`",
@@ -239,9 +250,15 @@ def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
             f"{where}: the download failed ({_reason(err)}): run the command again to continue it",
             is_input=False,
         ) from err
+    except Exception as err:  # huggingface_hub does not check the form of the answers
+        raise HubError(
+            f"{where}: the hub's answer is malformed ({type(err).__name__}: {_reason(err)})",
+            is_input=False,
+        ) from err
 
 
 def _reason(err: Any) -> str:
     """Return the first line of an error message, without the identifier of the request."""
     lines = str(err).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(err).__name__
+    text = "".join(each for each in lines[0][:200] if each.isprintable()) if lines else ""
+    return text.rstrip(".") or type(err).__name__

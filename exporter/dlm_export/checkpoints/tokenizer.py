@@ -100,9 +100,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
             if failure is not None:
                 checkpoint.note(f"the chat template {failure}")
             elif not takes_tools(tokenizer):
-                checkpoint.note(
-                    "the chat template ignores tools, so requests must describe them in a message"
-                )
+                checkpoint.note("the chat template ignores tools: the prompt does not list them")
     return TokenizerFiles(text, template, added.named, unused, failure)
 
 
