@@ -56,6 +56,7 @@ KERNELS = frozenset(
         "RotaryEmbedding",
         "Shape",
         "Sigmoid",
+        "Slice",
         "Softmax",
         "Squeeze",
         "Sub",
