@@ -86,8 +86,6 @@ struct Denoiser {
   bool has_cache;
   CacheShape cache;  // never empty; unused if has_cache is false
   std::vector<int32_t> eos_token_ids;
-  // Ranges [first, last) of ids that are no tokens. They are never predicted.
-  std::vector<std::pair<int32_t, int32_t>> unused_tokens{};
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
   int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
   // The number of tokens of a draft pass; 0: the denoiser has no draft passes. In a draft pass,
@@ -100,6 +98,8 @@ struct Denoiser {
   int32_t conditioning_size = 0;
   // True if contexts keep self-conditioning in their own memory, see Engine::keeps_conditioning.
   bool keeps_conditioning = false;
+  // Ranges [first, last) of ids that are no tokens. They are never predicted.
+  std::vector<std::pair<int32_t, int32_t>> unused_tokens{};
 
   // Returns the width of the self-conditioning in the arrays of a pass. The width is 0 if contexts
   // keep self-conditioning.
