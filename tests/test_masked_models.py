@@ -191,7 +191,7 @@ def test_what_a_config_must_not_say(tmp_path: Path, changes: dict[str, Any], sen
 
 def test_the_mask_token_is_found_in_the_vocabulary(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, bert_config(mask_token_id=None))
-    (checkpoint / "vocab.txt").write_text("[PAD]\n[UNK]\n[MASK]\na\n")
+    (checkpoint / "vocab.txt").write_text("[PAD]\n[UNK]\n[MASK]\n[CLS]\n[SEP]\na\n")
     assert read(checkpoint).mask_token_id == 2
     (checkpoint / "tokenizer.json").write_text(tokenizer_files.made("BERT"))
     assert read(checkpoint).mask_token_id == 4
