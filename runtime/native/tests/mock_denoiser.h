@@ -5,6 +5,7 @@
 // the same canvases only if every byte is in the right place.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
