@@ -127,7 +127,9 @@ void test_sessions() {
   check(session.generate(of_length({5}, 0)).tokens.size() == 1, "a length of 0 stays 0");
   check(status_of([&] { session.generate(of_length({99}, 2)); }) == DLM_INVALID_ARGUMENT,
         "a wrong id is refused");
-  check(status_of([&] { session.generate(of_length({5}, 1 << 30)); }) == DLM_INVALID_ARGUMENT,
+  Request exact = of_length({5}, DLM_DEFAULT_NEW_TOKENS);
+  exact.new_tokens = 1 << 30;
+  check(status_of([&] { session.generate(exact); }) == DLM_INVALID_ARGUMENT,
         "a long canvas is refused");
   check(status_of([&] {
           Request text;

@@ -240,7 +240,7 @@ def test_medians_are_taken_and_warm_ups_left_out(
     assert result["passes"][0]["ms"] == pytest.approx(3.0)
     assert result["passes"][0]["quartiles_ms"] == pytest.approx([1.5, 4.5])
     assert [
-        (len(request["tokens"][0]), request["max_new_tokens"], request["stop"]) for request in asked
+        (len(request["tokens"][0]), request["new_tokens"], request["stop"]) for request in asked
     ] == [(3, 18, "none")] * 3
     assert all(len(request["tokens"]) == request["max_batch"] == 1 for request in asked)
 

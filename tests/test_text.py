@@ -643,7 +643,7 @@ def test_a_request_for_text_is_stopped_and_refused_like_any_other(demo: Bundle) 
     stopped = Run(demo, "turn on the lights", stop_at=1, max_new_tokens=48)
     assert (stopped.status, stopped.text, len(stopped.deltas)) == (7, None, 1)
     assert "asked to stop" in stopped.error
-    too_long = Run(demo, "x", max_new_tokens=10**6)
+    too_long = Run(demo, "x", new_tokens=10**6)
     assert too_long.status == 1
     assert "longer than the denoiser's" in too_long.error
     refused = Run(demo, [{"role": "critic", "content": "x"}], max_new_tokens=8)

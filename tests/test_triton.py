@@ -312,7 +312,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"TEXT": "a", "threshold": 2}, "threshold = 2 is outside 0..1"),
     ({"TEXT": "a", "seed": -1}, "seed = -1"),
     ({"TEXT": "a", "block_length": 1.5}, "block_length"),
-    ({"TEXT": "a", "max_new_tokens": 1 << 20}, "canvas"),
+    ({"TEXT": "a", "new_tokens": 1 << 20}, "canvas"),
     ({"INPUT_IDS": [99999]}, "token id 99999 at position 0 is outside the vocabulary"),
     ({"MESSAGES": "{"}, "MESSAGES"),
     (

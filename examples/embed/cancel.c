@@ -74,7 +74,7 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   dlm_request_init(&request, sizeof request);
   request.prompt = prompt;
   request.prompt_size = strlen(prompt);
-  request.max_new_tokens = new_tokens;
+  request.new_tokens = new_tokens;
   request.text = DLM_TEXT_RESULT;
   const dlm_result* result = NULL;
   const dlm_status status = dlm_session_generate(session, &request, &result);

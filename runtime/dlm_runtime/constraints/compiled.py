@@ -144,8 +144,9 @@ def compile_content(
     given = _native.initialised(_native.Constraint)
     text = _utf8(content.kind, content.text)
     given.kind = _native.HEADER.constants[f"DLM_CONSTRAINT_{content.kind.upper()}"]
-    given.content = C.cast(C.c_char_p(text), C.POINTER(C.c_char))
-    given.content_size = len(text)
+    if text:  # the library takes a pointer without a size for a mistake
+        given.content = C.cast(C.c_char_p(text), C.POINTER(C.c_char))
+        given.content_size = len(text)
     for name in ("before", "behind"):
         around = _utf8(name, getattr(content, name))
         if b"\0" in around:

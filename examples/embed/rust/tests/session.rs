@@ -63,7 +63,8 @@ fn a_panic_comes_out_of_the_call_and_the_session_goes_on() {
 
 #[test]
 fn another_thread_ends_a_request() {
-    let mut session = Session::new(&bundle()).unwrap();
+    let bundle = bundle();
+    let mut session = Session::new(&bundle).unwrap();
     let canceller = session.canceller();
     let over = std::sync::atomic::AtomicBool::new(false);
     let out = thread::scope(|scope| {
@@ -73,7 +74,8 @@ fn another_thread_ends_a_request() {
                 thread::yield_now();
             }
         });
-        let long = Options { max_new_tokens: Some(400), ..Options::default() };
+        let slow = Some(bundle.preset("llada").unwrap());
+        let long = Options { policy: slow, max_new_tokens: Some(400), ..Options::default() };
         let out = session.generate_text(PROMPT, &long, |_| ControlFlow::Continue(()));
         over.store(true, std::sync::atomic::Ordering::Relaxed);
         out.unwrap()

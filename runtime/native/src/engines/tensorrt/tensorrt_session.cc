@@ -128,8 +128,8 @@ class Session final : public Context {
   static constexpr size_t kMostRepeated = 32;
 
   // The parts of the staging memory (pinned host memory for copies): the first three inputs of the
-  // graph, then the first three outputs of the graph, then the input `temperature` if the denoiser
-  // has self-conditioning.
+  // graph, then the outputs before `logits`, then the input `temperature` if the denoiser has
+  // self-conditioning.
   enum Staged : size_t {
     kIds,
     kPositions,
@@ -140,7 +140,7 @@ class Session final : public Context {
     kEntropies,
     kTemperatures
   };
-  // The index of the graph's output `logits`, which comes after the three outputs above.
+  // The index of the graph's output `logits`, which comes after the outputs above.
   static constexpr size_t kLogits = 4;
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
@@ -162,7 +162,7 @@ class Session final : public Context {
     const Ports& ports = engine.ports();
     std::vector<size_t> bytes;
     for (size_t i = 0; i < 3; ++i) bytes.push_back(bytes_of(ports.inputs[i], sizes));
-    for (size_t i = 0; i < 3; ++i) bytes.push_back(bytes_of(ports.outputs[i], sizes));
+    for (size_t i = 0; i < kLogits; ++i) bytes.push_back(bytes_of(ports.outputs[i], sizes));
     if (engine.graph().conditioning_size > 0)
       bytes.push_back(bytes_of(ports.inputs[conditioning_input(engine.graph()) + 1], sizes));
     return lay_out(bytes);
