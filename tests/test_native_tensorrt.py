@@ -376,9 +376,10 @@ def test_self_conditioning_stays_on_the_device(conditioned: Path, drive: Drive) 
     # One pass stores the prompt of 5 tokens, 3 blocks take 6 passes each, and 2 blocks are stored.
     assert told.counts[0]["nfe"] == 1 + 3 * 6 + 2
     queued = told.made("enqueueV3", 0)
-    # A pass copies ids, positions, scored rows and temperatures to the device.
+    # A pass copies ids, positions, scored rows and temperatures to the device. Back come tokens,
+    # probabilities, log odds and entropies.
     assert told.made("cuMemcpyHtoDAsync", 0) == 4 * queued
-    assert told.made("cuMemcpyDtoHAsync", 0) == 3 * queued
+    assert told.made("cuMemcpyDtoHAsync", 0) == 4 * queued
     copied, cleared = (told.made(call, 0) for call in ("cuMemcpyDtoDAsync", "cuMemsetD8Async"))
     assert copied + cleared == queued
     assert min(copied, cleared) > 0

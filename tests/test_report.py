@@ -128,7 +128,7 @@ def test_verdict_figures_and_worst_places_are_in_words(page_text: str) -> None:
         "87.74 MiB",
         "1.031 (0.990 to 1.070)",
         "+1.08% missed, but the 95% interval includes the limit",
-        "The threshold of the preset fast-dllm was raised: 0.92 instead of 0.9 . With it, the candidate's quality differs from "
+        "The threshold of the preset fast-dllm was raised: 0.92 instead of 0.9. With it, the candidate's quality differs from "
         "the reference's by +0.0 points (95% interval \N{MINUS SIGN}2.0 to +2.0, 32 samples)",
         "Variants of the preset fast-dllm that commit tokens earlier or later, measured on 11 samples",
         "low 65.0% 35.9% to 86.2% 5.00 threshold = 0.6 medium 70.0% 40.3% to 89.1% 8.00",

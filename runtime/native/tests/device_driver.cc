@@ -142,7 +142,8 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
   policy.threshold = 0.7;
   generate.policy = &policy;
   const int more = number("alternate") == 0 ? round : round % 2 == 0 ? 0 : round / 2;
-  generate.max_new_tokens = number("new") + thread + more % number("cycle");
+  generate.new_tokens = number("new") + thread + more % number("cycle");
+  if (generate.new_tokens == 0) generate.max_new_tokens = 0;
   const auto given = static_cast<size_t>(number("given"));
   std::vector<int32_t> canvas(given);
   for (size_t i = 0; i < given; ++i)
