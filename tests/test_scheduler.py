@@ -360,7 +360,7 @@ def test_what_a_denoiser_raised_is_nobody_elses_cause_and_is_not_kept() -> None:
                 with pytest.raises(EngineError):
                     job.result(30)
         with pytest.raises(RequestError) as refused:
-            bundle.generate(tokens=[5], max_new_tokens=10**6)
+            bundle.generate(tokens=[5], new_tokens=10**6)
         assert refused.value.__cause__ is None
         with pytest.raises(EngineError) as failed:
             bundle.generate(tokens=[5], max_new_tokens=6)
