@@ -555,8 +555,12 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_OPTIONS(struct_size, sizeof good - 1);
   REFUSE_OPTIONS(max_new_tokens, -2);
   REFUSE_OPTIONS(max_new_tokens, INT32_MIN);
-  REFUSE_OPTIONS(max_new_tokens, INT32_MAX);
-  REFUSE_OPTIONS(max_new_tokens, LONGEST - 2);
+  REFUSE_OPTIONS(new_tokens, -1);
+  REFUSE_OPTIONS(new_tokens, INT64_MAX);
+  REFUSE_OPTIONS(new_tokens, 1); /* good also has max_new_tokens */
+  dlm_request beyond = good;
+  beyond.max_new_tokens = DLM_DEFAULT_NEW_TOKENS, beyond.new_tokens = LONGEST - 2;
+  refuse_request(session, &f, &beyond, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
   REFUSE_OPTIONS(steps, -1);
   REFUSE_OPTIONS(max_steps, -1);
   REFUSE_OPTIONS(top_log_probs, -1);
@@ -1250,7 +1254,7 @@ static void test_wrong_batches_are_refused_by_number(void) {
   bad.max_steps = -1;
   REFUSE(&bad, "max_steps = -1 is negative");
   bad = good;
-  bad.max_new_tokens = 50;
+  bad.max_new_tokens = DLM_DEFAULT_NEW_TOKENS, bad.new_tokens = 50;
   REFUSE(&bad, "request 0: a canvas of 90 tokens");
   bad = good;
   bad.steps = 1;

@@ -498,6 +498,9 @@ CALL = {
 }
 
 
+HUGE = {"new_tokens": 1 << 24}
+
+
 def test_sizes_are_checked_before_any_work(served: Served) -> None:
     served.reset_peak()
     before = served.memory_kib("VmHWM")
@@ -507,8 +510,8 @@ def test_sizes_are_checked_before_any_work(served: Served) -> None:
     options = dict.fromkeys(map(str, range(200)))
     questions = {f"{at}{'q' * 3000}": {"type": "choice", "criteria": options} for at in range(60)}
     for path, body, said in [
-        ("fim/completions", {"prompt": "a", "max_tokens": 1 << 24}, "longer than the denoiser's"),
-        ("completions", {"prompt": "a", "suffix": "b", "max_tokens": 1 << 24}, "longer than"),
+        ("fim/completions", {"prompt": "a", "dlm": HUGE}, "longer than the denoiser's"),
+        ("completions", {"prompt": "a", "suffix": "b", "dlm": HUGE}, "longer than"),
         ("completions", {"prompt": ["a"] * 64, "n": 16}, "1024 answers are more than the 272"),
         ("completions", {"prompt": spaces}, "1000000 characters are more than 32768"),
         ("completions", {"prompt": "a", "dlm": {"prefix": spaces}}, "characters are more than"),
