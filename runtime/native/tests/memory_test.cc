@@ -541,7 +541,7 @@ void sweep_files(long stride, const std::string& folder) {
   const dlm_policy chosen = policy(false);
   const char* const stops[] = {"a stop string that does not occur"};
   dlm_request wanted = request_of(chosen);
-  wanted.tokens = nullptr, wanted.token_count = 0, wanted.prompt = "a", wanted.prompt_size = 1;
+  wanted.tokens = nullptr, wanted.token_count = 0, wanted.prompt = "!", wanted.prompt_size = 1;
   wanted.stop_strings = stops, wanted.text = DLM_TEXT_STEPS, wanted.stop_count = 1;
   sweep(
       "from text to text", stride, [&] { return session_of(*bundle); },
