@@ -558,17 +558,18 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     A higher score means a surer token. A score is an entropy, or comes from ``score_of``. ``logits``
     ``[M, V]`` exclude the mask token.
     """
-    by = scored_by(turn, policy)
+    by, odds = scored_by(turn, policy), log_odds(logits, logits.argmax(-1))
+    confidences = score_of_log_odds(odds)
     if by == "random":
         found = score_of(random_scores(turn, policy))
     elif by == "confidence":
-        found = score_of_log_odds(log_odds(logits, logits.argmax(-1)))
+        found = confidences
     elif by == "margin":
         second, best = np.sort(np.partition(logits, -2, axis=-1)[:, -2:], -1).astype(np.float64).T
-        behind, others = second - best, -log_odds(logits, logits.argmax(-1))
+        behind = second - best
         with np.errstate(divide="ignore"):
-            odds = np.log(-np.expm1(behind)) - np.logaddexp(others, behind)
-        found = score_of_log_odds(odds)
+            margin = np.log(-np.expm1(behind)) - np.logaddexp(-odds, behind)
+        found = score_of_log_odds(margin)
     else:
         behind = logits.astype(np.float64) - logits.max(-1, keepdims=True)
         weights = np.exp(behind)
@@ -577,7 +578,7 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         mean = (weights * np.where(weights > 0, behind, 0)).sum(-1) / (1 + others)
         found = mean - np.log1p(others)
         found[found > -LEAST_ENTROPY] = 0
-    return score_edits(turn, found, score_of_log_odds(log_odds(logits, logits.argmax(-1))))
+    return score_edits(turn, found, confidences)
 
 
 def score_edits(turn: Turn, found: np.ndarray, confidences: np.ndarray) -> np.ndarray:

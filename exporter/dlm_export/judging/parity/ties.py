@@ -63,8 +63,9 @@ def find_divergence(
         theirs = choose_in(each.turn, tokens, each.proposals.scores, policy)
         found = canvas.tokens[at]
         ours = ~canvas.undecided[at]
-        if each.turn.standing is not None:  # the pass edits decided tokens
-            ours = found != each.turn.standing
+        standing = each.turn.standing
+        if standing is not None:  # the pass may also edit decided tokens
+            ours = np.where(standing >= 0, found != standing, ours)
         differs = (ours != theirs) | (ours & theirs & (found != tokens))
         if differs.any():
             needed = _needed(each, ours, found, policy)
@@ -78,7 +79,7 @@ def _needed(each: Decided, ours: np.ndarray, found: np.ndarray, policy: Policy) 
         return np.inf
     turn, rows = each.turn, np.arange(len(ours))
     values, scale = each.logits.astype(np.float64), 1.0
-    if policy.select == "sample" and turn.standing is None:
+    if policy.select == "sample":
         scale = temperature_of(policy, turn.step, turn.steps)
         noise = [
             gumbels(policy.seed, turn.passes, int(at), values.shape[1]) for at in turn.positions
