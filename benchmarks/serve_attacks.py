@@ -274,7 +274,8 @@ def schemas_in_policies(target: Target) -> Counter[str]:
 
 
 def enormous_holes(target: Target) -> Counter[str]:
-    body = {"model": target.model, "prompt": "a", "suffix": "b", "max_tokens": (1 << 24) - 1}
+    exact = {"new_tokens": (1 << 24) - 1}
+    body = {"model": target.model, "prompt": "a", "suffix": "b", "dlm": exact}
     return repeated(target, [json.dumps(body).encode()], 200, path="/v1/fim/completions")
 
 
