@@ -17,6 +17,8 @@ from traces import trace_once
 
 from dlm_export.graph import trace
 
+pytest_plugins = ["processor_time"]
+
 # For tiny denoisers, a second thread costs more time than it saves, especially on a busy machine.
 # The variable sets the number of torch's threads in programs that tests start.
 torch.set_num_threads(1)
