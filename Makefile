@@ -109,15 +109,15 @@ bench: $(STAMP)
 	@# llama.cpp is compiled for this machine's instructions. Where it cannot be, generation.py names what it leaves out.
 	CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP_INSTALL) -r benchmarks/requirements.txt || true
 ifneq ($(BENCH),)
-	$(BIN)/python benchmarks/generation.py $(BENCH)
+	$(BIN)/python -m benchmarks.speed.generation $(BENCH)
 else
 	@mkdir -p build/benchmarks
-	$(BIN)/python benchmarks/generation.py --sizes 134M --sampled-passes 4 --json build/benchmarks/generation-134M.json \
+	$(BIN)/python -m benchmarks.speed.generation --sizes 134M --sampled-passes 4 --json build/benchmarks/generation-134M.json \
 	  --markdown build/benchmarks/generation-134M.md
-	$(BIN)/python benchmarks/generation.py --sizes 1B --sampled-passes 4 --demo 0 --contestants $(LARGE) \
+	$(BIN)/python -m benchmarks.speed.generation --sizes 1B --sampled-passes 4 --demo 0 --contestants $(LARGE) \
 	  --json build/benchmarks/generation-1B.json --markdown build/benchmarks/generation-1B.md
-	$(BIN)/python benchmarks/passes.py --json build/benchmarks/passes.json
-	$(BIN)/python benchmarks/first_token.py --json build/benchmarks/first_token.json
+	$(BIN)/python -m benchmarks.speed.passes --json build/benchmarks/passes.json
+	$(BIN)/python -m benchmarks.speed.first_token --json build/benchmarks/first_token.json
 endif
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from llama import FILE_TYPES, quantise
-from shapes import ROOT, checkpoint
+
+from benchmarks.llama import FILE_TYPES, quantise
+from benchmarks.shapes import ROOT, checkpoint
 
 LAYER_TENSORS = {
     "attention.q": "attn_q",

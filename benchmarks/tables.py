@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timing import cell
+from benchmarks.timing import cell
 
 MIB = 2**20
 Rows = dict[str, dict[str, Any]]

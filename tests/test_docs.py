@@ -49,10 +49,11 @@ TUTORIALS = [
 EMBED = SITE / "tutorials" / "embed-in-c.md"
 DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
-LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
-# README has at most this many columns and lines, so that a line fits into a terminal, and a new
-# reader can read the whole file.
-COLUMNS, LINES = 100, 160
+LINKED = [
+    *PAGES,
+    *(ROOT / name for name in ("BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "examples" / "README.md",
+]
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
 # the samples that need a server.
@@ -501,7 +502,7 @@ def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
     known = {name for command in main.commands.values() for name in _options(command)}
     programs = [
         ROOT / "examples" / "embed" / "serve" / "main.c",
-        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
     ]
     others = {name for path in programs for name in re.findall(r'"(--[\w-]+)"', path.read_text())}
     for span in _quoted(_prose(page)):

@@ -1,7 +1,7 @@
 """Check on a GPU that bundles for the target ``cuda`` give the same results as on the CPU.
 
-    python benchmarks/gpu/check.py --json check.json
-    python benchmarks/gpu/check.py --provider cpu --json rehearsal.json      # no GPU: the same steps on a CPU
+    python -m benchmarks.gpu.check --json check.json
+    python -m benchmarks.gpu.check --provider cpu --json rehearsal.json      # no GPU: the same steps on a CPU
 
 The script builds small networks with random weights, one for each family and precision, and the
 demo. Then it compares the execution provider with the CPU provider. Both run the same device graph.
@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+from benchmarks.shapes import DEMO
 
 FAMILIES = (
     "llada",
@@ -43,7 +42,6 @@ FAMILIES = (
     "nemotron",
 )
 PRECISIONS = ("fp16", "bf16", "int8", "int4")
-DEMO = ROOT / "examples" / "demo-denoiser"
 NEW = 32
 SCHEMA = {
     "type": "object",

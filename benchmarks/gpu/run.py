@@ -1,8 +1,8 @@
 """Compare this project's loop with PyTorch on one GPU, with a denoiser of LLaDA-8B's shape.
 
-    python benchmarks/gpu/run.py --json gpu.json                             # on an H100 or H200
-    python benchmarks/gpu/run.py --layers 8 --contestants native-int4,torch-eager --json gpu.json
-    python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json   # no GPU: the same steps on a CPU
+    python -m benchmarks.gpu.run --json gpu.json                             # on an H100 or H200
+    python -m benchmarks.gpu.run --layers 8 --contestants native-int4,torch-eager --json gpu.json
+    python -m benchmarks.gpu.run --device cpu --tiny --json rehearsal.json   # no GPU: the same steps on a CPU
 
 This project's loop uses the CUDA provider of ONNX Runtime. Install this project with its export
 extra, PyTorch for CUDA, and onnxruntime-gpu instead of onnxruntime.
@@ -30,9 +30,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
 
 LAYERS = 32
 TINY = {
@@ -263,7 +260,7 @@ def run(command: list[str]) -> str:
 
 def prepare(options: argparse.Namespace, work: Path) -> Path:
     """Write the checkpoint, unless an earlier run wrote it, and return its folder."""
-    import real_size
+    from benchmarks.speed import real_size
 
     checkpoint = work / "checkpoint"
     if not (checkpoint / "model.safetensors.index.json").is_file():
@@ -298,7 +295,7 @@ def ask(
 
     If the contestant fails, the only row contains the reason instead of figures.
     """
-    command = [sys.executable, __file__, "--contestant", contestant]
+    command = [sys.executable, "-m", __spec__.name, "--contestant", contestant]
     command += ["--checkpoint", str(checkpoint), "--device", options.device]
     if contestant in NATIVE:
         bundle = build(work, checkpoint, contestant.removeprefix("native-"))

@@ -1,6 +1,6 @@
 """Measures how much time a scheduler saves if prompts with the same start share keys and values.
 
-``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
+``dlm-export bench --prefix`` uses this module.
 """
 
 from __future__ import annotations

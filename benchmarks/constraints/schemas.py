@@ -1,6 +1,6 @@
 """Compare how many real schemas each schema compiler accepts, and its time and memory.
 
-    python benchmarks/schemas.py --tokenizer TOKENIZER.JSON --schemas FOLDER... \
+    python -m benchmarks.constraints.schemas --tokenizer TOKENIZER.JSON --schemas FOLDER... \
         [--sample 400] [--seed 0] [--compilers dlm-export,llguidance,xgrammar,outlines-core] [--json FILE]
 
 Each FOLDER is searched recursively for JSON files. The figures in BENCHMARKS.md use the folders of
@@ -125,7 +125,7 @@ END = 151_643  # the id of Qwen3's <|endoftext|>
 def bundle_with(tokenizer: str) -> Path:
     """Return a bundle of a small random denoiser with this tokenizer file. It is built once."""
     # The import of shapes adds the tests' folder to the path.
-    from shapes import built, random_checkpoint
+    from benchmarks.shapes import built, random_checkpoint
 
     from checkpoints import sdar_config  # isort: skip
 
@@ -193,7 +193,7 @@ class Worker:
     """The process of a compiler. It is restarted if a schema takes too long or ends the process."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.command = [sys.executable, __file__, "--worker", name]
+        self.command = [sys.executable, "-m", __spec__.name, "--worker", name]
         self.command += ["--tokenizer", arguments.tokenizer]
         self.limit = float(arguments.limit)
         self.start()

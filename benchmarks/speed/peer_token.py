@@ -1,6 +1,6 @@
 """Measure the milliseconds that llama.cpp takes for one token of an autoregressive model.
 
-    dlm-export bench BUNDLE --data FILE --peer-token-ms $(python benchmarks/peer_token.py MODEL.gguf)
+    dlm-export bench BUNDLE --data FILE --peer-token-ms $(python -m benchmarks.speed.peer_token MODEL.gguf)
 
 The script prints the median on stdout, and the quartiles on stderr. llama.cpp decodes the token on
 the CPU, after 256 earlier tokens (--cached). Needs benchmarks/requirements.txt.
@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from edge import CACHED, Theirs
-from timing import cell, interleave
+from benchmarks.speed.edge import CACHED, Theirs
+from benchmarks.timing import cell, interleave
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Compare builds of the 134 M denoiser with and without Ray.
 
-    python benchmarks/ray_calibration.py [--size 134M] [--precisions int8-static,int4]
+    python -m benchmarks.speed.ray_calibration [--size 134M] [--precisions int8-static,int4]
         [--samples 32] [--states 8] [--judged 4] [--json FILE]
 
 For each precision, the script makes three bundles: without Ray, with Ray on this machine, and with
@@ -24,8 +24,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from shapes import FOLDER, checkpoint, machine
-
+from benchmarks.shapes import FOLDER, checkpoint, machine
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.distributed.ray_workers import LOCAL, connected
 from dlm_export.judging.accuracy.effort import Effort

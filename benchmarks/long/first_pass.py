@@ -1,11 +1,11 @@
 """Measure the time and memory of long prompts: for computing a prompt, and for the passes after it.
 
-    python benchmarks/first_pass.py prompts [--lengths 4096,16384,32768,65536,131072]
+    python -m benchmarks.long.first_pass prompts [--lengths 4096,16384,32768,65536,131072]
         [--caches fp32] [--part 512] [--threads N] [--rounds 1] [--json FILE]
-    python benchmarks/first_pass.py llama [--lengths ...] [--types Q8_0,F16] [--limit 600]
+    python -m benchmarks.long.first_pass llama [--lengths ...] [--types Q8_0,F16] [--limit 600]
         [--threads N] [--rounds 1] [--json FILE]
 
-The denoiser has the shape of benchmarks/blocks.py (12 layers, hidden size 768, 12 query heads and 4
+The denoiser has the shape of benchmarks/long/blocks.py (12 layers, hidden size 768, 12 query heads and 4
 key heads of size 64, blocks of 32 tokens), random int8 weights, and canvases of up to 131,104
 tokens. Each run is a new process.
 
@@ -47,9 +47,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from blocks import BLOCK, SHAPE, VOCABULARY
-from shapes import QUICKLY, ROOT, built, machine, random_checkpoint
-from tables import MIB, table
+from benchmarks.long.blocks import BLOCK, SHAPE, VOCABULARY
+from benchmarks.shapes import QUICKLY, ROOT, built, machine, random_checkpoint
+from benchmarks.tables import MIB, table
 
 LONGEST = 131_072 + BLOCK
 PASSES = 8  # number of passes over the block
@@ -132,8 +132,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
 
 def run_theirs(path: str, length: int, threads: int) -> dict[str, Any]:
     """Compute one prompt in llama.cpp. Returns the seconds and the process's peak memory."""
-    from llama import Llama
-
+    from benchmarks.llama import Llama
     from dlm_export.planning.bench import peak_rss_bytes
 
     llama = Llama(Path(path), threads, is_causal=True)
@@ -145,7 +144,7 @@ def in_new_process(limit_s: float | None, *arguments: object) -> dict[str, Any] 
     """Run this script with ``arguments`` in a new process, and return the JSON that it prints.
     Returns None if the process is still running after ``limit_s`` seconds.
     """
-    command = [sys.executable, __file__, *map(str, arguments)]
+    command = [sys.executable, "-m", __spec__.name, *map(str, arguments)]
     try:
         done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_s
@@ -161,7 +160,10 @@ def in_new_process(limit_s: float | None, *arguments: object) -> dict[str, Any] 
 
 def rate(*arguments: object) -> float:
     """Compile ``rates.c``, run it with ``arguments``, and return the rate that it measures."""
-    source, program = ROOT / "benchmarks" / "rates.c", ROOT / "build" / "benchmarks" / "rates"
+    source, program = (
+        ROOT / "benchmarks" / "long" / "rates.c",
+        ROOT / "build" / "benchmarks" / "rates",
+    )
     program.parent.mkdir(parents=True, exist_ok=True)
     options = ["-O3", "-march=native", "-std=c11", "-ffp-contract=fast"]
     if os.uname().machine == "x86_64":
@@ -355,7 +357,7 @@ def measure_llama(wanted: argparse.Namespace) -> list[dict[str, Any]]:
 
     If a run takes longer than the limit, ``runs`` is empty, and longer prompts are not tried.
     """
-    from gguf_files import gguf_of
+    from benchmarks.gguf_files import gguf_of
 
     rows: list[dict[str, Any]] = []
     for kind in wanted.types:
@@ -422,7 +424,7 @@ def main() -> None:
         print(prompts_tables(rows), end="")
         facts = {}
     else:
-        from llama import facts as facts_of
+        from benchmarks.llama import facts as facts_of
 
         wanted.types = wanted.types.split(",")
         rows = measure_llama(wanted)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from contestants import Canvas, Contestant, NotOffered
-from gguf_files import gguf_of
-from llama import Llama, facts
 
+from benchmarks.gguf_files import gguf_of
+from benchmarks.llama import Llama, facts
+from benchmarks.speed.contestants import Canvas, Contestant, NotOffered
 from dlm_runtime.policy import Policy
 
 

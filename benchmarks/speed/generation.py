@@ -1,8 +1,8 @@
 """Compare how fast this runtime, the reference loop in torch, and llama.cpp generate text.
 
-    python benchmarks/generation.py --quick
-    python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
-                                    [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
+    python -m benchmarks.speed.generation --quick
+    python -m benchmarks.speed.generation [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1]
+        [--rounds 3] [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
 Each contestant runs in a separate process. In each round, every process has one turn. While a
 process has its turn, the other processes are stopped. Otherwise, their threads would use processor
@@ -38,12 +38,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contestants import LLAMA_NAMES, NATIVE, TORCH_NAMES
-from gguf_files import gguf_of
-from shapes import DEMO, ROOT, bundle_of, checkpoint, machine
-from tables import markdown, ratio
-from timing import interleave, spread
-
+from benchmarks.gguf_files import gguf_of
+from benchmarks.shapes import DEMO, ROOT, bundle_of, checkpoint, machine
+from benchmarks.speed.contestants import LLAMA_NAMES, NATIVE, TORCH_NAMES
+from benchmarks.tables import markdown, ratio
+from benchmarks.timing import interleave, spread
 from dlm_runtime.presets import PRESETS
 
 BLOCK = 32
@@ -93,7 +92,8 @@ class Worker:
         self.name, self.ended = name, ""
         command = [
             sys.executable,
-            str(Path(__file__).with_name("worker.py")),
+            "-m",
+            "benchmarks.speed.worker",
             size,
             name,
             str(settings.threads),
@@ -494,7 +494,7 @@ def main() -> None:
     scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.speed.generation", *sys.argv[1:]]),
         "machine": machine(),
         "threads": options.threads,
         "rounds": options.rounds,

@@ -1,6 +1,6 @@
 """Run one contestant in a separate process.
 
-    python benchmarks/worker.py SIZE NAME THREADS
+    python -m benchmarks.speed.worker SIZE NAME THREADS
 
 The process reads requests from stdin and writes answers to stdout, as lines of JSON. All other
 output goes to stderr. The member ``do`` of a request names an action, and the other members are the
@@ -17,8 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from contestants import NATIVE, TORCH_NAMES, Contestant, Native, NotOffered, Torch
-
+from benchmarks.speed.contestants import NATIVE, TORCH_NAMES, Contestant, Native, NotOffered, Torch
 from dlm_export.planning.bench import peak_rss_bytes
 
 
@@ -29,7 +28,7 @@ def make(name: str, size: str, threads: int) -> Contestant:
         return Native(size, kind, threads)
     if name in TORCH_NAMES:
         return Torch(size, kind, threads)
-    from llama_contestant import LlamaCpp
+    from benchmarks.speed.llama_contestant import LlamaCpp
 
     return LlamaCpp(size, kind, threads)
 

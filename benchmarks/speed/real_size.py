@@ -2,9 +2,9 @@
 
 The script also runs ``inspect`` and ``plan`` for a checkpoint of 100 B parameters.
 
-    python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json
+    python -m benchmarks.speed.real_size [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json
         FILE] [-- BUILD OPTIONS]
-    python benchmarks/real_size.py --layers 4 --precisions int8 -- --no-verify
+    python -m benchmarks.speed.real_size --layers 4 --precisions int8 -- --no-verify
 
 The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; hidden size 4096, 32 heads, MLP
 size 12288, vocabulary 126464, bf16, shards with an index) and random weights. Arguments after
@@ -37,11 +37,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import DLM_EXPORT, ROOT, machine
-from watching import watched
 
-sys.path.insert(0, str(ROOT / "tests"))
-from checkpoints import llada_config, llada_shapes
+from benchmarks.shapes import DLM_EXPORT, ROOT, machine
+from benchmarks.speed.watching import watched
+
+# The import of shapes adds the tests' folder to the path.
+from checkpoints import llada_config, llada_shapes  # isort: skip
 
 IDS = {
     "vocab_size": 126_464,

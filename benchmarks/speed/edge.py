@@ -1,6 +1,6 @@
 """Compare the speed of small denoisers with the speed of autoregressive models in llama.cpp.
 
-    python benchmarks/edge.py [--sizes 0.6B,1.7B,4B] [--threads 1,2] [--rounds 5] [--json FILE]
+    python -m benchmarks.speed.edge [--sizes 0.6B,1.7B,4B] [--threads 1,2] [--rounds 5] [--json FILE]
 
 The denoisers and the autoregressive models have the shapes of Qwen3 with a tied embedding, as in
 SDAR. The weights are random. Each model runs in a separate process, and the processes take turns.
@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import TIED, bundle_of, machine
-from timing import interleave, show
+
+from benchmarks.shapes import TIED, bundle_of, machine
+from benchmarks.timing import interleave, show
 
 CACHED = 256
 TOKENS = (1, 4, 8, 32, 256)
@@ -69,7 +70,7 @@ class Theirs:
     """
 
     def __init__(self, path: Path, threads: int, context: int = 2 * CACHED) -> None:
-        from llama import Llama
+        from benchmarks.llama import Llama
 
         self.path = path
         self.weights_bytes = self.path.stat().st_size
@@ -114,7 +115,7 @@ class Process:
     """A process in which one model was opened."""
 
     def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, __file__, "--worker", *map(str, arguments)]
+        command = [sys.executable, "-m", __spec__.name, "--worker", *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -141,7 +142,7 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
     if side == "ours":
         model: Any = Ours(size, kind, int(threads))
     else:
-        from gguf_files import gguf_of
+        from benchmarks.gguf_files import gguf_of
 
         model = Theirs(gguf_of(size, kind), int(threads))
     for line in sys.stdin:

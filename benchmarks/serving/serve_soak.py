@@ -1,6 +1,6 @@
 """Measure the memory of ``dlm-export serve`` while its clients disconnect at random moments.
 
-    python benchmarks/serve_soak.py BUNDLE [--minutes 10] [--clients 8] [--every 30] [--json FILE]
+    python -m benchmarks.serving.serve_soak BUNDLE [--minutes 10] [--clients 8] [--every 30] [--json FILE]
 
 Each client sends one random request after another. A request asks for a whole answer or for a
 stream. Some requests also ask for the canvas after each pass (`diffusing`) or for several answers,
@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from shapes import machine
+from benchmarks.shapes import machine
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.1

@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shapes import bundle_of, checkpoint
-from timing import clocked
+from benchmarks.shapes import bundle_of, checkpoint
+from benchmarks.timing import clocked
 
 if TYPE_CHECKING:
     from dlm_export.network.denoiser import Denoiser

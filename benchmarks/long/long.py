@@ -1,6 +1,6 @@
 """Measure how much time a block takes on long canvases, and how much memory a generation takes.
 
-    python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
+    python -m benchmarks.long.long [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
 A small random denoiser fills the last 128 tokens of a canvas in blocks of 32, with four passes per
 block and the dual cache. The first pass of a block is a pass over the whole canvas, or with
@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from first_pass import multiply_adds, rate
-from shapes import QUICKLY, built, machine, random_checkpoint
+from benchmarks.long.first_pass import multiply_adds, rate
+from benchmarks.shapes import QUICKLY, built, machine, random_checkpoint
 
 NEW_TOKENS, BLOCK_LENGTH, PASSES_PER_BLOCK = 128, 32, 4
 LONGEST, VOCABULARY = 65_536, 8_192
@@ -132,7 +132,8 @@ def main() -> None:
             for refresh in arguments.refresh.split(","):
                 command = [
                     sys.executable,
-                    __file__,
+                    "-m",
+                    __spec__.name,
                     "--threads",
                     str(arguments.threads),
                     "--memory",

@@ -1,6 +1,6 @@
 """Compare the speed of this checkout with the speed of another commit.
 
-    python benchmarks/before_after.py OTHER [--size 134M] [--rounds 15] [--json FILE]
+    python -m benchmarks.speed.before_after OTHER [--size 134M] [--rounds 15] [--json FILE]
 
 OTHER is a checkout of another commit with a .venv in it (`make .venv/.installed`). Each checkout
 builds a bundle and runs the bundle with its own runtime. The two checkouts take turns. The script
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, machine
+from benchmarks.shapes import ROOT, machine
 
 PRECISIONS = ("int8", "fp32")
 PASSES = ((32, 224, 32), (256, 0, 256))  # tokens in the pass, cached tokens, scored rows

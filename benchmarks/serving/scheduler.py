@@ -1,8 +1,8 @@
 """Compare three ways to serve requests that arrive at random times.
 
-    python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf]
+    python -m benchmarks.serving.scheduler BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf]
         [--rounds 5] [--json FILE]
-    python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
+    python -m benchmarks.serving.scheduler BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
 Each line of the file has a `prompt`. A load is the number of requests that arrive per second,
 divided by the number of requests that `alone` answers per second. With "inf", all requests arrive
@@ -37,9 +37,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shapes import machine
-
 import dlm_runtime
+from benchmarks.shapes import machine
 from dlm_runtime import Bundle, Generation, PassCost
 
 Done = dict[int, tuple[float, Generation]]

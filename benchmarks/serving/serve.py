@@ -1,6 +1,6 @@
 """Measure the HTTP service of examples/embed/serve under load.
 
-    python benchmarks/serve.py SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
+    python -m benchmarks.serving.serve SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
 
 SERVER is the program that examples/embed/README.md builds. Each line of the file has a `prompt`.
 wrk must be installed. wrk runs on the same machine as the server. It uses a fixed number of
@@ -35,8 +35,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shapes import machine
-
+from benchmarks.shapes import machine
 from dlm_runtime.abi import native as _native
 
 RUNNING = 16

@@ -15,9 +15,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf_files import LAYER_TENSORS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.gguf_files import LAYER_TENSORS
 from dlm_calibration.pieces import Index
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope

@@ -1,6 +1,6 @@
 """Time a pass in the native runtime, in plain ONNX Runtime with the same graph, and in eager torch.
 
-    python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
+    python -m benchmarks.speed.passes [--size 134M] [--rounds 15] [--json FILE]
 
 The script measures the native runtime and plain ONNX Runtime in precisions from fp32 to INT4, and
 torch in fp32 and bf16. All of them run in one process, and take turns. A graph contains ONNX
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from contestants import torch_pass
-from shapes import bundle_of, checkpoint, machine
-from timing import clocked, interleave, show
 
 import dlm_runtime
+from benchmarks.shapes import bundle_of, checkpoint, machine
+from benchmarks.speed.contestants import torch_pass
+from benchmarks.timing import clocked, interleave, show
 from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
