@@ -26,9 +26,9 @@ CLIENTS := $(VENV)/.clients
 # must store the compiled modules, because the tests start hundreds of programs that import torch.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-NATIVE := $(shell find runtime/native -type f -not -path '*/tests/*' -not -path '*/fuzz/*')
+NATIVE := $(shell find runtime/native runtime/dlm_triton/backend -type f -not -path '*/tests/*' -not -path '*/fuzz/*')
 # C and C++ sources that clang-format checks.
-C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*.c' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' \))
+C_SOURCES := $(shell find runtime examples benchmarks -type f \( -name '*.c' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' \))
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 

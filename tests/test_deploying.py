@@ -99,7 +99,7 @@ def test_pods_stop_after_the_server_has_answered() -> None:
 
 
 def test_probes_ask_paths_that_need_no_key() -> None:
-    from dlm_export.serving.app import OPEN_PATHS
+    from dlm_serve.app import OPEN_PATHS
 
     names = ("startupProbe", "readinessProbe", "livenessProbe")
     paths = [container()[name]["httpGet"]["path"] for name in names]

@@ -30,6 +30,7 @@ import pytest
 import tokenizer_files
 from checkpoints import bert_config, write_checkpoint
 from test_native import (  # noqa: F401  (fixtures)
+    BINDINGS,
     EXAMPLE,
     HEADER,
     NEW_TOKENS,
@@ -303,7 +304,7 @@ def cargo(
         pytest.skip("cargo has no toolchain here: rustup default stable")
 
     def run_cargo(
-        command: str, *options: str, manifest: Path = EXAMPLE / "rust" / "Cargo.toml"
+        command: str, *options: str, manifest: Path = BINDINGS / "rust" / "Cargo.toml"
     ) -> str:
         if command == "where":
             return str(target)
@@ -354,7 +355,7 @@ def test_the_rust_wrapper_keeps_what_it_promises(cargo: Callable[..., str]) -> N
 
 def test_every_public_item_of_the_rust_wrapper_is_documented(cargo: Callable[..., str]) -> None:
     assert (
-        'missing_docs = "deny"' in (EXAMPLE / "rust" / "Cargo.toml").read_text()
+        'missing_docs = "deny"' in (BINDINGS / "rust" / "Cargo.toml").read_text()
     )  # cargo reads this setting in each build below
     cargo("doc", "--locked", "--lib")
 
@@ -377,16 +378,16 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
     (tmp_path / "src").mkdir()
     (tmp_path / "Cargo.toml").write_text(
         f'[package]\nname = "dependent-{kind}"\nversion = "0.1.0"\nedition = "2021"\n\n[dependencies]\n'
-        f'dlm-runtime = {{ path = "{EXAMPLE / "rust"}"{features} }}\n'
+        f'dlm-runtime = {{ path = "{BINDINGS / "rust"}"{features} }}\n'
     )
     (tmp_path / "src" / "main.rs").write_text(
-        (EXAMPLE / "rust" / "src" / "bin" / "generate.rs")
+        (BINDINGS / "rust" / "src" / "bin" / "generate.rs")
         .read_text()
         .replace("usage: generate", "usage: dependent")
     )
     if is_shared:
         documented = re.search(
-            r"^//! (println!.*)$", (EXAMPLE / "rust" / "build.rs").read_text(), flags=re.MULTILINE
+            r"^//! (println!.*)$", (BINDINGS / "rust" / "build.rs").read_text(), flags=re.MULTILINE
         )
         assert documented is not None
         (tmp_path / "build.rs").write_text(f"fn main() {{ {documented[1]} }}\n")
@@ -409,7 +410,7 @@ def go(
         "CGO_ENABLED": "1",
     }
     return lambda *words: succeed(
-        "env", "-C", EXAMPLE / "go", program, *words, **variables, **wrapper_variables
+        "env", "-C", BINDINGS / "go", program, *words, **variables, **wrapper_variables
     )
 
 
@@ -440,7 +441,7 @@ def test_the_go_wrapper_keeps_what_it_promises(go: Callable[..., str]) -> None:
 def test_every_exported_item_of_the_go_wrapper_is_documented() -> None:
     item = re.compile(r"^(?:func (?:\(\w+ \*?[A-Z]\w*\) )?|type |const |var )([A-Z]\w*)")
     found_items = 0
-    for path in sorted((EXAMPLE / "go").glob("*.go")):
+    for path in sorted((BINDINGS / "go").glob("*.go")):
         lines = path.read_text().splitlines()
         for before, line in pairwise(lines):
             named = item.match(line)

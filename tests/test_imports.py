@@ -51,7 +51,6 @@ ROOMS = (
     {"planning"},
     {"building"},
     {"build"},
-    {"serving", "triton"},
     {"cli"},
 )
 JUDGING = ("report", "sides", "parity", "accuracy", "tuning", "precision_search")
@@ -285,6 +284,18 @@ def test_folders_of_judging_import_one_way() -> None:
         if JUDGING.index(folder) > JUDGING.index(path.parent.name)
     ]
     assert not backwards
+
+
+def test_without_the_server_and_triton_only_their_commands_are_missing() -> None:
+    runtime = EXPORTER.parent.parent / "runtime" / "dlm_runtime"
+    for path in (*EXPORTER.rglob("*.py"), *runtime.rglob("*.py")):
+        for package in ("dlm_serve", "dlm_triton"):
+            assert not [*_rooms_imported(path, package)], path
+    listed = "import sys\nsys.modules.update(dict.fromkeys(sys.argv[1:]))\n"
+    listed += "from dlm_export.cli import main\nprint(*main.commands)"
+    whole, rest = _python("-c", listed), _python("-c", listed, "dlm_serve", "dlm_triton")
+    assert rest.returncode == 0, rest.stderr
+    assert {*whole.stdout.split()} - {*rest.stdout.split()} == {"serve", "triton"}
 
 
 LIGHT = [

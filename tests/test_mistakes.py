@@ -333,7 +333,7 @@ def test_every_command_is_in_the_table() -> None:
 def test_every_error_has_one_of_the_exit_codes() -> None:
     """Every error class must set ``exit_code`` to a member of ``ExitCode``, not to a number."""
     root = Path(__file__).parent.parent
-    folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
+    folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime")
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
         for value in re.findall(r"^    exit_code = (.*)$", path.read_text(), re.MULTILINE):
             assert value in {f"ExitCode.{code.name}" for code in ExitCode}, path

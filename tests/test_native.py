@@ -34,6 +34,7 @@ REPOSITORY = Path(__file__).parent.parent
 SOURCE = REPOSITORY / "runtime" / "native"
 HEADER = SOURCE / "include" / "dlm_runtime.h"
 EXAMPLE = REPOSITORY / "examples" / "embed"
+BINDINGS = REPOSITORY / "runtime" / "bindings"
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic"]
 SANITIZE = [
     "-g",

@@ -43,7 +43,7 @@ EXAMPLES = {
     "cmake": ("cmake -S examples/embed", "cmake --build build/embed", *(f"build/embed/{name} build/demo" for name in
               ("generate", "cancel", "threads", "converse"))),
     "cargo": ('export PKG_CONFIG_PATH="$(dlm', "cargo build", "dlm-export compile", "build/rust/"),
-    "go": ('export PKG_CONFIG_PATH="$(dlm', "(cd examples/embed/go", "dlm-export compile", "build/go/"),
+    "go": ('export PKG_CONFIG_PATH="$(dlm', "(cd runtime/bindings/go", "dlm-export compile", "build/go/"),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import ray_machine  # noqa: E402
 from ray import serve  # noqa: E402
 
 import dlm_runtime  # noqa: E402
-from dlm_export.serving.ray_serve import Settings, build  # noqa: E402
+from dlm_serve.ray_serve import Settings, build  # noqa: E402
 
 TEXTS = ["turn on the kitchen lights", "set a timer for ten minutes", "stop", "lock the front door"]
 CLIENTS = 6

@@ -139,8 +139,8 @@ def test_a_model_is_a_name_and_no_path(served: Served, name: str) -> None:
 
 
 def test_a_list_of_wrong_items_is_read_up_to_the_first() -> None:
-    from dlm_export.serving import fields
-    from dlm_export.serving.errors import ApiError
+    from dlm_serve import fields
+    from dlm_serve.errors import ApiError
 
     body = b'{"tokens": [' + b'"x",' * 1000 + b"1]}"
     with pytest.raises(ApiError) as raised:
@@ -151,7 +151,7 @@ def test_a_list_of_wrong_items_is_read_up_to_the_first() -> None:
 
 
 def test_a_stream_is_released_if_its_client_leaves_before_the_first_byte() -> None:
-    from dlm_export.serving.streams import EventStream
+    from dlm_serve.streams import EventStream
 
     released: list[bool] = []
     read: list[bool] = []
@@ -181,7 +181,7 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_the_values_of_a_body_are_counted(value: Any) -> None:
-    from dlm_export.serving.fields import counts
+    from dlm_serve.fields import counts
 
     def count(each: Any) -> int:
         if isinstance(each, dict):
@@ -200,8 +200,8 @@ def test_the_values_of_a_body_are_counted(value: Any) -> None:
 
 
 def test_a_body_with_too_many_values_is_refused_and_a_long_text_is_not() -> None:
-    from dlm_export.serving import fields
-    from dlm_export.serving.errors import ApiError
+    from dlm_serve import fields
+    from dlm_serve.errors import ApiError
 
     text = '"[{' * 100_000
     body: dict[str, Any] = {"model": "x", "prompt": text}
@@ -214,8 +214,8 @@ def test_a_body_with_too_many_values_is_refused_and_a_long_text_is_not() -> None
 
 
 def test_a_body_with_too_many_numbers_is_refused_and_a_long_prompt_is_not() -> None:
-    from dlm_export.serving import fields
-    from dlm_export.serving.errors import ApiError
+    from dlm_serve import fields
+    from dlm_serve.errors import ApiError
 
     ids = list(range(1 << 17))
     for prompt in (ids, "," * 2 * fields.MOST_COMMAS, ["7"], [ids[:9], ids[:9]]):
@@ -240,7 +240,7 @@ def test_too_many_token_ids_are_refused_before_they_are_converted(served: Served
 
 
 def test_the_limit_of_numbers_depends_on_the_longest_context(served: Served) -> None:
-    from dlm_export.serving import fields
+    from dlm_serve import fields
 
     limit = fields.commas_for(512)
     assert fields.MOST_PROMPTS * 512 < limit < fields.MOST_COMMAS
@@ -275,7 +275,7 @@ def test_a_connection_is_accepted_when_data_arrives(served: Served) -> None:
 
 
 def test_connections_wait_in_the_kernel_until_they_are_accepted(served: Served) -> None:
-    from dlm_export.serving.running import ACCEPTS
+    from dlm_serve.running import ACCEPTS
 
     served.process.send_signal(signal.SIGSTOP)
     address, clients = (served.host, served.port), []
@@ -302,7 +302,7 @@ def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
 
 
 def test_one_pipelined_request_starts_in_each_iteration_of_the_event_loop() -> None:
-    from dlm_export.serving.connections import Turns
+    from dlm_serve.connections import Turns
 
     started: list[tuple[int, int]] = []
 
@@ -330,8 +330,8 @@ def test_one_pipelined_request_starts_in_each_iteration_of_the_event_loop() -> N
 
 
 def test_thousands_of_problems_are_one_error() -> None:
-    from dlm_export.serving import fields
-    from dlm_export.serving.errors import ApiError
+    from dlm_serve import fields
+    from dlm_serve.errors import ApiError
 
     names = dict.fromkeys(map(str, range(2 * fields.MOST_PROBLEMS)), 0)
     body = {"model": "x", "prompt": "x"} | names
@@ -345,9 +345,9 @@ def test_few_constraints_are_compiled_at_once_and_each_only_once(
     import httpx
 
     import dlm_runtime
-    from dlm_export.serving import hosting
-    from dlm_export.serving.app import Limits, Server
     from dlm_runtime.constraints import compiled
+    from dlm_serve import hosting
+    from dlm_serve.app import Limits, Server
 
     running: list[str] = []
     most: list[int] = []
@@ -403,8 +403,8 @@ def test_few_constraints_are_compiled_at_once_and_each_only_once(
 
 
 def test_workers_refuse_more_calls_and_drop_cancelled_ones() -> None:
-    from dlm_export.serving.errors import ApiError
-    from dlm_export.serving.workers import Workers
+    from dlm_serve.errors import ApiError
+    from dlm_serve.workers import Workers
 
     calls: list[str] = []
     may_end = threading.Event()
@@ -439,8 +439,8 @@ def test_work_of_a_client_that_left_is_dropped(
     demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import dlm_runtime
-    from dlm_export.serving import app, hosting
     from dlm_runtime.text.tokenizer import Tokenizer
+    from dlm_serve import app, hosting
 
     encoded: list[str] = []
     may_end = threading.Event()

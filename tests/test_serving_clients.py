@@ -146,8 +146,8 @@ def test_an_earlier_call_and_its_result_reach_the_chat_template(
 
 
 def test_messages_have_the_form_of_chat_templates() -> None:
-    from dlm_export.serving.conversation import message
-    from dlm_export.serving.fields import Message
+    from dlm_serve.conversation import message
+    from dlm_serve.fields import Message
 
     given = {
         "role": "assistant",
@@ -249,8 +249,8 @@ def test_many_asynchronous_requests_and_a_cancelled_one(served: Served) -> None:
 def test_openais_efforts_choose_the_nearest_level(effort: str, level: str) -> None:
     from types import SimpleNamespace
 
-    from dlm_export.serving.conversation import _options
-    from dlm_export.serving.fields import FimBody
+    from dlm_serve.conversation import _options
+    from dlm_serve.fields import FimBody
 
     bundle = SimpleNamespace(policy=lambda _: Policy())
     model: Any = SimpleNamespace(efforts=["instant", "low", "medium", "high"], bundle=bundle)

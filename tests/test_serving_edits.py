@@ -115,7 +115,7 @@ TEXT = st.text(st.characters(exclude_characters="|\r", exclude_categories=["Cs"]
 def test_no_text_of_a_message_is_lost(
     head: str, above: str, left: str, right: str, end: str
 ) -> None:
-    from dlm_export.serving.edits import _read
+    from dlm_serve.edits import _read
 
     content = (
         f"{head}<|current_file_content|>\n{above}\n<|code_to_edit|>\n{left}<|cursor|>{right}\n"

@@ -24,7 +24,7 @@ from serving_process import Served, serving
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from dlm_export.serving import page_routes
+from dlm_serve import page_routes
 
 pytestmark = pytest.mark.xdist_group("serving")
 

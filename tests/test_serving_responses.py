@@ -149,7 +149,7 @@ def test_calls_are_those_of_the_chat(served: Served, choice: Any) -> None:
 
 
 def test_items_become_the_messages_of_a_chat() -> None:
-    from dlm_export.serving.response_fields import ResponsesBody, _messages
+    from dlm_serve.response_fields import ResponsesBody, _messages
 
     body = ResponsesBody(
         model="x",

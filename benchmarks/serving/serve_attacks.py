@@ -46,7 +46,7 @@ from typing import Any
 
 from benchmarks.shapes import machine, text_bundle
 from benchmarks.tables import table
-from dlm_export.serving.fields import commas_for
+from dlm_serve.fields import commas_for
 
 KEY = "a-valid-key"
 CHAT = "/v1/chat/completions"

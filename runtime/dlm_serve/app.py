@@ -26,21 +26,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlm_export.serving import conversation, decisions, fields, page_routes
-from dlm_export.serving.conversation import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
-from dlm_export.serving.edits import EditBody, Edits, edit
-from dlm_export.serving.errors import ApiError, of_runtime
-from dlm_export.serving.hosting import Model, Models, describe
-from dlm_export.serving.metrics import Metrics
-from dlm_export.serving.openapi import DOCS_PAGE, document
-from dlm_export.serving.replies import Answer, Choices, Head, answer, usage
-from dlm_export.serving.response_fields import ResponsesBody, response
-from dlm_export.serving.responses import ResponseForm, ResponseWriter
-from dlm_export.serving.streams import ChoicesWriter, EventStream, Writer
-from dlm_export.serving.web import Web
-from dlm_export.serving.workers import Workers
 from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
+from dlm_serve import conversation, decisions, fields, page_routes
+from dlm_serve.conversation import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
+from dlm_serve.edits import EditBody, Edits, edit
+from dlm_serve.errors import ApiError, of_runtime
+from dlm_serve.hosting import Model, Models, describe
+from dlm_serve.metrics import Metrics
+from dlm_serve.openapi import DOCS_PAGE, document
+from dlm_serve.replies import Answer, Choices, Head, answer, usage
+from dlm_serve.response_fields import ResponsesBody, response
+from dlm_serve.responses import ResponseForm, ResponseWriter
+from dlm_serve.streams import ChoicesWriter, EventStream, Writer
+from dlm_serve.web import Web
+from dlm_serve.workers import Workers
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Requests to these paths need no API key."""

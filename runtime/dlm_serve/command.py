@@ -135,12 +135,12 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
     """
     paths = _named(bundles, names)
     try:
-        from dlm_export.serving import running
-        from dlm_export.serving.app import Limits
-        from dlm_export.serving.connections import ConnectionLimits
-        from dlm_export.serving.web import Web, is_loopback
+        from dlm_serve import running
+        from dlm_serve.app import Limits
+        from dlm_serve.connections import ConnectionLimits
+        from dlm_serve.web import Web, is_loopback
     except ModuleNotFoundError as err:
-        if err.name is None or err.name.split(".")[0] == "dlm_export":
+        if err.name is None or err.name.startswith("dlm_"):
             raise
         raise click.ClickException(
             f"{err.name} is not installed; this command needs the serve extra: pip install 'dlm-export[serve]'"

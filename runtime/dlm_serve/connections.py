@@ -18,7 +18,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dlm_export.serving.errors import ApiError
+from dlm_serve.errors import ApiError
 
 LINGER_S = 1.0
 """The number of seconds for which the server still receives the rest of a rejected body.

@@ -9,8 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_export.serving.errors import ApiError, of_runtime, unsupported
-from dlm_export.serving.fields import (
+from dlm_runtime import Job, Policy, RequestError
+from dlm_runtime.constraints.compiled import CompileLimits, Constraint
+from dlm_runtime.generation.infill import HOLE_OPTIONS, Canvas, parts_of
+from dlm_runtime.text.tokenizer import Tokenizer
+from dlm_runtime.tools import Tools
+from dlm_serve.errors import ApiError, of_runtime, unsupported
+from dlm_serve.fields import (
     EFFORTS,
     MOST_PROMPTS,
     MOST_STOPS,
@@ -25,12 +30,7 @@ from dlm_export.serving.fields import (
     Tool,
     counts,
 )
-from dlm_export.serving.hosting import Model
-from dlm_runtime import Job, Policy, RequestError
-from dlm_runtime.constraints.compiled import CompileLimits, Constraint
-from dlm_runtime.generation.infill import HOLE_OPTIONS, Canvas, parts_of
-from dlm_runtime.text.tokenizer import Tokenizer
-from dlm_runtime.tools import Tools
+from dlm_serve.hosting import Model
 
 COMPILE_LIMITS = CompileLimits(seconds=5)
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dlm_export.serving.conversation import COMPILE_LIMITS
-from dlm_export.serving.errors import of_runtime, unsupported
-from dlm_export.serving.fields import Body, Items
-from dlm_export.serving.hosting import Model
 from dlm_runtime import Choice, Decision, DlmError, Score, YesNo
 from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
+from dlm_serve.conversation import COMPILE_LIMITS
+from dlm_serve.errors import of_runtime, unsupported
+from dlm_serve.fields import Body, Items
+from dlm_serve.hosting import Model
 
 MOST_QUESTIONS = 256
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from dlm_export.serving.errors import ApiError
+from dlm_serve.errors import ApiError
 
 MOST_CHOICES = 16
 MOST_STOPS = 16

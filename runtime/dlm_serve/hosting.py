@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export.serving.errors import ApiError
+from dlm_serve.errors import ApiError
 
 
 class Model:

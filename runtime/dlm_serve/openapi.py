@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from dlm_export.serving import decisions, fields
-from dlm_export.serving.edits import EditBody
-from dlm_export.serving.response_fields import ResponsesBody
+from dlm_serve import decisions, fields
+from dlm_serve.edits import EditBody
+from dlm_serve.response_fields import ResponsesBody
 
 POSTS: dict[str, tuple[type[fields.Body], str]] = {
     "/v1/chat/completions": (fields.ChatBody, "Answer the messages of a chat."),

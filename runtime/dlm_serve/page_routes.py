@@ -38,7 +38,7 @@ HEADERS = {
 
 def _files() -> dict[str, str]:
     """Return a dict that maps each path on the server to a file's name in the folder ``page``."""
-    names = sorted(each.name for each in (files("dlm_export.serving") / "page").iterdir())
+    names = sorted(each.name for each in (files("dlm_serve") / "page").iterdir())
     return {"/" if name == "index.html" else f"/page/{name}": name for name in names}
 
 
@@ -56,7 +56,7 @@ def routes() -> list[Route]:
 
 
 def _route(path: str, name: str) -> Route:
-    content = (files("dlm_export.serving") / "page" / name).read_bytes()
+    content = (files("dlm_serve") / "page" / name).read_bytes()
     media_type = MEDIA_TYPES[name.rpartition(".")[2]]
 
     async def show(_: Request) -> Response:

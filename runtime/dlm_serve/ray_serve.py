@@ -1,6 +1,6 @@
 """Runs the server as a Ray Serve application: several replicas on one or more machines.
 
-    serve run dlm_export.serving.ray_serve:build bundles=build/demo max_replicas=4
+    serve run dlm_serve.ray_serve:build bundles=build/demo max_replicas=4
 
 Each replica opens all bundles and answers all paths of the server. Ray's proxy receives the
 requests. For each request, the proxy chooses two random replicas, and sends the request to the
@@ -22,10 +22,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dlm_runtime
-from dlm_export.serving.app import Server
-from dlm_export.serving.hosting import Models
-from dlm_export.serving.running import read_keys
-from dlm_export.serving.web import Web
+from dlm_serve.app import Server
+from dlm_serve.hosting import Models
+from dlm_serve.running import read_keys
+from dlm_serve.web import Web
 
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 

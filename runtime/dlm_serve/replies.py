@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from dlm_export.serving.conversation import Ask
-from dlm_export.serving.hosting import Model
 from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
+from dlm_serve.conversation import Ask
+from dlm_serve.hosting import Model
 
 FINISHES = {"stop": "stop", "constraint": "stop"}
 """Maps finish reasons of the runtime to OpenAI's finish reasons.

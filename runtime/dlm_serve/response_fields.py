@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from dlm_export.serving.conversation import Ask, chat
-from dlm_export.serving.errors import ApiError, unsupported
-from dlm_export.serving.fields import (
+from dlm_serve.conversation import Ask, chat
+from dlm_serve.errors import ApiError, unsupported
+from dlm_serve.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
     Body,
@@ -36,7 +36,7 @@ from dlm_export.serving.fields import (
     Tool,
     Verbosity,
 )
-from dlm_export.serving.hosting import Model
+from dlm_serve.hosting import Model
 
 LOGPROBS = "message.output_text.logprobs"
 """If the body's field ``include`` contains this entry, the response contains log probabilities."""

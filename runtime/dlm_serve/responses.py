@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dlm_export.serving.conversation import Ask
-from dlm_export.serving.errors import ApiError
-from dlm_export.serving.hosting import Model
-from dlm_export.serving.replies import Answer, token_logprobs, tool_calls, usage
-from dlm_export.serving.response_fields import ResponsesBody
-from dlm_export.serving.streams import Writer, sse
 from dlm_runtime import ToolCall
+from dlm_serve.conversation import Ask
+from dlm_serve.errors import ApiError
+from dlm_serve.hosting import Model
+from dlm_serve.replies import Answer, token_logprobs, tool_calls, usage
+from dlm_serve.response_fields import ResponsesBody
+from dlm_serve.streams import Writer, sse
 
 
 class ResponseForm:

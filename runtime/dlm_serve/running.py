@@ -14,12 +14,12 @@ from pathlib import Path
 import uvicorn
 
 import dlm_runtime
-from dlm_export.serving.app import Limits, Server
-from dlm_export.serving.connections import ConnectionLimits, protocol
-from dlm_export.serving.hosting import Models
-from dlm_export.serving.web import Web
 from dlm_runtime import DlmError, RequestError
 from dlm_runtime.files import read_text
+from dlm_serve.app import Limits, Server
+from dlm_serve.connections import ConnectionLimits, protocol
+from dlm_serve.hosting import Models
+from dlm_serve.web import Web
 
 MOST_KEY_FILE_BYTES = 1 << 20
 ACCEPTS = 16

@@ -15,12 +15,12 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dlm_export.serving.conversation import Ask
-from dlm_export.serving.errors import ApiError, of_runtime
-from dlm_export.serving.fields import Counts
-from dlm_export.serving.hosting import Model
-from dlm_export.serving.replies import Answer, Choices, answer, tool_calls, usage, usage_of
 from dlm_runtime import DlmError, Event, Generation, Job, ToolCall
+from dlm_serve.conversation import Ask
+from dlm_serve.errors import ApiError, of_runtime
+from dlm_serve.fields import Counts
+from dlm_serve.hosting import Model
+from dlm_serve.replies import Answer, Choices, answer, tool_calls, usage, usage_of
 
 UNDECIDED = "░"
 """The character that represents an undecided position in the text of a canvas."""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from dlm_export.serving.errors import ApiError
+from dlm_serve.errors import ApiError
 
 ANY = "*"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from dlm_export.serving.errors import ApiError
+from dlm_serve.errors import ApiError
 
 _Result = TypeVar("_Result")
 

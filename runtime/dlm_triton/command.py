@@ -59,7 +59,7 @@ def triton(
 
     Example: dlm-export triton build/demo -o build/repository
     """
-    from dlm_export.triton.repository import Model, write
+    from dlm_triton.repository import Model, write
 
     model = Model(
         name=bundle.resolve().name if name is None else name,

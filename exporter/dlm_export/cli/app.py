@@ -8,6 +8,9 @@ signal, so that a shell loop that runs the program stops too.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, TextIO
 
 import click
@@ -27,14 +30,24 @@ from dlm_export.cli import (
     judging,
     planning,
     running,
-    serving,
-    triton,
 )
 from dlm_export.cli.printing import one_line, warn
 from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError, DlmWarning
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
+
+
+def _registered_commands() -> Iterator[click.Command]:
+    """Yield the commands that other packages register, such as ``serve``.
+
+    The commands of a package that is not installed are missing.
+    """
+    for registered in sorted(entry_points(group="dlm_export.commands")):
+        if find_spec(registered.module.partition(".")[0]) is not None:
+            yield registered.load()
+
+
 SECTIONS = (
     cloup.Section("Build", [building.build, building.quantize, building.engine, fitting.effort]),
     cloup.Section(
@@ -43,11 +56,10 @@ SECTIONS = (
             running.run,
             conversing.chat,
             deciding.decide,
-            serving.serve,
-            triton.triton,
             caching.cache_prompt,
             running.bench,
             constraining.compile_constraint,
+            *_registered_commands(),
         ],
     ),
     cloup.Section("Check", [judging.verify, judging.compare, judging.report, capturing.capture]),

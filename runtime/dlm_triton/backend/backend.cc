@@ -2,9 +2,9 @@
 #include <memory>
 #include <string>
 
-#include "triton/instance.h"
-#include "triton/model.h"
-#include "triton/response.h"
+#include "instance.h"
+#include "model.h"
+#include "response.h"
 
 #define DLM_TRITON_ENTRY extern "C" __attribute__((visibility("default")))
 

@@ -1,4 +1,4 @@
-#include "triton/instance.h"
+#include "instance.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>

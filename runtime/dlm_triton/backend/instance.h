@@ -16,8 +16,8 @@
 #include <thread>
 #include <vector>
 
-#include "triton/metrics.h"
-#include "triton/model.h"
+#include "metrics.h"
+#include "model.h"
 
 namespace dlm::triton {
 

@@ -1,6 +1,6 @@
-#include "triton/metrics.h"
+#include "metrics.h"
 
-#include "triton/response.h"
+#include "response.h"
 
 namespace dlm::triton {
 

@@ -1,4 +1,4 @@
-#include "triton/model.h"
+#include "model.h"
 
 #include <sys/stat.h>
 

@@ -8,8 +8,8 @@
 #include <mutex>
 #include <string>
 
+#include "request.h"
 #include "triton/core/tritonbackend.h"
-#include "triton/request.h"
 
 namespace dlm::triton {
 

@@ -1,4 +1,4 @@
-#include "triton/request.h"
+#include "request.h"
 
 #include <cstring>
 #include <string_view>

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "response.h"
 #include "triton/core/tritonbackend.h"
-#include "triton/response.h"
 
 namespace dlm::triton {
 

@@ -1,4 +1,4 @@
-#include "triton/response.h"
+#include "response.h"
 
 #include <cstring>
 
