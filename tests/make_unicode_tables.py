@@ -1,4 +1,4 @@
-r"""Writes ``runtime/native/src/compile/unicode_tables.cc`` from the tables of Rust's regex crate.
+r"""Writes ``compile/generated/unicode_tables.cc`` from the tables of Rust's regex crate.
 
     python tests/make_unicode_tables.py regex/regex-syntax/src/unicode_tables
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "runtime/native/src/compile/unicode_tables.cc"
+TARGET = Path(__file__).parents[1] / "runtime/native/src/compile/generated/unicode_tables.cc"
 # The Unicode properties that have several values, such as scripts. Each entry contains the
 # property's file, its name, and the prefix of its values in the generated index.
 WITH_VALUES = (
@@ -164,7 +164,7 @@ def source(folder: Path) -> str:
     return f"""// Written by tests/make_unicode_tables.py from the tables of
 // https://github.com/rust-lang/regex: do not edit. Data of the Unicode Character Database
 // {found[1]} (https://www.unicode.org/license.txt).
-#include "compile/unicode_tables.h"
+#include "compile/regex/unicode_tables.h"
 
 // clang-format off
 namespace dlm::compile {{

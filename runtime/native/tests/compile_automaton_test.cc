@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "compile/automata.h"
+#include "compile/automata/automata.h"
 
 namespace {
 

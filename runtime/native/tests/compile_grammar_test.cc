@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/automata.h"
-#include "compile/grammar.h"
+#include "compile/automata/automata.h"
+#include "compile/grammar/grammar.h"
 #include "compile/schema/schema.h"
 
 namespace {

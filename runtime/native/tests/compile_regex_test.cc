@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/automata.h"
-#include "compile/ecma_pattern.h"
-#include "compile/formats.h"
-#include "compile/json_numbers.h"
-#include "compile/json_text.h"
-#include "compile/regex.h"
-#include "compile/unicode.h"
+#include "compile/automata/automata.h"
+#include "compile/json/ecma_pattern.h"
+#include "compile/json/formats.h"
+#include "compile/json/json_numbers.h"
+#include "compile/json/json_text.h"
+#include "compile/regex/regex.h"
+#include "compile/regex/unicode.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/automata.h"
+#include "compile/automata/automata.h"
 #include "compile/schema/schema.h"
 
 namespace {

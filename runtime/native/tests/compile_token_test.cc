@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/automata.h"
-#include "compile/token_automaton.h"
+#include "compile/automata/automata.h"
+#include "compile/tokens/token_automaton.h"
 
 namespace {
 

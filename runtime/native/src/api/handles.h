@@ -19,7 +19,7 @@
 #include "base/sized.h"
 #include "bundle/manifest.h"
 #include "cache/prompt_cache.h"
-#include "compile/vocabulary.h"
+#include "compile/tokens/vocabulary.h"
 #include "constraints/automaton.h"
 #include "decode/job.h"
 #include "decode/policy.h"

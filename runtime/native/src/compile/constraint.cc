@@ -6,12 +6,12 @@
 
 #include "base/error.h"
 #include "base/json.h"
-#include "compile/automata.h"
-#include "compile/decisions.h"
-#include "compile/grammar.h"
-#include "compile/regex.h"
+#include "compile/automata/automata.h"
+#include "compile/grammar/grammar.h"
+#include "compile/regex/regex.h"
 #include "compile/schema/schema.h"
-#include "compile/token_automaton.h"
+#include "compile/tokens/decisions.h"
+#include "compile/tokens/token_automaton.h"
 
 namespace dlm::compile {
 namespace {

@@ -9,9 +9,9 @@
 #include <string_view>
 #include <vector>
 
-#include "compile/budget.h"
+#include "compile/automata/budget.h"
 #include "compile/schema/layout.h"
-#include "compile/vocabulary.h"
+#include "compile/tokens/vocabulary.h"
 #include "constraints/automaton.h"
 #include "text/tokenizer.h"
 

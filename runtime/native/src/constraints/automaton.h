@@ -43,11 +43,11 @@ struct Automaton {
   std::vector<int32_t> class_starts, class_tokens;
   std::array<uint8_t, 32> made_of{};  // hash of the source from which the automaton was compiled
 
-  // The next arrays are only for decisions (compile/decisions.h). For other constraints, they are
-  // empty. The options of all questions are numbered consecutively: question q has the options
-  // question_starts[q] to question_starts[q + 1] - 1. For each state, `tags` lists the options that
-  // a text completes when the text arrives in the state. These arrays are not
-  // stored in the automaton's file.
+  // The next arrays are only for decisions (compile/tokens/decisions.h). For other constraints,
+  // they are empty. The options of all questions are numbered consecutively: question q has the
+  // options question_starts[q] to question_starts[q + 1] - 1. For each state, `tags` lists the
+  // options that a text completes when the text arrives in the state. These arrays are not stored
+  // in the automaton's file.
   std::vector<int32_t> question_starts, tag_starts, tags;
 
   struct Edge {

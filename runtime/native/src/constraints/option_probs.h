@@ -1,5 +1,5 @@
-// Computes the probability of each option of a decision (compile/decisions.h). A decision consists
-// of questions, and each question has several options.
+// Computes the probability of each option of a decision (compile/tokens/decisions.h). A decision
+// consists of questions, and each question has several options.
 //
 // In a block, the probability of an option is the total probability of the texts that complete this
 // option. Some texts reach the end of the block before they complete an option of a question. The

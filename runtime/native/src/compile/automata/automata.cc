@@ -5,14 +5,14 @@
 // automaton contains the states of this node only once. Nodes of the kinds `both`, `without` and
 // `characters` are compiled first, as separate automata. The code then copies these automata into
 // the non-deterministic automaton.
-#include "compile/automata.h"
+#include "compile/automata/automata.h"
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
-#include "compile/hash_index.h"
-#include "compile/numbers.h"
+#include "compile/automata/hash_index.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {

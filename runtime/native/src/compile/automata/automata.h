@@ -5,8 +5,8 @@
 #include <memory>
 #include <unordered_map>
 
-#include "compile/byte_automaton.h"
-#include "compile/expression.h"
+#include "compile/automata/byte_automaton.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

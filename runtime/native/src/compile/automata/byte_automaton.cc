@@ -1,4 +1,4 @@
-#include "compile/byte_automaton.h"
+#include "compile/automata/byte_automaton.h"
 
 #include <algorithm>
 #include <unordered_map>

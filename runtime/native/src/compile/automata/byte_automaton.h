@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "compile/budget.h"
+#include "compile/automata/budget.h"
 
 namespace dlm::compile {
 

@@ -1,4 +1,4 @@
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 #include <algorithm>
 #include <cassert>

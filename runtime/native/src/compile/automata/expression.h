@@ -16,8 +16,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "compile/budget.h"
-#include "compile/byte_automaton.h"
+#include "compile/automata/budget.h"
+#include "compile/automata/byte_automaton.h"
 
 namespace dlm::compile {
 

@@ -11,9 +11,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "compile/byte_automaton.h"
-#include "compile/hash_index.h"
-#include "compile/numbers.h"
+#include "compile/automata/byte_automaton.h"
+#include "compile/automata/hash_index.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {

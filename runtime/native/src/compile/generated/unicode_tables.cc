@@ -1,7 +1,7 @@
 // Written by tests/make_unicode_tables.py from the tables of
 // https://github.com/rust-lang/regex: do not edit. Data of the Unicode Character Database
 // 16.0.0 (https://www.unicode.org/license.txt).
-#include "compile/unicode_tables.h"
+#include "compile/regex/unicode_tables.h"
 
 // clang-format off
 namespace dlm::compile {

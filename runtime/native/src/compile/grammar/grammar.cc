@@ -1,4 +1,4 @@
-#include "compile/grammar.h"
+#include "compile/grammar/grammar.h"
 
 #include <algorithm>
 #include <map>
@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/depths.h"
-#include "compile/grammar_text.h"
+#include "compile/automata/depths.h"
+#include "compile/grammar/grammar_text.h"
 
 namespace dlm::compile {
 namespace {

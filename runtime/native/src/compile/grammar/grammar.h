@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

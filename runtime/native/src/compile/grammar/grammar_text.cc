@@ -1,4 +1,4 @@
-#include "compile/grammar_text.h"
+#include "compile/grammar/grammar_text.h"
 
 #include <algorithm>
 #include <unordered_map>

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

@@ -1,4 +1,4 @@
-#include "compile/ecma_pattern.h"
+#include "compile/json/ecma_pattern.h"
 
 #include <array>
 #include <optional>
@@ -8,9 +8,9 @@
 
 #include "base/json.h"
 #include "base/utf8.h"
-#include "compile/json_text.h"
-#include "compile/looks.h"
-#include "compile/unicode.h"
+#include "compile/json/json_text.h"
+#include "compile/regex/looks.h"
+#include "compile/regex/unicode.h"
 
 namespace dlm::compile {
 namespace {

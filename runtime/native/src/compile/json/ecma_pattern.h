@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

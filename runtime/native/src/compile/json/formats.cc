@@ -1,11 +1,11 @@
-#include "compile/formats.h"
+#include "compile/json/formats.h"
 
 #include <algorithm>
 #include <iterator>
 #include <string>
 
-#include "compile/json_text.h"
-#include "compile/regex.h"
+#include "compile/json/json_text.h"
+#include "compile/regex/regex.h"
 
 namespace dlm::compile {
 namespace {

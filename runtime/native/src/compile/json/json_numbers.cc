@@ -1,4 +1,4 @@
-#include "compile/json_numbers.h"
+#include "compile/json/json_numbers.h"
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "compile/byte_automaton.h"
+#include "compile/automata/byte_automaton.h"
 
 namespace dlm::compile {
 namespace {

@@ -1,11 +1,11 @@
-#include "compile/json_text.h"
+#include "compile/json/json_text.h"
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 #include <vector>
 
-#include "compile/unicode.h"
+#include "compile/regex/unicode.h"
 
 namespace dlm::compile {
 namespace {

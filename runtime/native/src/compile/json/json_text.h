@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

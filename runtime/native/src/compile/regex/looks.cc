@@ -1,10 +1,10 @@
-#include "compile/looks.h"
+#include "compile/regex/looks.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "base/utf8.h"
-#include "compile/unicode.h"
+#include "compile/regex/unicode.h"
 
 namespace dlm::compile {
 namespace {

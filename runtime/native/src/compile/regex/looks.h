@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

@@ -1,4 +1,4 @@
-#include "compile/regex.h"
+#include "compile/regex/regex.h"
 
 #include <array>
 #include <string>
@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "base/utf8.h"
-#include "compile/looks.h"
-#include "compile/regex_text.h"
-#include "compile/unicode.h"
+#include "compile/regex/looks.h"
+#include "compile/regex/regex_text.h"
+#include "compile/regex/unicode.h"
 
 namespace dlm::compile {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <string_view>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

@@ -1,11 +1,11 @@
-#include "compile/regex_text.h"
+#include "compile/regex/regex_text.h"
 
 #include <optional>
 #include <utility>
 
 #include "base/error.h"
 #include "base/utf8.h"
-#include "compile/unicode.h"
+#include "compile/regex/unicode.h"
 
 namespace dlm::compile {
 namespace {

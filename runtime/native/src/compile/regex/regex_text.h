@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/utf8.h"
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile {
 

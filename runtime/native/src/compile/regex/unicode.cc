@@ -1,10 +1,10 @@
-#include "compile/unicode.h"
+#include "compile/regex/unicode.h"
 
 #include <algorithm>
 #include <cassert>
 #include <cstring>
 
-#include "compile/unicode_tables.h"
+#include "compile/regex/unicode_tables.h"
 
 namespace dlm::compile {
 namespace {

@@ -4,8 +4,8 @@
 #include <array>
 
 #include "base/error.h"
-#include "compile/depths.h"
-#include "compile/numbers.h"
+#include "compile/automata/depths.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile::schema {
 namespace {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/json.h"
-#include "compile/automata.h"
-#include "compile/expression.h"
+#include "compile/automata/automata.h"
+#include "compile/automata/expression.h"
 #include "compile/schema/document.h"
 #include "compile/schema/formula.h"
 #include "compile/schema/recursion.h"

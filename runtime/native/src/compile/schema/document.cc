@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "base/error.h"
-#include "compile/json_text.h"
+#include "compile/json/json_text.h"
 #include "compile/schema/keyword_shapes.h"
 #include "compile/schema/uri.h"
 

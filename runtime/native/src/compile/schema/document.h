@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/json.h"
-#include "compile/budget.h"
+#include "compile/automata/budget.h"
 
 namespace dlm::compile::schema {
 

@@ -16,8 +16,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "compile/json_numbers.h"
-#include "compile/json_text.h"
+#include "compile/json/json_numbers.h"
+#include "compile/json/json_text.h"
 #include "compile/schema/document.h"
 #include "compile/schema/recursion.h"
 

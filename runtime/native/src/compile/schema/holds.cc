@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "compile/formats.h"
+#include "compile/json/formats.h"
 #include "compile/schema/keywords.h"
 #include "compile/schema/layout.h"
 

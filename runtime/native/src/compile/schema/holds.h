@@ -6,8 +6,8 @@
 #include <string>
 #include <unordered_map>
 
-#include "compile/automata.h"
-#include "compile/ecma_pattern.h"
+#include "compile/automata/automata.h"
+#include "compile/json/ecma_pattern.h"
 #include "compile/schema/formula.h"
 
 namespace dlm::compile::schema {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/json_numbers.h"
+#include "compile/json/json_numbers.h"
 
 namespace dlm::compile::schema {
 namespace {

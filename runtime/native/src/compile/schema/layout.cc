@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "compile/json_numbers.h"
-#include "compile/json_text.h"
+#include "compile/json/json_numbers.h"
+#include "compile/json/json_text.h"
 
 namespace dlm::compile::schema {
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/json.h"
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 
 namespace dlm::compile::schema {
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/json.h"
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 #include "compile/schema/schema.h"
 
 namespace dlm::compile::schema {

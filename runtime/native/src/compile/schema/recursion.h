@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "compile/budget.h"
+#include "compile/automata/budget.h"
 #include "compile/schema/document.h"
 
 namespace dlm::compile::schema {

@@ -3,8 +3,8 @@
 // languages, and "or" becomes their union.
 #include <algorithm>
 
-#include "compile/ecma_pattern.h"
-#include "compile/formats.h"
+#include "compile/json/ecma_pattern.h"
+#include "compile/json/formats.h"
 #include "compile/schema/writer.h"
 
 namespace dlm::compile::schema {

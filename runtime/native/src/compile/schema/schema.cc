@@ -5,9 +5,9 @@
 
 #include "base/error.h"
 #include "base/json.h"
-#include "compile/depths.h"
-#include "compile/grammar.h"
-#include "compile/regex.h"
+#include "compile/automata/depths.h"
+#include "compile/grammar/grammar.h"
+#include "compile/regex/regex.h"
 #include "compile/schema/records.h"
 #include "compile/schema/writer.h"
 

@@ -19,7 +19,7 @@
 #include <string_view>
 #include <vector>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 #include "compile/schema/layout.h"
 
 namespace dlm::compile::schema {

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "compile/expression.h"
+#include "compile/automata/expression.h"
 #include "compile/schema/formula.h"
 #include "compile/schema/holds.h"
 #include "compile/schema/layout.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/depths.h"
+#include "compile/automata/depths.h"
 #include "compile/schema/described.h"
 #include "compile/schema/records.h"
 

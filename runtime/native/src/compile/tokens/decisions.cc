@@ -1,7 +1,7 @@
 // Compiles decisions, which are lists of questions with fixed options. The code first builds a
 // graph of bytes from the parts of the answer. Then, for each node of this graph, it finds the
 // tokens that can follow the node, and the options that each of these tokens completes.
-#include "compile/decisions.h"
+#include "compile/tokens/decisions.h"
 
 #include <algorithm>
 #include <functional>
@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "base/json.h"
-#include "compile/numbers.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {

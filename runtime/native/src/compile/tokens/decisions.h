@@ -10,8 +10,8 @@
 
 #include <string_view>
 
-#include "compile/budget.h"
-#include "compile/vocabulary.h"
+#include "compile/automata/budget.h"
+#include "compile/tokens/vocabulary.h"
 #include "constraints/automaton.h"
 
 namespace dlm::compile {

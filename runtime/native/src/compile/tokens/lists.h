@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "compile/hash_index.h"
-#include "compile/numbers.h"
+#include "compile/automata/hash_index.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 

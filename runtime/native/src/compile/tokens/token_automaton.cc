@@ -1,6 +1,6 @@
 // Builds an automaton over token ids from the edges that token_walks.h found. Drops states and
 // edges from which no end of a text can be reached. Numbers the states, classes and groups.
-#include "compile/token_automaton.h"
+#include "compile/tokens/token_automaton.h"
 
 #include <algorithm>
 #include <memory>
@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/error.h"
-#include "compile/numbers.h"
-#include "compile/token_classes.h"
-#include "compile/token_walks.h"
+#include "compile/automata/numbers.h"
+#include "compile/tokens/token_classes.h"
+#include "compile/tokens/token_walks.h"
 
 namespace dlm::compile {
 namespace {

@@ -1,9 +1,9 @@
 // Converts an automaton over bytes to an automaton over token ids.
 #pragma once
 
-#include "compile/budget.h"
-#include "compile/byte_automaton.h"
-#include "compile/vocabulary.h"
+#include "compile/automata/budget.h"
+#include "compile/automata/byte_automaton.h"
+#include "compile/tokens/vocabulary.h"
 #include "constraints/automaton.h"
 
 namespace dlm::compile {

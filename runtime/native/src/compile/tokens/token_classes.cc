@@ -7,11 +7,11 @@
 // visiting all tokens of all groups, because there are far fewer items than tokens. But they
 // separate more tokens than necessary. So the last step joins the tokens that are in the same
 // groups.
-#include "compile/token_classes.h"
+#include "compile/tokens/token_classes.h"
 
 #include <algorithm>
 
-#include "compile/numbers.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {}  // namespace

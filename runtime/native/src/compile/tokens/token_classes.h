@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "compile/budget.h"
-#include "compile/lists.h"
-#include "compile/token_walks.h"
+#include "compile/automata/budget.h"
+#include "compile/tokens/lists.h"
+#include "compile/tokens/token_walks.h"
 #include "constraints/automaton.h"
 
 namespace dlm::compile {

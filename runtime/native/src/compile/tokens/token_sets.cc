@@ -1,4 +1,4 @@
-#include "compile/token_sets.h"
+#include "compile/tokens/token_sets.h"
 
 #include <algorithm>
 #include <array>

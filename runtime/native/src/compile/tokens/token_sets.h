@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "compile/budget.h"
-#include "compile/hash_index.h"
-#include "compile/numbers.h"
+#include "compile/automata/budget.h"
+#include "compile/automata/hash_index.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 

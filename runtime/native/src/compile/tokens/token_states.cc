@@ -1,12 +1,12 @@
 // Computes tables about the states of a byte automaton. For each state, the tables contain the next
 // states, the number of bytes that are forced (the only possible next bytes), and a flag that is
 // true if the state accepts many bytes.
-#include "compile/token_states.h"
+#include "compile/tokens/token_states.h"
 
 #include <algorithm>
 #include <numeric>
 
-#include "compile/numbers.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "compile/budget.h"
-#include "compile/byte_automaton.h"
-#include "compile/token_sets.h"
+#include "compile/automata/budget.h"
+#include "compile/automata/byte_automaton.h"
+#include "compile/tokens/token_sets.h"
 
 namespace dlm::compile {
 

@@ -13,9 +13,9 @@
 // - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
 //   stored as one group, even if many states use the group. For example, if the length of a string
 //   is counted, all tokens of n characters are one group.
-#include "compile/token_walks.h"
+#include "compile/tokens/token_walks.h"
 
-#include "compile/numbers.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "compile/budget.h"
-#include "compile/lists.h"
-#include "compile/token_states.h"
-#include "compile/vocabulary.h"
+#include "compile/automata/budget.h"
+#include "compile/tokens/lists.h"
+#include "compile/tokens/token_states.h"
+#include "compile/tokens/vocabulary.h"
 
 namespace dlm::compile {
 

@@ -1,10 +1,10 @@
-#include "compile/vocabulary.h"
+#include "compile/tokens/vocabulary.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "base/error.h"
-#include "compile/numbers.h"
+#include "compile/automata/numbers.h"
 
 namespace dlm::compile {
 namespace {

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "compile/token_sets.h"
+#include "compile/tokens/token_sets.h"
 
 namespace dlm::compile {
 
