@@ -116,6 +116,21 @@ for _ in range(5):
             NESTED,
             "max_depth 3",
         ),
+        (
+            {"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 3},
+            {"a": None, "b": 1, "c": 2},
+            "minProperties 3 is not supported",
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {}},
+                "minProperties": 3,
+                "additionalProperties": False,
+            },
+            None,
+            "",
+        ),
         ({"type": "integer", "minimum": 5, "maximum": 4}, None, ""),
         ({"type": "string", "allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]}, None, ""),
     ],

@@ -22,6 +22,10 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
   const bool has_more = row.more != expressions_.nothing() && most > 0 && missing <= 1;
+  if (missing > 1 && missing <= most && row.more != expressions_.nothing())
+    limits_.insert("minProperties " + std::to_string(row.low) +
+                   " is not supported if the schema lists fewer than " +
+                   std::to_string(row.low - 1) + " possible properties");
   if (count > 0) {
     const Node rest = has_more ? expressions_.repeat(between, static_cast<uint32_t>(missing), limit)
                       : missing == 0 ? expressions_.empty()
