@@ -241,7 +241,8 @@ class Calls(RuleBasedStateMachine):
             visible_block,
         )
         ends = (C.c_int32 * 1)(END)
-        told.eos_token_ids, told.eos_count = C.cast(ends, _native.i32p), int(has_end)
+        if has_end:
+            told.eos_token_ids, told.eos_count = C.cast(ends, _native.i32p), 1
         refused = [*self.refused(wrong)] if wrong else []
         if wrong:
             setattr(told, *wrong)

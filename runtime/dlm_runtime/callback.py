@@ -202,7 +202,7 @@ def from_callback(
             return 5  # DLM_ENGINE_FAILED
         return 0
 
-    eos = (C.c_int32 * max(1, len(info.eos_token_ids)))(*info.eos_token_ids)
+    eos = (C.c_int32 * len(info.eos_token_ids))(*info.eos_token_ids)
     native = _native.library()
     denoiser = _native.initialised(_native.Denoiser)
     for name in (
@@ -221,7 +221,8 @@ def from_callback(
     denoiser.visible_block = info.visible_block or 0
     denoiser.draft_block = info.draft_block or 0
     denoiser.conditioning_size = info.conditioning_size
-    denoiser.eos_token_ids = C.cast(eos, _native.i32p)
+    if info.eos_token_ids:
+        denoiser.eos_token_ids = C.cast(eos, _native.i32p)
     denoiser.eos_count = len(info.eos_token_ids)
     function = _native.PassFn(call)
     handle = C.c_void_p()

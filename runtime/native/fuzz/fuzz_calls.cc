@@ -71,7 +71,8 @@ class World {
     denoiser.vocab_size = vocab_, denoiser.mask_token_id = 0, denoiser.max_canvas_length = 64;
     denoiser.layers = 1 + kind % 2, denoiser.kv_heads = 1 + kind / 2 % 2, denoiser.head_size = 2;
     denoiser.shift = kind / 4 % 2, denoiser.has_cache = kind / 8 % 2;
-    denoiser.eos_token_ids = eos, denoiser.eos_count = static_cast<size_t>(kind / 16 % 3);
+    denoiser.eos_count = static_cast<size_t>(kind / 16 % 3);
+    denoiser.eos_token_ids = denoiser.eos_count > 0 || is_rare() ? eos : nullptr;
     denoiser.visible_block = kind / 64 == 3 ? 8 : 0;
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
     // larger denoisers would be slow

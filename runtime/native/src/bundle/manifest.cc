@@ -607,8 +607,9 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
     fail(DLM_INVALID_ARGUMENT,
          "dlm_denoiser: conditioning_size needs mask_token_id = vocab_size, which means that the "
          "denoiser has no mask token");
-  if (d.eos_count > 0 && d.eos_token_ids == nullptr)
-    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
+  if ((d.eos_count > 0) != (d.eos_token_ids != nullptr))
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is %s, but eos_count is %zu",
+         d.eos_token_ids == nullptr ? "NULL" : "set", d.eos_count);
   if (d.eos_count > 1024)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_count = %zu is outside 0..1024", d.eos_count);
   Denoiser out{};
