@@ -443,6 +443,7 @@ static void test_denoisers_out_of_range_are_refused(void) {
   REFUSE(max_new_tokens, 0);
   REFUSE(eos_token_ids, NULL);
   REFUSE(eos_count, SIZE_MAX);
+  REFUSE(eos_count, 0);
   for (size_t i = 0; i < 3; ++i) REFUSE(eos_token_ids, wrong_ends[i]);
 #undef REFUSE
 }
@@ -573,6 +574,11 @@ static void test_wrong_requests_are_refused(void) {
   refuse_request(session, &f, NULL, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_request(session, &f, &good, NULL, LONGEST + 1, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_request(session, &f, &good, NULL, SIZE_MAX, DLM_INVALID_ARGUMENT, __LINE__);
+  dlm_request most = of(&good, prompt, 3);
+  most.max_new_tokens = INT32_MAX; /* this is only a limit, so the longest canvas lowers it */
+  const dlm_result* filled = NULL;
+  SESSION_STATUS(dlm_session_generate(session, &most, &filled), DLM_OK);
+  CLAIM(filled != NULL && filled->length <= LONGEST);
   dlm_request none = good;
   none.max_new_tokens = 0;
   refuse_request(session, &f, &none, NULL, 0, DLM_INVALID_ARGUMENT, __LINE__); /* an empty canvas */

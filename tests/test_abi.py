@@ -116,6 +116,19 @@ def test_a_pointer_and_its_count_are_checked_together(name: str, count: str, val
     assert (status, said.split(":")[0]) == (1, name)
 
 
+def test_an_empty_prompt_is_a_prompt(demo_bundle: Path) -> None:
+    """The chat template or the tokenizer may add tokens to it."""
+    with dlm_runtime.open(demo_bundle) as bundle, bundle._handle.session() as session:
+        wanted = bundle.generate(prompt="", max_new_tokens=4).tokens
+        request = _native.initialised(_native.Request)
+        request.prompt = ctypes.cast(ctypes.c_char_p(b""), ctypes.POINTER(ctypes.c_char))
+        request.max_new_tokens = 4
+        result = ctypes.POINTER(_native.Result)()
+        call = (session, ctypes.byref(request), ctypes.byref(result))
+        assert _native.library().dlm_session_generate(*call) == 0
+        assert result.contents.tokens[: result.contents.length] == wanted
+
+
 @pytest.mark.parametrize("wanted", [None, ctypes.c_size_t(-1).value])
 def test_a_decode_callback_that_never_has_enough_room_ends_the_request(wanted: int | None) -> None:
     calls = 0

@@ -123,6 +123,7 @@ const NoNewTokens = -1
 // default preset.
 type Options struct {
 	MaxNewTokens int        // largest number of tokens to generate; 0: Bundle.MaxNewTokens
+	NewTokens    int        // exact number of mask tokens to add and fill, instead of MaxNewTokens; 0: MaxNewTokens applies
 	Policy       *Policy    // nil: the bundle's default preset
 	Constraint   *Automaton // nil: any text is allowed
 	StopStrings  []string   // the text ends before the first stop string
@@ -145,6 +146,7 @@ func (o *Options) raw() (request *C.dlm_request, free func()) {
 	} else if o.MaxNewTokens != 0 {
 		request.max_new_tokens = C.int32_t(clamp(o.MaxNewTokens))
 	}
+	request.new_tokens = C.int64_t(o.NewTokens)
 	request.deadline_ms = C.double(o.DeadlineMs)
 	request.max_steps = C.int32_t(clamp(o.MaxSteps))
 	if o.SpecialTokens {

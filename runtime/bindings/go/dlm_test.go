@@ -74,6 +74,13 @@ func TestDefaultOptionsGenerateAsManyTokensAsTheBundleSays(t *testing.T) {
 	if none := generate(t, s, prompt, Options{MaxNewTokens: NoNewTokens}); none.Passes != 0 || none.CompletionTokens != 0 {
 		t.Errorf("without new tokens: %+v", none)
 	}
+	if exact := generate(t, s, "", Options{NewTokens: 7}); exact.Passes == 0 || exact.CompletionTokens > 7 {
+		t.Errorf("with 7 new tokens: %+v", exact)
+	}
+	both := Options{NewTokens: 7, MaxNewTokens: 40}
+	if _, err := s.GenerateText(ctx, "", both); err == nil || !strings.Contains(err.Error(), "both new_tokens = 7") {
+		t.Error(err)
+	}
 }
 
 func TestPresetsEffortLevelsAndChangedFieldsChooseTheLoop(t *testing.T) {

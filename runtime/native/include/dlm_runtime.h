@@ -104,7 +104,7 @@ typedef struct dlm_denoiser {
   int32_t has_cache;        /* 1 if passes can read and write cached keys and values; 0 if not */
   const int32_t* eos_token_ids; /* [eos_count], ids of the end tokens, 0..V-1. The mask token
                                    must not be one of them */
-  size_t eos_count;             /* 0..1024 */
+  size_t eos_count;             /* 0..1024; 0 only if eos_token_ids is NULL */
   int64_t visible_block;        /* 0..16777216. If it is 0, attention is full: every row sees all
                                    positions. If it is n > 0, attention is block-causal: position 0
                                    starts the first block of n positions, and a row does not see
@@ -750,7 +750,7 @@ typedef struct dlm_request {
   /* The given tokens. Set at most one of `tokens`, `prompt` and `messages`. If `tokens` contains
    * mask tokens, the request fills them too. A prompt or a chat needs the bundle's text
    * (dlm_bundle_text). INVALID_ARGUMENT if one of these pointers or stop_strings is not NULL but
-   * its count is 0. */
+   * its count is 0. The only exception is the empty prompt "", which has prompt_size 0. */
   const int32_t* tokens;
   size_t token_count;
   const char* prompt;

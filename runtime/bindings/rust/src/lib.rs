@@ -184,6 +184,9 @@ impl Canceller {
 pub struct Options {
     /// The largest number of tokens to generate. `None` means [`Bundle::max_new_tokens`].
     pub max_new_tokens: Option<u32>,
+    /// The exact number of mask tokens to add and fill, instead of `max_new_tokens`. 0 means that
+    /// `max_new_tokens` applies.
+    pub new_tokens: u32,
     /// The policy. `None` means the bundle's default preset.
     pub policy: Option<Policy>,
     /// The constraint. `None` means that any text is allowed.
@@ -213,6 +216,7 @@ impl Options {
         if let Some(count) = self.max_new_tokens {
             request.max_new_tokens = i32::try_from(count).unwrap_or(i32::MAX);
         }
+        request.new_tokens = self.new_tokens.into();
         request.policy = self.policy.as_ref().map_or(null(), Policy::raw);
         request.constraint = self.constraint.as_ref().map_or(null(), Automaton::raw);
         if !stops.raw.is_empty() {
@@ -225,6 +229,13 @@ impl Options {
         request.text = sys::DLM_TEXT_RESULT;
         request
     }
+}
+
+/// Sets the prompt of a request. C needs a text for an empty prompt too, and an empty `str` has no
+/// byte that C could read.
+fn set_prompt(request: &mut sys::dlm_request, prompt: &str) {
+    request.prompt = if prompt.is_empty() { b"\0".as_ptr().cast() } else { prompt.as_ptr().cast() };
+    request.prompt_size = prompt.len();
 }
 
 /// The stop strings of a request in the form that C needs.
@@ -392,8 +403,7 @@ impl Session {
         on_text: impl FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Generation> {
         self.generate(options, on_text, |request| {
-            request.prompt = prompt.as_ptr().cast();
-            request.prompt_size = prompt.len();
+            set_prompt(request, prompt);
         })
     }
 

@@ -4,7 +4,7 @@ use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
-use crate::{check, sys, text_of, Bundle, Error, Generation, Messages, Options, Result, Stops};
+use crate::{check, set_prompt, sys, text_of, Bundle, Error, Generation, Messages, Options, Result, Stops};
 
 struct RawScheduler {
     raw: *mut sys::dlm_scheduler,
@@ -58,8 +58,7 @@ impl Scheduler {
     /// if too many requests are waiting.
     pub fn submit_text(&self, prompt: &str, options: &Options) -> Result<Job> {
         self.submit(options, |request| {
-            request.prompt = prompt.as_ptr().cast();
-            request.prompt_size = prompt.len();
+            set_prompt(request, prompt);
         })
     }
 

@@ -103,6 +103,12 @@ fn default_options_generate_as_many_tokens_as_the_bundle_says() {
     let none = Options { max_new_tokens: Some(0), ..Options::default() };
     let out = Session::new(&bundle).unwrap().generate_text(PROMPT, &none, |_| ControlFlow::Continue(())).unwrap();
     assert_eq!((out.passes, out.completion_tokens), (0, 0));
+    let exact = Options { new_tokens: 7, ..Options::default() };
+    let out = Session::new(&bundle).unwrap().generate_text("", &exact, |_| ControlFlow::Continue(())).unwrap();
+    assert!(out.passes > 0 && out.completion_tokens <= 7);
+    let refused = Options { new_tokens: 7, ..few() };
+    let refused = Session::new(&bundle).unwrap().generate_text("", &refused, |_| ControlFlow::Continue(())).unwrap_err();
+    assert!(refused.sentence.contains("both new_tokens = 7 and max_new_tokens = 40"), "{refused}");
 }
 
 #[test]

@@ -57,9 +57,11 @@ void check_options(const dlm_request& request) {
 // Encodes the prompt or the chat of the request. If the request has neither, the result is empty.
 std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
   check_pair(request.tokens, request.token_count, "tokens", "token_count");
-  check_pair(request.prompt, request.prompt_size, "prompt", "prompt_size");
+  // "" is a prompt. If another text has the size 0, the caller has forgotten the size.
+  if (request.prompt == nullptr || request.prompt_size > 0 || *request.prompt != '\0')
+    check_pair(request.prompt, request.prompt_size, "prompt", "prompt_size");
   check_pair(request.messages, request.message_count, "messages", "message_count");
-  const bool has_tokens = request.token_count > 0, has_prompt = request.prompt_size > 0,
+  const bool has_tokens = request.token_count > 0, has_prompt = request.prompt != nullptr,
              has_chat = request.message_count > 0;
   if (has_tokens + has_prompt + has_chat > 1)
     fail(DLM_INVALID_ARGUMENT, "the request has several of tokens, prompt and messages: set one");
