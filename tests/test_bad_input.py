@@ -35,6 +35,7 @@ from dlm_export.families.base import Overrides
 from dlm_export.graph import trace, write
 from dlm_export.judging.accuracy import run
 from dlm_export.judging.parity import against_torch, verdict
+from dlm_runtime import Bundle
 from dlm_runtime.errors import BundleError
 
 Change = Callable[[Path], None]
@@ -764,15 +765,26 @@ def test_a_build_that_differs_from_torch_exits_3_and_writes_no_bundle(
 
 
 def test_verify_exits_3_for_a_checkpoint_with_other_weights(
-    llada_bundle: Path, checkpoint: Path
+    llada_bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _retensor(checkpoint, lambda t: t[QUERY].mul_(1.1))
+    _retensor(checkpoint, lambda t: t["model.transformer.ff_out.weight"].neg_())
     options = ("--count", 1, "--new-tokens", 2, "--json")
+    generated: list[str] = []
+    request = Bundle._request
+
+    def counted(bundle: Bundle, method: str, *given: Any) -> Any:
+        generated.append(method)
+        return request(bundle, method, *given)
+
+    monkeypatch.setattr(Bundle, "_request", counted)
     result = CliRunner().invoke(
         main, ["verify", str(llada_bundle), "--checkpoint", str(checkpoint), *map(str, options)]
     )
     assert result.exit_code == 3, result.output
     assert f"Error: {llada_bundle}: mask ratio" in result.output
+    loop = json.loads(result.stdout)["loop"]
+    assert sum(row["canvases"] for row in loop) == len(generated)
+    assert any(row["canvases_tied"] + row["canvases"] - row["canvases_equal"] for row in loop)
 
 
 def test_verify_refuses_a_checkpoint_of_another_shape(

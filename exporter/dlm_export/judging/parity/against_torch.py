@@ -33,7 +33,7 @@ from dlm_export.progress import Progress, Silent
 from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
-from dlm_runtime import Bundle, Policy
+from dlm_runtime import Bundle, Generation, Policy
 from dlm_runtime.errors import RequestError
 
 PROMPT_COUNT, NEW_TOKENS = 2, 16  # the default numbers of prompts, and of new tokens per prompt
@@ -279,14 +279,15 @@ def _run(
     """Generate the text of a case with the bundle."""
     fields: dict[str, Any] = case.policy.as_dict() | {"steps": case.steps}
     fields |= {"tokens": case.tokens, "new_tokens": case.max_new_tokens}
-    out = bundle.generate(**fields)
+    after: list[State] = []
+    out: Generation | None = None
+    for event in bundle.stream(**fields):
+        after.append(State(np.array(event.canvas), np.array(event.undecided)))
+        out = event.result
+    assert out is not None  # the last event has a result
     on_done()
     if out.tokens == wanted.tokens and out.nfe == wanted.nfe:
         return CaseRun(case, wanted, out.nfe)
-    after = [
-        State(np.array(event.canvas), np.array(event.undecided))
-        for event in bundle.stream(**fields)
-    ]
     pairs = enumerate(zip(wanted.tokens, out.tokens, strict=True))
     said = next(
         (f"position {at} is {b}, the reference has {a}" for at, (a, b) in pairs if a != b),
