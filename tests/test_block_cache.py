@@ -466,7 +466,9 @@ def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> Non
     assert plain.tokens == [1, 2, 3, 4, 6, *[10] * 7]
 
 
-@pytest.mark.parametrize(("stop", "passes"), [("early-eos", 4), ("eos", 8), ("none", 16)])
+@pytest.mark.parametrize(
+    ("stop", "passes"), [(PRESETS["nemotron-diffusion"].stop, 4), ("eos", 8), ("none", 16)]
+)
 def test_early_eos_ends_when_the_text_before_the_end_token_is_decided(
     stop: str, passes: int
 ) -> None:

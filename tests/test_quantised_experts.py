@@ -275,7 +275,9 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
         "blocks.1.mlp.router",
         "logits",
     }, "passes agreed"
-    assert sum(row.canvases_tied for row in report.parity.loop) > 0
+    rows = report.parity.loop
+    assert [row.canvases_equal for row in rows] == [row.canvases for row in rows]
+    assert sum(row.canvases_tied for row in rows) > 0
     told = CliRunner().invoke(
         main, ["verify", str(report.output), "--checkpoint", str(path), "--json"]
     )
