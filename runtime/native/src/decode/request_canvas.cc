@@ -1,0 +1,149 @@
+// The canvas of a Request: how it grows, gets end tokens, and becomes a result.
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "decode/request.h"
+
+namespace dlm {
+
+void Request::extend(size_t length) {
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  guess_.resize(length, -1);
+  score_.resize(length, 0.0f);
+  log_probs_.resize(length, kNone);
+  top_tokens_.resize(length * top_count_, -1);
+  top_log_probs_.resize(length * top_count_, kNone);
+  if (is_constrained_) losses_.resize(length, 0);
+  if (guidance() > 0) unconditional_.resize(length, denoiser_.mask_token_id);
+  is_given_.resize(length, false);
+  undecided_.resize(length, 1);
+  canvas_.resize(length, denoiser_.mask_token_id);
+}
+
+bool Request::grow() {
+  const auto length = static_cast<int32_t>(canvas_.size());
+  if (length == longest_ || has_end()) return false;
+  if (is_reserved_) {
+    canvas_.back() = denoiser_.mask_token_id;
+    undecided_.back() = 1;
+    is_reserved_ = is_given_.back() = false;
+  }
+  extend(length + std::min(growth(), longest_ - length));
+  reserve();
+  is_given_.back() = undecided_.back() == 0;
+  const std::vector<Stage> added =
+      plan_passes(undecided_, policy_, denoiser_, steps_ > 0 ? plan_.back().steps : 0, engine_);
+  plan_.insert(plan_.end(), added.begin(), added.end());
+  has_rows_ = false;  // a cache holds the rows of one length, so the next pass writes all rows
+  return true;
+}
+
+bool Request::has_end() const {
+  for (size_t at = 0; at < canvas_.size(); ++at)
+    if (!is_given_[at] && denoiser_.is_end(canvas_[at])) return true;
+  return false;
+}
+
+void Request::reserve() {
+  const bool can_end = !denoiser_.eos_token_ids.empty() && !is_constrained_;
+  const auto length = static_cast<int32_t>(canvas_.size());
+  if (policy_.reserve == Reserve::none || !can_end || length == 0 || undecided_.back() == 0 ||
+      count_undecided({0, length}) == 1)
+    return;
+  canvas_.back() = denoiser_.eos_token_ids.front();
+  undecided_.back() = 0;
+  is_reserved_ = true;
+}
+
+int32_t Request::count_undecided(Range range) const {
+  return static_cast<int32_t>(
+      std::count(undecided_.begin() + range.first, undecided_.begin() + range.last, 1));
+}
+
+void Request::end(int32_t why) {
+  if (done()) return;
+  if (is_constrained_) extend(longest_);  // the rest of the text may need this room
+  std::vector<int32_t> guess = guess_;
+  proposer_->complete(canvas_, undecided_, guess);
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    if (undecided_[at] == 0) continue;
+    // If the canvas contains a random token or a drafted token at this position, this code replaces
+    // the token.
+    canvas_[at] = guess[at] >= 0                    ? guess[at]
+                  : denoiser_.eos_token_ids.empty() ? denoiser_.mask_token_id
+                                                    : denoiser_.eos_token_ids.front();
+  }
+  finish_ = why;
+  stage_ = plan_.size();
+}
+
+void Request::drop() noexcept {
+  if (!done()) finish_ = DLM_FINISH_CANCELLED, stage_ = plan_.size();
+}
+
+dlm_result Request::result() const {
+  dlm_result found{};
+  found.tokens = canvas_.data();
+  found.log_probs = log_probs_.data();
+  found.top_tokens = top_tokens_.data();
+  found.top_log_probs = top_log_probs_.data();
+  found.top_count = top_count_;
+  found.undecided = undecided_.data();
+  found.length = canvas_.size();
+  found.prompt_tokens = given_;
+  found.constraint_log_prob_loss = std::accumulate(losses_.begin(), losses_.end(), 0.0);
+  if (const std::vector<double>* const probs = proposer_->option_probs(); probs != nullptr) {
+    found.option_probs = probs->data();
+    found.option_count = probs->size();
+  }
+  bool is_ended = false;
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    is_ended = is_ended || (!is_given_[at] && denoiser_.is_end(canvas_[at]));
+    found.completion_tokens += !is_given_[at] && !is_ended;
+  }
+  found.finish = finish_;
+  if (finish_ == DLM_FINISH_NONE)
+    found.finish = is_ended                ? DLM_FINISH_STOP
+                   : proposer_->is_whole() ? DLM_FINISH_CONSTRAINT
+                                           : DLM_FINISH_LENGTH;
+  return found;
+}
+
+// Ends the request if the policy stops at end tokens, and the block contains a generated end token
+// and no undecided position before it. In this case, all undecided positions become end tokens.
+// Returns true if the request has ended.
+bool Request::end_early(Range block) {
+  if (policy_.stop == Stop::none) return false;
+  for (int32_t i = block.first; i < block.last && undecided_[i] == 0; ++i) {
+    if (is_given_[i] || !denoiser_.is_end(canvas_[i])) continue;
+    for (size_t later = 0; later < canvas_.size(); ++later)
+      if (undecided_[later] != 0)
+        take(static_cast<int32_t>(later), denoiser_.eos_token_ids.front(),
+             std::numeric_limits<double>::quiet_NaN());
+    stage_ = plan_.size();
+    return true;
+  }
+  return false;
+}
+
+dlm_step Request::view() const {
+  dlm_step step{};
+  step.struct_size = sizeof step;
+  step.canvas = canvas_.data();
+  step.guess = guess_.data();
+  step.score = score_.data();
+  step.undecided = undecided_.data();
+  step.length = static_cast<int32_t>(canvas_.size());
+  step.block_start = view_start_;
+  step.block_end = view_end_;
+  step.nfe = nfe_;
+  step.committed = committed_;
+  step.done = done() ? 1 : 0;
+  step.text = "";
+  step.prompt_tokens = given_;
+  return step;
+}
+
+}  // namespace dlm

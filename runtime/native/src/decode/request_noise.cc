@@ -1,0 +1,70 @@
+// Blocks that start from random tokens, and self-conditioning (DiffusionGemma).
+#include <algorithm>
+#include <numeric>
+
+#include "decode/random.h"
+#include "decode/request.h"
+
+namespace dlm {
+
+void Request::write_noise(int32_t step) {
+  const Range range = stage().decided;
+  for (int32_t i = range.first; i < range.last; ++i)
+    if (undecided_[i] != 0)
+      canvas_[i] = random_token(policy_.seed, static_cast<uint32_t>(step), static_cast<uint32_t>(i),
+                                denoiser_.vocab_size, denoiser_.mask_token_id);
+}
+
+// The chosen positions get their proposed tokens, and all others get new random tokens
+// (DiffusionGemma). The result of the block is the most likely tokens of its last pass.
+void Request::renoise(const Predictions& predictions, Proposals& proposals) {
+  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, 0, order_)));
+  const bool is_last = is_stable(predictions, proposals) || step_ + 1 >= stage().steps;
+  if (!is_last) {
+    write_noise(step_ + 1);
+    for (const int32_t row : order_) canvas_[positions_[row]] = proposals.tokens[row];
+  }
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const size_t best = row * denoiser_.top_k;
+    proposals.tokens[row] = predictions.tokens[best];
+    proposals.probs[row] = predictions.probs[best];
+  }
+  note_guesses(proposals);
+  if (is_last) {
+    order_.resize(positions_.size());
+    std::iota(order_.begin(), order_.end(), 0);
+    take(predictions, proposals, order_);
+    conditioning_.clear();
+    has_conditioning_ = false;
+    return;
+  }
+  // A denoiser with self-conditioning has no mask token. So all positions after the given tokens
+  // are undecided, and positions_ are all rows of the pass.
+  has_conditioning_ = denoiser_.conditioning_size > 0;
+  if (predictions.next_conditioning != nullptr)
+    conditioning_.assign(
+        predictions.next_conditioning,
+        predictions.next_conditioning + positions_.size() * denoiser_.conditioning_size);
+}
+
+bool Request::is_stable(const Predictions& predictions, const Proposals& proposals) {
+  if (policy_.stable_entropy == 0) return false;
+  bool is_equal = step_ > 0;
+  best_.resize(positions_.size());
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const int32_t token = predictions.tokens[row * denoiser_.top_k];
+    is_equal = is_equal && best_[row] == token;
+    best_[row] = token;
+  }
+  stable_ = is_equal ? stable_ + 1 : 0;
+  double entropy = 0;
+  for (const double score : proposals.scores) entropy -= score;
+  return stable_ >= policy_.stable_passes &&
+         entropy / static_cast<double>(positions_.size()) < policy_.stable_entropy;
+}
+
+float Request::graph_temperature() const {
+  return static_cast<float>(std::clamp(temperature(), 1e-30, 1e30));
+}
+
+}  // namespace dlm

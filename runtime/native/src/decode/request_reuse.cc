@@ -1,0 +1,122 @@
+// How a Request uses cache rows that are already stored, and shares passes with other requests.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "decode/request.h"
+
+namespace dlm {
+
+bool Request::fits(const Request& other) const {
+  const auto same = [](const Stage& one, const Stage& two) {
+    return one.rows == two.rows && one.use == two.use && one.block == two.block;
+  };
+  if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
+  // Canvases that grow must keep the same length, so the requests must also grow by the same
+  // blocks.
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const bool grows = longest_ > length || other.longest_ > length;
+  if (grows && (longest_ != other.longest_ || growth() != other.growth())) return false;
+  if (!has_cache() && !grows) return true;
+  // With `reuse`, the last pass of a block also stores the rows of the block. If a faster request
+  // ran in lockstep with a slower request, the slower request could make one more pass. This pass
+  // would store different rows for the faster request. Then the result of the faster request would
+  // depend on the slower request.
+  if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
+  // With the commit rule `verify`, later passes depend on the request's tokens. So a request with
+  // this rule cannot run in lockstep. The same is true for next_block below 1.
+  if (verifies() || other.verifies() || is_ahead() || other.is_ahead()) return false;
+  return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
+}
+
+int32_t Request::reusable() const {
+  if (!has_cache() || done()) return 0;
+  if (denoiser_.visible_block == 0)
+    // Only the first pass computes the cache rows before the returned position.
+    return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
+  // A shifted denoiser predicts the first position of a block in the row just before the block. So
+  // a pass of this request must compute this row.
+  return std::max(0, plan_.front().block.first - causal_shift(policy_, denoiser_));
+}
+
+void Request::skip_stored(int32_t rows) {
+  const auto next = plan_.begin() + static_cast<std::ptrdiff_t>(stage_);
+  for (auto it = next; it != plan_.end() && it->rows.first < rows; ++it) {
+    it->rows.first = it->cached = std::min(rows, it->rows.last);
+    if (it->use == CacheUse::write) it->use = CacheUse::refresh;
+  }
+  const auto first =
+      std::find_if(next, plan_.end(), [](const Stage& stage) { return stage.rows.tokens() > 0; });
+  skipped_ += static_cast<int32_t>(first - next);
+  plan_.erase(next, first);
+  step_ = 0;
+  masked_ = count_undecided(stage().decided);
+  settle();
+}
+
+void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost) {
+  const int32_t block = denoiser_.visible_block;
+  if (block == 0) return;
+  std::vector<Stage> plan;
+  for (Stage stage : plan_) {
+    const auto fits = [&](int32_t tokens) {
+      Stage part = stage;
+      part.rows.last = part.rows.first + tokens;
+      const PassLoad load = load_of(part, 0);
+      return load.tokens <= most_tokens && (most_ms <= 0 || cost.of(load) <= most_ms);
+    };
+    const bool fills = stage.kind == PassKind::prefill && stage.use == CacheUse::append;
+    while (fills && !fits(stage.rows.tokens())) {
+      int32_t tokens = block;
+      while (fits(tokens + block)) tokens += block;
+      // A single pass must compute all positions from the start of the block on.
+      const int32_t end = std::min(stage.rows.first + tokens, stage.block.first);
+      if (end <= stage.rows.first || end >= stage.rows.last) break;
+      Stage part = stage;
+      part.rows.last = end;
+      part.decided = {stage.block.first, stage.block.first};
+      plan.push_back(part);
+      stage.rows.first = stage.cached = end;
+      --skipped_;
+    }
+    plan.push_back(stage);
+  }
+  plan_ = std::move(plan);
+  if (!plan_.empty()) masked_ = count_undecided(stage().decided);
+}
+
+int32_t Request::exact_after(int32_t exact) const {
+  const Stage& now = stage();
+  if (denoiser_.visible_block == 0) return keeps_rows(now.use) ? reusable() : exact;
+  if (now.use != CacheUse::append || now.rows.first > exact) return exact;
+  return std::max(exact, std::min(now.rows.last, now.block.first));
+}
+
+PassLoad Request::load_of(const Stage& stage, size_t rows) const {
+  const double canvases = static_cast<double>(this->canvases()),
+               tokens = canvases * stage.rows.tokens();
+  return {tokens, canvases * static_cast<double>(rows),
+          tokens * (stage.rows.tokens() + stage.cached)};
+}
+
+PassLoad Request::usual_load(const PassCost& cost) const {
+  PassLoad most;
+  const auto add = [&](const Stage& stage) {
+    const PassLoad load =
+        load_of(stage, may_edit(stage) ? stage.block.tokens() : stage.decided.tokens());
+    if (cost.share(load) > cost.share(most)) most = load;
+  };
+  for (size_t number = stage_; number < plan_.size(); ++number)
+    if (plan_[number].is_repeated()) add(plan_[number]);
+  if (verifies()) {
+    // verify() plans the later blocks. The passes over a block at the end of the canvas cost the
+    // most, so this code adds them.
+    const auto length = static_cast<int32_t>(canvas_.size());
+    std::vector<Stage> last;
+    plan_verified(last, policy_, denoiser_, std::max(1, length - policy_.block_length), length);
+    for (const Stage& stage : last) add(stage);
+  }
+  return most;
+}
+
+}  // namespace dlm
