@@ -25,7 +25,7 @@ from test_imports import BLOCKED
 
 import dlm_runtime
 from dlm_calibration.recipes import FORMATS
-from dlm_export import families
+from dlm_export import families, machine
 from dlm_export.build import BuildOptions, build
 from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints.folder import Checkpoint
@@ -787,5 +787,5 @@ def test_caches_that_cores_share_count_once(tmp_path: Path) -> None:
             index.mkdir(parents=True)
             for name, text in (("level", level), ("shared_cpu_list", shared), ("size", size)):
                 (index / name).write_text(f"{text}\n")
-    assert roofline.last_level_cache_bytes(tmp_path) == 2 * 32768 << 10
-    assert roofline.last_level_cache_bytes(tmp_path / "none") == 0
+    assert machine.last_level_cache_bytes(tmp_path) == 2 * 32768 << 10
+    assert machine.last_level_cache_bytes(tmp_path / "none") == 0

@@ -41,6 +41,7 @@ from dlm_export.network import reference
 from dlm_export.network.caches import read_back
 from dlm_runtime import BundleError
 from dlm_runtime.abi import native as _native
+from dlm_runtime.precision import CACHE_DTYPES
 
 CALLS = {
     "float32": "CachedAttention",
@@ -522,7 +523,7 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
     The test therefore allows one canvas in twenty to differ.
     """
     denoiser, equal = load(checkpoints[name]), 0
-    cache_dtype = graph.CACHE_DTYPES[cache]
+    cache_dtype = CACHE_DTYPES[cache]
     with dlm_runtime.open(built[name, cache], threads=1) as bundle:
         assert bundle.manifest["loop"]["graph"]["cache_dtype"] == cache_dtype
         for loop in CACHED:
@@ -558,7 +559,7 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
 
     If torch rounds its cache too, torch's logits must change in the same way.
     """
-    denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
+    denoiser, cache_dtype = load(checkpoints[name]), CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
     feeds = {
         "input_ids": ids[None],
@@ -754,7 +755,7 @@ def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
         report = build(DEMO_CHECKPOINT, folder / cache, BuildOptions(cache_dtype=cache))
         found[cache] = json.loads((folder / cache / "accuracy.json").read_text())["cache"]
         assert found[cache] == report.cache
-        assert found[cache]["cache_dtype"] == graph.CACHE_DTYPES[cache]
+        assert found[cache]["cache_dtype"] == CACHE_DTYPES[cache]
     return found
 
 

@@ -21,7 +21,7 @@ from dlm_export.bundle.default_loop import FITTED, NOT_FITTED
 from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_export.judging.sides.side import JudgeError
-from dlm_export.judging.tuning.default_loop import fastest
+from dlm_export.judging.tuning.default_loop import fastest, with_levels
 from dlm_export.judging.tuning.effort_levels import (
     CAREFUL,
     LEVELS,
@@ -260,7 +260,7 @@ def test_the_default_loop_is_a_preset_that_the_manifest_explains(llada_bundle: P
         LevelPoint({"threshold": 0.3}, 1.0, 1),
         LevelPoint(CAREFUL, 1.0, 32),
     ]
-    made = _levels(points).applied(manifest)
+    made = with_levels(manifest, _levels(points))
     check_manifest(made, llada_bundle)
     wanted = Policy(**manifest["loop"]["presets"]["fast-dllm"]).with_fields({"threshold": 0.3})
     assert made["loop"]["default_preset"] == FITTED
@@ -274,7 +274,7 @@ def test_the_default_loop_is_a_preset_that_the_manifest_explains(llada_bundle: P
         "changes": {"threshold": 0.3},
         "reason": reason,
     }
-    again = _levels(points, 3).applied(made)
+    again = with_levels(made, _levels(points, 3))
     assert FITTED not in again["loop"]["presets"]
     assert again["loop"]["default_preset"] == "fast-dllm"
     assert "3 samples are too few" in again["default_loop"]["reason"]

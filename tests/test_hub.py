@@ -17,7 +17,8 @@ from hub_server import COMMIT, REPOSITORY, HubServer
 
 from dlm_export.bundle.folder import sha256
 from dlm_export.checkpoints.guard import HubError
-from dlm_export.checkpoints.hub import HubName, local
+from dlm_export.checkpoints.hub import HubName
+from dlm_export.checkpoints.local import local
 
 pytest.importorskip("huggingface_hub")
 NAME = f"hf:{REPOSITORY}"
@@ -78,7 +79,8 @@ def download(server: HubServer, tmp_path: Path, name: str) -> set[str]:
     server.sent.clear()
     program = (
         "import sys\n"
-        "from dlm_export.checkpoints.hub import HubName, local\n"
+        "from dlm_export.checkpoints.hub import HubName\n"
+        "from dlm_export.checkpoints.local import local\n"
         "with local(HubName.parse(sys.argv[1])) as found:\n"
         "    print(found.path)\n"
     )

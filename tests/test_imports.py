@@ -36,6 +36,7 @@ ROOMS = (
         "targets",
         "workplace",
     },
+    {"charts"},
     {"network"},
     {"bundle"},
     {"text"},

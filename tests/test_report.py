@@ -22,7 +22,8 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
 from made_up_results import FILES, HOSTILE, ROLES, made_up_accuracy, made_up_manifest, right_answers
 
-from dlm_export.judging.report import cost, drawing, figures, numbers, page
+from dlm_export.charts import drawing, numbers
+from dlm_export.judging.report import cost, figures, page
 from dlm_export.judging.report.page import ReportError, write_report
 
 BROWSER = next(

@@ -18,9 +18,8 @@ from test_quantise_cli import SCHEMA, SMALL
 
 from dlm_calibration.recipes import HIGH
 from dlm_export.cli import main
-from dlm_export.judging.precision_search import search
-from dlm_export.planning import tuning
-from dlm_export.planning.tuning import Tuning
+from dlm_export.judging.precision_search import layer_times, search
+from dlm_export.judging.precision_search.layer_times import Tuning
 from dlm_export.sources import open_source
 from dlm_runtime.errors import RequestError
 
@@ -44,7 +43,7 @@ def test_a_layer_that_a_format_does_not_suit_counts_in_full_precision() -> None:
 
 @pytest.mark.parametrize("format", [HIGH, INT8, INT4])
 def test_what_is_timed_is_the_product_that_a_graph_calls(format: str) -> None:
-    session = tuning._session((40, 33), format, 3)
+    session = layer_times._session((40, 33), format, 3)
     outputs = session.run(None, {"x": np.ones((5, 40), np.float32)})
     assert [output.shape for output in outputs] == [(5, 33)] * 3
     assert all(np.isfinite(output).all() and np.abs(output).max() > 0 for output in outputs)
@@ -56,7 +55,7 @@ def test_every_shape_is_timed_in_every_format_that_suits_it(llada_checkpoint: Pa
         [layer for (layer,) in search.searched(open_source(llada_checkpoint).network).values()],
         [],
     )
-    found = tuning.measure(layers, [INT8, INT4], 8, lambda: done.append(1))
+    found = layer_times.measure(layers, [INT8, INT4], 8, lambda: done.append(1))
     assert sum(found.shapes.values()) == len(layers)
     assert len(done) == len(found.shapes) == len(found.seconds)
     for layer in layers:
@@ -64,15 +63,17 @@ def test_every_shape_is_timed_in_every_format_that_suits_it(llada_checkpoint: Pa
             found.cost(layer, name) > 0 for name in found.seconds[layer.inputs, layer.outputs]
         )
     with pytest.raises(RequestError, match="fp8 has none"):
-        tuning.measure(layers, ["fp8"], 8, lambda: None)
+        layer_times.measure(layers, ["fp8"], 8, lambda: None)
 
 
 @pytest.mark.parametrize("table", [ir.DataType.FLOAT, ir.DataType.BFLOAT16])
 def test_a_tied_head_is_timed_as_the_product_by_its_table(table: ir.DataType) -> None:
-    session = tuning._session((40, 33), HIGH, 2, table)
+    session = layer_times._session((40, 33), HIGH, 2, table)
     (y, _) = session.run(None, {"x": np.ones((3, 40), np.float32)})
     assert y.shape == (3, 33)
-    inputs = [name for name, _ in tuning._weight(np.random.default_rng(0), HIGH, (40, 33), table)]
+    inputs = [
+        name for name, _ in layer_times._weight(np.random.default_rng(0), HIGH, (40, 33), table)
+    ]
     assert inputs == ["table"]
 
 
@@ -84,11 +85,11 @@ def test_auto_takes_the_format_that_is_fastest_here(
         layers: object, formats: object, rows: int, on_done: object, **_: object
     ) -> Tuning:
         searched = search.searched(open_source(llada_checkpoint).network)
-        shapes = tuning.shapes_of((layer for (layer,) in searched.values()), rows)
+        shapes = layer_times.shapes_of((layer for (layer,) in searched.values()), rows)
         times = {HIGH: 2e-3, fast: 1e-3, slow: 3e-3}
         return Tuning(rows, "a processor", shapes, dict.fromkeys(shapes, times))
 
-    monkeypatch.setattr(tuning, "measure", measured)
+    monkeypatch.setattr(layer_times, "measure", measured)
     options = ("--precision", "auto", "--tune", *SMALL, "--max-ce-increase", "10", "--json")
     result = CliRunner().invoke(
         main, ["build", str(llada_checkpoint), *options, "-o", str(tmp_path / "bundle")]

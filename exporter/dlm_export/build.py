@@ -21,6 +21,7 @@ from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.parity.verdict import Parity
+from dlm_export.judging.precision_search.layer_times import Tuning
 from dlm_export.judging.precision_search.search import CurvePoint
 from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE, write_report
 from dlm_export.judging.sides.side import can_compare_commits
@@ -28,7 +29,6 @@ from dlm_export.judging.tuning.effort_levels import Levels
 from dlm_export.judging.tuning.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.outputs import check_outside
-from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Progress, Stages
 from dlm_export.quantising import experts
 from dlm_export.sources import Source, open_source

@@ -122,3 +122,20 @@ def this_machine() -> dict[str, Any]:
         "onnxruntime": onnxruntime,
         "onnxruntime_library": onnxruntime_library(),
     }
+
+
+def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the total size in bytes of all last-level caches, or 0 if Linux does not report it."""
+    # Maps the level of a cache, and the list of the cores that share the cache, to its size in
+    # bytes.
+    found: dict[tuple[int, str], int] = {}
+    for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, shared, size = (
+                (index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+            )
+            found[int(level), shared] = int(size.removesuffix("K")) << 10
+        except (OSError, ValueError):
+            continue
+    highest = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == highest)

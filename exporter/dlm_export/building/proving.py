@@ -21,6 +21,7 @@ from dlm_export.judging.parity import against_torch, by_layer
 from dlm_export.judging.parity.verdict import Parity, require_parity
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.side import can_compare_commits
+from dlm_export.judging.tuning.default_loop import with_levels
 from dlm_export.judging.tuning.effort_levels import Levels, level_units
 from dlm_export.judging.tuning.fit_in_build import fit_effort, fit_threshold
 from dlm_export.judging.tuning.threshold import Refit, refit_steps
@@ -66,8 +67,9 @@ class Proof:
                 "threshold": self.threshold.refitted.threshold
             }
         precision = manifest["precision"] | {"threshold": self.threshold.as_dict()}
-        return self.levels.applied(
-            {**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}}
+        return with_levels(
+            {**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}},
+            self.levels,
         )
 
 

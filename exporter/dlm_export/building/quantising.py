@@ -24,11 +24,10 @@ from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.families.base import table_type
 from dlm_export.graph import trace
-from dlm_export.judging.precision_search import search
+from dlm_export.judging.precision_search import layer_times, search
+from dlm_export.judging.precision_search.layer_times import Tuning
 from dlm_export.memory import give_back
 from dlm_export.network.layered import Layered
-from dlm_export.planning import tuning
-from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate, in_pieces, samples
 from dlm_export.quantising.numbers import Quantisation
@@ -246,11 +245,11 @@ def _tune(job: Job, stages: Stages) -> Tuning:
     ]
     formats = search.formats_for(job.request.targets, job.request.options.quantise.auto)
     rows = job.source.presets[job.preset].block_length
-    with stages.stage("tune", len(tuning.shapes_of(layers, rows))) as advance:
+    with stages.stage("tune", len(layer_times.shapes_of(layers, rows))) as advance:
         table = ir.DataType.from_numpy(
             table_type(job.source.network, job.source.parameters.stored_type)
         )
-        return tuning.measure(layers, formats, rows, advance, table=table)
+        return layer_times.measure(layers, formats, rows, advance, table=table)
 
 
 def _search(

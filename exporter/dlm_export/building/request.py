@@ -27,6 +27,7 @@ from dlm_export.tensorrt import builders, estimate
 from dlm_export.tensorrt.builders import Builder
 from dlm_export.tensorrt.estimate import EngineOptions
 from dlm_export.workplace import find_device
+from dlm_runtime.precision import CACHE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Job:
     @property
     def cache_dtype(self) -> str:
         """The type of cached keys and values, in the manifest's spelling."""
-        return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
+        return CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
     def is_cache_judged(self) -> bool:
@@ -121,7 +122,7 @@ class Job:
     @property
     def wants_cache_judged(self) -> bool:
         """True if the cache is rounded, and the user wants to know how much accuracy this costs."""
-        is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
+        is_rounded = self.cache_dtype != CACHE_DTYPES[self.base]
         return is_rounded and self.request.options.quantise.effort.name != "none"
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from dlm_export.judging.report.numbers import finite, printable
+from dlm_export.charts.numbers import finite, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

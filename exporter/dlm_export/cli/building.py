@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlm_export.checkpoints.hub import HubName, Located, local
+from dlm_export.checkpoints.hub import HubName, Located
+from dlm_export.checkpoints.local import local
 from dlm_export.cli.judging import print_judgement
 from dlm_export.cli.options import (
     CHECKPOINT,
@@ -57,9 +58,9 @@ from dlm_export.cli.values import (
 if TYPE_CHECKING:
     from dlm_export.build import BuildReport
     from dlm_export.judging.parity.verdict import Parity
+    from dlm_export.judging.precision_search.layer_times import Tuning
     from dlm_export.judging.precision_search.search import CurvePoint
     from dlm_export.judging.tuning.threshold import Refit
-    from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
 LISTED = 8  # maximum number of layers that a message lists by name

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from dlm_export.checkpoints.hub import HubName, local
+from dlm_export.checkpoints.hub import HubName
+from dlm_export.checkpoints.local import local
 from dlm_export.cli.options import (
     SOURCE,
     command,

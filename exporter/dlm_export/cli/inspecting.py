@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlm_export.checkpoints.hub import HubName, Located, local
+from dlm_export.checkpoints.hub import HubName, Located
+from dlm_export.checkpoints.local import local
 from dlm_export.cli.options import SOURCE, command, group, json_option, options, source_group
 from dlm_export.cli.printing import (
     format_bytes,
@@ -271,8 +272,8 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
 def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Print the network, precision, default loop, files and engines of a bundle."""
     from dlm_export.bundle.manifest import network_of
-    from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.targets import sm_text
+    from dlm_runtime.precision import CACHE_ROWS
 
     loop, audits = manifest["loop"], manifest.get("audits", {})
     network, cache = manifest["network"], loop["graph"]["cache_dtype"]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dlm_export.checkpoints.hub import HubName, local
+from dlm_export.checkpoints.hub import HubName
+from dlm_export.checkpoints.local import local
 from dlm_export.cli.options import (
     OUTPUT,
     SOURCE,

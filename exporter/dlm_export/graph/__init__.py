@@ -62,5 +62,3 @@ PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes per element of parameters, activations and cache, for each precision without
 quantisation.
 """
-CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-"""Maps each precision of the cache to the value of ``cache_dtype`` in the manifest."""

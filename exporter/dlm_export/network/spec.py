@@ -47,7 +47,6 @@ __all__ = [
     "ACTIVATIONS",
     "BIASES",
     "BRANCH_NORMS",
-    "CACHE_ROWS",
     "CONDITIONING",
     "EMBEDDING",
     "HEAD",
@@ -76,10 +75,6 @@ __all__ = [
     "rotary_table",
 ]
 
-CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
-bytes of the scale of a row. A row is the key or value of one position in one head.
-"""
 PASS_TOKENS = 512
 """The largest number of tokens in a pass that stores a prompt, if a network has ``cache_windows``.
 runtime/native/src/decode/plan.h contains the same number.
@@ -657,7 +652,7 @@ class NetworkSpec:
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of one token's keys and values in all layers.
 
-        ``scale_bytes`` is the size of the scale of a cached row (see ``CACHE_ROWS``). A row is the
+        ``scale_bytes`` is the size of the scale of a cached row (see ``dlm_runtime.precision.CACHE_ROWS``). A row is the
         key or value of one head.
         """
         return self.cache_bytes_of(1, 1, element_bytes, scale_bytes)

@@ -33,7 +33,6 @@ from dlm_export.bundle.default_loop import default_loop
 from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.graph import PRECISIONS
 from dlm_export.machine import this_machine
-from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
@@ -48,6 +47,7 @@ from dlm_export.planning.prefix import (
 from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
+from dlm_runtime.precision import CACHE_ROWS
 
 CANVAS = 256  # default canvas length in tokens
 # By default, passes over the last 4, 8 and 32 tokens of the canvas are measured.

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, page_tokens, whole_pages
-from dlm_export.graph import CACHE_DTYPES
-from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.generation import Loop, check_policy, list_passes
 from dlm_export.planning.growth import Growth, growth_of
@@ -34,6 +32,7 @@ from dlm_export.planning.shapes import Shape, precisions_of, refusal, shape_on_g
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
+from dlm_runtime.precision import CACHE_DTYPES, CACHE_ROWS
 
 ALL = "all"
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dlm_export import outputs
-from dlm_export.judging.report.drawing import INK, MUTED, RULE, STYLE, WIDTH, with_nan
-from dlm_export.judging.report.numbers import printable
+from dlm_export.charts.drawing import INK, MUTED, RULE, STYLE, WIDTH, with_nan
+from dlm_export.charts.numbers import printable
 from dlm_export.planning.plan import Plan, PlanError
 
 PLOT_SUFFIXES = (".png", ".svg")

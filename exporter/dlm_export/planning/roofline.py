@@ -23,11 +23,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
-from dlm_export.graph import CACHE_DTYPES
-from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
+from dlm_export.network.spec import HEAD, NetworkSpec
+from dlm_runtime.precision import CACHE_DTYPES, CACHE_ROWS
 
 FULL = "full"  # the name for the number format of unquantised parts, which is fp32, fp16 or bf16
 
@@ -389,25 +388,9 @@ def _read_bytes() -> int:
     The array does not fit into the processor's caches: it is four times as large as the last-level
     caches, but not smaller than 256 MiB. The array takes at most a quarter of the free memory.
     """
+    from dlm_export.machine import last_level_cache_bytes
     from dlm_export.memory import available_memory_bytes
 
     wanted = max(_READ_BYTES, 4 * last_level_cache_bytes())
     free = available_memory_bytes()
     return wanted if free is None else min(wanted, free // 4)
-
-
-def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the total size in bytes of all last-level caches, or 0 if Linux does not report it."""
-    # Maps the level of a cache, and the list of the cores that share the cache, to its size in
-    # bytes.
-    found: dict[tuple[int, str], int] = {}
-    for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
-        try:
-            level, shared, size = (
-                (index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
-            )
-            found[int(level), shared] = int(size.removesuffix("K")) << 10
-        except (OSError, ValueError):
-            continue
-    highest = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == highest)

@@ -18,9 +18,8 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.quantise import misfit
 from dlm_export.graph.tied import TIED_HEADS
 from dlm_export.judging.parity.graph_parts import open_graph
-from dlm_export.machine import this_machine
+from dlm_export.machine import last_level_cache_bytes, this_machine
 from dlm_export.network.spec import LinearSpec
-from dlm_export.planning.roofline import last_level_cache_bytes
 from dlm_runtime.errors import RequestError
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from dlm_export.workplace import Workplace
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
-    from dlm_export.planning.tuning import Tuning
+    from dlm_export.judging.precision_search.layer_times import Tuning
 
 DEFAULT_BUDGET = 0.01  # largest allowed relative increase of cross-entropy at masked positions
 # The build uses the same solver, so the search measures the weights that the build will write.

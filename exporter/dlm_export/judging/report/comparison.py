@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of, read_manifest
-from dlm_export.judging.report import cost, drawing, figures
+from dlm_export.charts import drawing
+from dlm_export.judging.report import cost, figures
 from dlm_export.judging.report.figures import TradePoint
 from dlm_export.judging.report.page import ACCURACY_FILE, write_page
 from dlm_runtime.errors import DlmError, ExitCode

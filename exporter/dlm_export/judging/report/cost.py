@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dlm_calibration.metrics import direction, paired_interval
-from dlm_export.judging.report.numbers import as_change, as_interval, as_percent, as_points
+from dlm_export.charts.numbers import as_change, as_interval, as_percent, as_points
 
 NAME = "right answers"
 """The share of generated answers that equal the completions in the data."""

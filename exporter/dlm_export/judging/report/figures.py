@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_export.judging.report.drawing import (
+from dlm_export.charts.drawing import (
     CANDIDATE,
     MUTED,
     REFERENCE,
@@ -19,7 +19,7 @@ from dlm_export.judging.report.drawing import (
     label_of,
     with_nan,
 )
-from dlm_export.judging.report.numbers import (
+from dlm_export.charts.numbers import (
     TIMES,
     as_change,
     as_number,

@@ -20,8 +20,9 @@ from typing import Any
 from dlm_calibration.metrics import direction, wilson_interval
 from dlm_calibration.recipes import HIGH
 from dlm_export import outputs
-from dlm_export.judging.report import cost, figures, numbers
-from dlm_export.judging.report.numbers import FORMS, as_interval, finite, printable
+from dlm_export.charts import numbers
+from dlm_export.charts.numbers import FORMS, as_interval, finite, printable
+from dlm_export.judging.report import cost, figures
 from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"

@@ -8,7 +8,7 @@ passes becomes the default loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlm_export.bundle.default_loop import (
     FEWEST_SAMPLES,
@@ -18,10 +18,8 @@ from dlm_export.bundle.default_loop import (
     published_of,
     published_presets,
 )
+from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 from dlm_runtime import Policy
-
-if TYPE_CHECKING:
-    from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
 VERIFIED = "it generates the text of greedy decoding, which no effort level changes"
 LEAST_SAVING = 0.1
@@ -53,7 +51,20 @@ def fastest(levels: Levels) -> LevelPoint | None:
     return None if found.nfe >= careful.nfe else found
 
 
-def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
+def with_levels(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
+    """Return a copy of the manifest with effort levels and with a new default loop.
+
+    The default loop is one of the variants in ``levels.curve``. Earlier levels are replaced.
+    """
+    own = Policy(**manifest["loop"]["presets"][levels.preset])
+    loops = {
+        name: own.with_fields(point.changes).as_dict() for name, point in levels.levels.items()
+    }
+    loop = manifest["loop"] | {"effort": {"preset": levels.preset, "levels": loops}}
+    return _with_fitted({**manifest, "loop": loop, "effort": levels.as_dict()}, levels)
+
+
+def _with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
     """Return a copy of the manifest whose default loop is the result of ``fastest``.
 
     If ``fastest`` returns ``None``, the default loop is the published loop. A published loop that

@@ -19,7 +19,7 @@ Every variant generates text for the same samples. The levels are chosen as foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError
-from dlm_export.judging.tuning.default_loop import with_fitted
 from dlm_export.judging.tuning.threshold import check_policy
 from dlm_export.network.passes import Looped, shift_of
 from dlm_runtime import Policy
@@ -88,18 +87,6 @@ class Levels:
     def as_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold, for the manifest."""
         return asdict(self)
-
-    def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest with these levels and with a new default loop.
-
-        The default loop is one of the variants in ``curve``. Earlier levels are replaced.
-        """
-        own = Policy(**manifest["loop"]["presets"][self.preset])
-        loops = {
-            name: own.with_fields(point.changes).as_dict() for name, point in self.levels.items()
-        }
-        loop = manifest["loop"] | {"effort": {"preset": self.preset, "levels": loops}}
-        return with_fitted({**manifest, "loop": loop, "effort": self.as_dict()}, self)
 
 
 def variants(policy: Policy, looped: Looped) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from dlm_export.judging.report.page import REPORT_FILE, require_matplotlib, writ
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
 from dlm_export.judging.sides.side import check_tuned
+from dlm_export.judging.tuning.default_loop import with_levels
 from dlm_export.judging.tuning.effort_levels import Levels, fit_levels, level_units
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import replaced
@@ -69,7 +70,7 @@ def fit_bundle(
             preset=preset,
             on_done=progress.advance,
         )
-    made, files = levels.applied(manifest), manifest["files"]
+    made, files = with_levels(manifest, levels), manifest["files"]
     with changing(folder, manifest, MANIFEST_FILE):
         if has_report:
             others = {name: entry for name, entry in files.items() if name != REPORT_FILE}
