@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dlm_export.distributed.ray_workers import LOCAL, connected
+import ray
 
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Ray Serve replaces a proxy that does not answer for a few seconds, and the proxy's requests fail.
 # On a busy machine, a healthy proxy can be slower, so the time limits are raised to 120 s.
 for name in ("READY", "HEALTH"):
@@ -20,5 +21,14 @@ for name in ("READY", "HEALTH"):
 @contextmanager
 def started(cores: int) -> Iterator[None]:
     """Run Ray with this number of cores while the ``with`` block runs."""
-    with connected(LOCAL, cores):
+    ray.init(
+        num_cpus=cores,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        _node_ip_address="127.0.0.1",
+    )
+    try:
         yield
+    finally:
+        ray.shutdown()

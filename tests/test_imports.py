@@ -46,7 +46,6 @@ ROOMS = (
     {"doctor"},
     {"families"},
     {"sources"},
-    {"distributed"},
     {"quantising"},
     {"judging"},
     {"planning"},

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from checkpoints import ADAPTED, nemotron_config, write_adapter, write_checkpoin
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributed import InProcess
 
 import dlm_runtime
 from dlm_calibration.errors import CalibrationError
@@ -39,12 +37,10 @@ from dlm_export import build as building
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
 from dlm_export.cli import main
-from dlm_export.distributed import ray_workers
-from dlm_export.distributed.record import Record
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.frontier import meet, predict_commitment
 from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, masked_canvases
-from dlm_export.judging.accuracy.run import JudgingOptions, compare_bundles, judge_source
+from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
 from dlm_export.judging.accuracy.verdict import AccuracyError, Budgets, Judgement
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
@@ -58,7 +54,6 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of
 from dlm_export.network.turns import Canvas, start_canvas
-from dlm_export.progress import Silent
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
@@ -519,33 +514,6 @@ def test_verify_judges_a_bundle(built: Callable[[str], BuildReport], checkpoint:
     refused = invoke(*given, "--calib-preset", "autoregressive")
     assert refused.exit_code == 2
     assert "makes no draft passes" in refused.stderr
-
-
-def test_workers_compare_the_same(
-    exact: Bundle,
-    built: Callable[[str], BuildReport],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    assert exact.folder is not None
-    workers = [InProcess(Record(tmp_path)), InProcess(Record(tmp_path))]
-    left = list(workers)
-
-    @contextmanager
-    def connected(_: str | None) -> Iterator[InProcess]:
-        yield left.pop(0)
-
-    monkeypatch.setattr(ray_workers, "connected", connected)
-    effort = JudgingOptions(effort=Effort("default", judged=3))
-    found = []
-    for ray in (None, "local", "local"):
-        made = compare_bundles(
-            exact.folder, built("int4").output, effort, Silent(), lambda _: None, ray=ray
-        )
-        found.append((made.overall, made.speculation, made.frontier))
-    assert workers[0].ran
-    assert not workers[1].ran  # all results come from the record
-    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow

@@ -386,16 +386,6 @@ class Frontier:
         self._kl.append(rows.kl)
         self._frontier_kl.append(rows.kl[reference.is_chosen])
 
-    def merge(self, later: Frontier) -> None:
-        """Append the states of ``later`` to the states of this ``Frontier``."""
-        self._samples += later._samples
-        self._buckets += later._buckets
-        self._jaccard += later._jaccard
-        self._committed += later._committed
-        self._flips += later._flips
-        self._kl += later._kl
-        self._frontier_kl += later._frontier_kl
-
     @property
     def is_measured(self) -> bool:
         """True if at least one state was added."""

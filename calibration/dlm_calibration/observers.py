@@ -63,23 +63,15 @@ class Observer:
 
     The observer also stores up to ``keep_rows`` of the input vectors, chosen at random with equal
     probability. ``seed`` is the seed of the random numbers.
-
-    Several observers can each observe a part of the input. ``merge`` then adds their statistics.
-    ``first`` is the number of input vectors in the earlier parts of the input. With this number,
-    the merged sample of vectors does not depend on how the input was divided.
     """
 
-    def __init__(
-        self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0, first: int = 0
-    ) -> None:
+    def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
         self.layer = layer
         self.channels = channels
         self.count = 0  # number of observed input vectors
-        self._seed, self._first, self._most_rows = seed, first, keep_rows
-        # The stored vectors, the number of each vector in the whole input, and the random key of
-        # each vector.
+        self._random, self._most_rows = np.random.Philox(key=seed), keep_rows
+        # The stored vectors, and the random key of each vector.
         self._rows = np.empty((0, channels), dtype=np.float32)
-        self._numbers = np.empty(0, dtype=np.int64)
         self._keys = np.empty(0, dtype=np.uint64)
         # row 0: committed positions, row 1: masked positions
         self._channel_amax = np.zeros((2, channels), dtype=np.float32)
@@ -118,20 +110,8 @@ class Observer:
             for start in range(0, len(chosen), rows):
                 self._take(chosen[start : start + rows], bucket, group)
         if self._most_rows:
-            first = self._first + self.count
-            self._keep(x, np.arange(first, first + len(x)), _keys(self._seed, first, len(x)))
+            self._keep(x, self._random.random_raw(4 * len(x))[::4])
         self.count += len(x)
-
-    def merge(self, later: Observer) -> None:
-        """Add the statistics of an observer that observed a later part of the same input."""
-        assert (self.layer, self.channels) == (later.layer, later.channels)
-        np.maximum(self._channel_amax, later._channel_amax, out=self._channel_amax)
-        np.maximum(self._amax, later._amax, out=self._amax)
-        self._vectors += later._vectors
-        self._powers += later._powers
-        self._counts += later._counts
-        self._keep(later._rows, later._numbers, later._keys)
-        self.count += later.count
 
     @property
     def channel_amax(self) -> np.ndarray:
@@ -278,42 +258,22 @@ class Observer:
         self._amax[bucket, group] = max(self._amax[bucket, group], amax)
         self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
 
-    def _keep(self, x: np.ndarray, numbers: np.ndarray, keys: np.ndarray) -> None:
+    def _keep(self, x: np.ndarray, keys: np.ndarray) -> None:
         """Update the random sample of vectors with the vectors ``x``.
 
         The sample consists of the vectors with the smallest random keys, in the order of the input.
         """
         if len(self._rows) == self._most_rows:
             near = keys < self._keys.max(initial=0)
-            x, numbers, keys = x[near], numbers[near], keys[near]
+            x, keys = x[near], keys[near]
         keys = np.concatenate([self._keys, keys])
-        numbers = np.concatenate([self._numbers, numbers])
         chosen = np.sort(np.argsort(keys, kind="stable")[: self._most_rows])
         self._rows = np.concatenate([self._rows, x])[chosen]
-        self._keys, self._numbers = keys[chosen], numbers[chosen]
-
-
-def _keys(seed: int, first: int, count: int) -> np.ndarray:
-    """Return a random key, uint64, for each of ``count`` vectors. The first vector has number
-    ``first``.
-
-    A vector's key depends only on the seed and on the vector's number.
-    """
-    bits = np.random.Philox(key=seed)
-    bits.advance(first)
-    return bits.random_raw(4 * count)[::4]  # each step of Philox gives four numbers
+        self._keys = keys[chosen]
 
 
 class Observers(dict[str, Observer]):
     """The observers of a denoiser's layers. The keys are the names of the layers."""
-
-    def merge(self, later: Observers) -> None:
-        """Add the statistics of observers that observed later parts of the same inputs."""
-        for layer, observer in later.items():
-            if layer in self:
-                self[layer].merge(observer)
-            else:
-                self[layer] = observer
 
     def check(self, layers: Iterable[str]) -> None:
         """Check that every layer was observed.

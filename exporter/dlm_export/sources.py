@@ -105,27 +105,6 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
     )
 
 
-def open_parameters(path: Path, network: NetworkSpec, config_sha256: str | None) -> Parameters:
-    """Open only the parameters of a source whose network is known.
-
-    Raises CheckpointError or BundleError, for example if the SHA-256 of config.json is different.
-    """
-    if (path / MANIFEST_FILE).is_file():
-        with dlm_runtime.open(path, engine="none", check_hashes=False) as bundle:
-            manifest = bundle.manifest
-        found = manifest.get("source", {}).get("config_sha256")
-        opened: Parameters = BundleParameters(path, network, manifest["files"])
-    else:
-        checkpoint = Checkpoint(path)
-        found = sha256(checkpoint.config.path)
-        opened = families.open_weights(checkpoint, network)
-    if found != config_sha256:
-        raise CheckpointError(
-            f"{path}: a different checkpoint, its config.json has SHA-256 {found}"
-        )
-    return opened
-
-
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
     """Open ``path`` as the source that ``bundle`` was built from.
 

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from dlm_runtime.errors import DlmError, RequestError
-
-if TYPE_CHECKING:
-    from dlm_export.distributed.workers import Shared, Workers
 
 SMALL_MATRIX = 1 << 19
 """Matrices of at most this many elements are multiplied on one thread.
@@ -25,19 +21,6 @@ saves.
 
 class DeviceError(DlmError):
     """Raised if torch does not find the requested device."""
-
-
-@dataclass(frozen=True)
-class Remote:
-    """Workers on other processes or machines.
-
-    ``source`` says how a worker opens the source. ``solving`` is a hash of everything that
-    determines the rounded weights, apart from the calibration states.
-    """
-
-    workers: Workers
-    source: Shared
-    solving: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +40,6 @@ class Workplace:
     folder: Path | None = None
     solved: Path | None = None
     states: Path | None = None
-    remote: Remote | None = None
 
 
 @contextmanager

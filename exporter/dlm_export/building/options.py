@@ -56,8 +56,6 @@ class BuildOptions:
         memory_bytes: Memory limit for torch. ``None`` allows all available memory.
         resume: Folder that keeps the results of finished stages of a quantised build. A later build
             with the same folder continues from these results.
-        ray: ``local``, or the address HOST:PORT of a Ray cluster. Calibration, judging and the
-            measurement of layers then run as Ray tasks. ``None`` runs them in this process.
     """
 
     targets: tuple[str, ...] = ("cpu",)
@@ -72,4 +70,3 @@ class BuildOptions:
     device: str = "auto"
     memory_bytes: int | None = None
     resume: Path | None = None
-    ray: str | None = None

@@ -206,9 +206,7 @@ def _judge(
         with stages.stage("judge", judge_units(judging)) as advance:
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
-            judgement = judge_source(
-                source, bundle, judging, name, policy, how, advance, workplace, folder
-            )
+            judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
         # Use as many samples for fitting as for measuring the accuracy.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None

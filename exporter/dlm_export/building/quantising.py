@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
 
 from dlm_calibration.recipes import FORMATS, Recipe
-from dlm_calibration.samples import samples_sha256
-from dlm_calibration.states import State, Trajectories, read_states, write_states
+from dlm_calibration.states import State, read_states, write_states
 from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
@@ -29,7 +27,7 @@ from dlm_export.judging.precision_search.layer_times import Tuning
 from dlm_export.memory import give_back
 from dlm_export.network.layered import Layered
 from dlm_export.progress import Stages
-from dlm_export.quantising import calibrate, in_pieces, samples
+from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
@@ -174,12 +172,12 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
     if workplace.states is not None and workplace.states.exists():
         states = read_states(workplace.states)
     else:
+        policy = samples.comparable(source.presets[job.preset])
         with stages.stage("make states", len(data.calibration)) as advance:
-            states = list(
-                samples.calibration_states(
-                    source, data, options.calibration, _runs(job, data, workplace, advance)
-                )
+            runs = samples.trajectories(
+                _layered(job, workplace), policy, workplace.activation_bytes, advance
             )
+            states = list(samples.calibration_states(source, data, options.calibration, runs))
         give_back()
         states = conditioned(job, states, workplace, stages)
         if workplace.states is not None:
@@ -213,20 +211,6 @@ def conditioned(job: Job, states: list[State], workplace: Workplace, stages: Sta
             workplace.folder,
             advance,
         )
-
-
-def _runs(
-    job: Job, data: samples.Data, workplace: Workplace, advance: Callable[..., None]
-) -> Trajectories:
-    """Return a function that generates texts. With ``--ray``, the workers generate the texts."""
-    source, remote = job.source, workplace.remote
-    policy = samples.comparable(source.presets[job.preset])
-    if remote is None:
-        layered = _layered(job, workplace)
-        return samples.trajectories(layered, policy, workplace.activation_bytes, advance)
-    dtype = calibrate.computing_dtype(source.network, workplace.device)
-    name = f"states-{samples_sha256(data.calibration)}"
-    return in_pieces.trajectories(remote.workers, remote.source, dtype, policy, name, advance)
 
 
 def _layered(job: Job, workplace: Workplace) -> Layered:

@@ -149,12 +149,6 @@ def check_request(options: BuildOptions) -> Request:
         _check_cache(options, on_gpu=on_gpu)
     if options.quantise.calibrator == "modelopt":
         modelopt.require()
-        if options.ray is not None:
-            raise RecipeError("--ray does not work with --calibrator modelopt; omit one of the two")
-    if options.ray is not None and options.precision in graph.PRECISIONS:
-        raise RecipeError(
-            f"--ray needs a quantised precision; {options.precision} has no calibration"
-        )
     if options.precision == AUTO:
         search.formats_for(devices, options.quantise.auto)
     found = {}
@@ -212,13 +206,6 @@ def check_job(request: Request, source: Source) -> Job:
         }
         formats |= _held_together(request, network, asked)
         notes = _told(request, network, asked, formats)
-        if options.ray is not None and any(
-            layer.is_stacked and formats[path] != HIGH
-            for path, layer in network.quantisable().items()
-        ):
-            notes += (
-                "--ray: layers with quantised experts were calibrated in this process, without Ray",
-            )
     has_table = request.recipe is not None and request.recipe.embedding is not None
     if has_table and network.conditioning is not None:
         raise RecipeError(

@@ -4,7 +4,7 @@ The folder contains calibration states (canvases on which the build observes the
 It also contains solved weights (weights that a solver has rounded). The file ``work.json`` records
 the origin of the states: the hashes of the checkpoint's files and of the data, and the sampling
 options. Builds of the same checkpoint in different precisions use the same states. Each precision
-needs its own solved weights. With ``--ray``, the folder also contains the results of finished tasks.
+needs its own solved weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from typing import Any
 from dlm_export.building.memory import activation_bytes
 from dlm_export.building.request import Job
 from dlm_export.bundle.folder import sha256
-from dlm_export.distributed.ray_workers import connected
-from dlm_export.distributed.record import Record
-from dlm_export.distributed.workers import Shared
 from dlm_export.outputs import replaced
 from dlm_export.progress import Stages
 from dlm_export.quantising.samples import CALIBRATION_FILE
 from dlm_export.quantising.solved import Solved
-from dlm_export.workplace import Remote, Workplace, threads_for
+from dlm_export.workplace import Workplace, threads_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
 
@@ -64,19 +61,12 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
             advance()
         folder = kept
     folder.mkdir(parents=True, exist_ok=True)
-    folder = folder.resolve()  # workers of Ray have a different working folder
     states = None if kept is None else folder / "states.npz"
     solved = folder / "solved" if kept is None else folder / "solved" / _solving(job)
     if kept is not None and solved.exists():
         _check_solved(solved, stages)
-    device, solving = job.request.device, _solving(job)
-    with threads_for(job.source.network.largest_matrix()), connected(options.ray) as workers:
-        remote = None
-        if workers is not None:
-            record = None if kept is None else Record(folder / "pieces")
-            shared = Shared.of(job.source, device)
-            remote = Remote(workers.recording(record, device), shared, solving)
-        yield Workplace(device, activation_bytes(job), folder, solved, states, remote)
+    with threads_for(job.source.network.largest_matrix()):
+        yield Workplace(job.request.device, activation_bytes(job), folder, solved, states)
     if kept is None:
         shutil.rmtree(folder)
 

@@ -29,7 +29,6 @@ from dlm_export.cli.options import (
     output_option,
     preset_option,
     prompts_option,
-    ray_option,
 )
 from dlm_export.cli.printing import (
     Bars,
@@ -209,14 +208,12 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
     group("The candidate's loop", candidate_set_option),
     budget_group,
     cpu_opening_group,
-    group("Machines", ray_option),
     group("Output", json_option),
 )
 def compare(
     reference: Path,
     candidate: Path,
     candidate_changes: tuple[str, ...],
-    ray: str | None,
     **values: Any,
 ) -> None:
     """Measure how much accuracy CANDIDATE loses against REFERENCE.
@@ -237,7 +234,6 @@ def compare(
             bars,
             warn,
             policy_changes(candidate_changes, "--candidate-set"),
-            ray,
         )
     if values["as_json"]:
         print_json(judgement.as_dict())

@@ -339,13 +339,11 @@ target_option = text("--target", "Device, or GPUs separated by commas.  [default
 PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
 calib_option = file("--calib", "JSONL or text for calibration; a quarter is used for judging.")
 resume_option = folder("--resume", "Folder that keeps finished stages for a later build.")
-ray_option = text("--ray", "Run slow stages in Ray: local, or a cluster's HOST:PORT.", "ADDRESS")
 verify_option = flag("--no-verify", help="Do not compare the bundle with torch.")
 machine_group = group(
     "Machine and memory",
     text("--device", "Where torch runs: auto, cpu, cuda, cuda:0.", default="auto"),
     text("--memory", "Memory limit of torch, such as 8GB.", "SIZE", callback=to_bytes),
-    ray_option,
     choice("--activations", ["fp16", "bf16"], "Activations on GPUs, if quantised: fp16, bf16."),
     choice("--cache-dtype", ["fp32", "fp16", "int8"], "Keys and values on CPUs: fp32, fp16, int8."),
 )

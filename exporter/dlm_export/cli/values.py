@@ -46,7 +46,7 @@ def opening(values: dict[str, Any]) -> Opening:
 
 
 _QUANTISED_ONLY = (
-    *("activations", "resume", "ray", "calib", "calib_preset", "calib_min_tokens_per_expert"),
+    *("activations", "resume", "calib", "calib_preset", "calib_min_tokens_per_expert"),
     *("observer", "solver", "smoothing", "rotate_down", "embedding"),
     *BUDGETS,
 )
@@ -184,7 +184,6 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
         device=values["device"],
         memory_bytes=values["memory"],
         resume=values["resume"],
-        ray=values["ray"],
     )
 
 

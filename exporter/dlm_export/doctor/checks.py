@@ -28,7 +28,7 @@ EXTRAS = {
     "gpu": "ONNX Runtime on an NVIDIA GPU; only one of the two wheels of ONNX Runtime may be installed",
     "modelopt": "calibrating by NVIDIA's modelopt",
     "serve": "the HTTP server of `dlm-export serve`",
-    "ray": "replicas of the HTTP server in Ray Serve, and builds with --ray",
+    "ray": "replicas of the HTTP server in Ray Serve",
     "hub": "checkpoints by name, such as hf:ORG/NAME",
     "capture": "running a release's own code, for golden logits",
     "optimum": "the command of optimum-cli",

@@ -410,13 +410,11 @@ class Carried:
         memory_bytes: int | None = None,
         folder: Path | None = None,
         cache_dtype: str | None = None,
-        states: Tensor | None = None,
         drafts: Sequence[Draft | None] | None = None,
     ) -> None:
         """Embed the canvases. ``Attention.forward`` explains ``cache_dtype``.
 
-        ``drafts`` contains the draft pass of each canvas, if any. ``states`` contains the hidden
-        states of the canvases, if the first layers have already run.
+        ``drafts`` contains the draft pass of each canvas, if any.
 
         If the hidden states need more than ``memory_bytes``, the states are stored in an unnamed
         file in ``folder``. If ``memory_bytes`` is ``None``, there is no limit. Raises
@@ -424,9 +422,6 @@ class Carried:
         """
         self.layered, self.batches = layered, make_batches(canvases, drafts=drafts)
         self._cache_dtype, self._drafts = cache_dtype, drafts
-        if states is not None:
-            self.states = states
-            return
         tokens = sum(batch.ids.numel() for batch in self.batches)
         self.states = room_for(
             (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder

@@ -16,8 +16,6 @@ the input's scales can be folded.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -38,14 +36,14 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import Stacked
 from dlm_export.network.linear import TiedHead, has_bf16_kernels
 from dlm_export.network.spec import STACKS, LinearSpec, NetworkSpec
-from dlm_export.quantising import experts, gptq, in_pieces, modelopt
+from dlm_export.quantising import experts, gptq, modelopt
 from dlm_export.quantising.experts import Entered, Reached, member
 from dlm_export.quantising.folding import AWQ_ROWS, fold
 from dlm_export.quantising.numbers import Folded, Quantisation, by_site
-from dlm_export.quantising.observing import Observed, Part, Run, Wanted, predicted_positions
+from dlm_export.quantising.observing import Observed, Run, Wanted
 from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.quantising.solved import Solved
-from dlm_export.workplace import Remote, Workplace
+from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
 """Denoisers with more parameters than this are calibrated in bf16, if bf16 is fast on the device.
@@ -132,11 +130,8 @@ def calibrate(
             done.parameters.fold(of, scales)
     sites = by_site(quantised)
     has_experts = any(readers[0].is_stacked for readers in sites.values())
-    if workplace.remote is not None and not has_experts:
-        observe = _elsewhere(done, states, workplace.remote)
-    else:
-        observe = _here(done, states, workplace, has_experts=has_experts)
-    _sweep(done, sites, observe, workplace.device, on_done, fewest_tokens, is_folding=is_ours)
+    run = _run(done, states, workplace, has_experts=has_experts)
+    _sweep(done, sites, run, workplace.device, on_done, fewest_tokens, is_folding=is_ours)
     for layer in quantised:
         chosen = FORMATS[formats[layer.path]]
         if chosen.is_static and (is_ours or layer.is_stacked):
@@ -169,15 +164,11 @@ def units(
     return len(network.layers) + 1 + theirs * states
 
 
-Observe = Callable[[Wanted], Observed]
-"""Runs one layer on all states, and observes the layer's inputs. Layers are run in order."""
-
-
 @torch.no_grad()
 def _sweep(
     done: Quantisation,
     sites: Mapping[str, Sequence[LinearSpec]],
-    observe: Observe,
+    run: Run,
     device: torch.device,
     on_done: Callable[[], None],
     fewest_tokens: int,
@@ -191,7 +182,7 @@ def _sweep(
     is_folding = is_folding and (recipe.smoothing is not None or recipe.solver == "awq")
 
     def observed(wanted: Wanted) -> Observed:
-        found = observe(wanted)
+        found = run.observe(wanted)
         found.observers.check(wanted.sites)
         return found
 
@@ -241,10 +232,10 @@ def _sweep(
         on_done()
 
 
-def _here(
+def _run(
     done: Quantisation, states: Sequence[State], workplace: Workplace, *, has_experts: bool
-) -> Observe:
-    """Return a function that runs layers on all states in this process."""
+) -> Run:
+    """Prepare to run the layers on all states, in order."""
     c, memory = done.parameters.network, workplace.activation_bytes
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -252,19 +243,7 @@ def _here(
     # The inputs of mixtures of experts need memory in addition to the hidden states.
     if memory is not None and has_experts:
         memory //= 2
-    part = Part(states, predicted_positions(states, c.mask_token_id))
-    return Run(layered, part, memory_bytes=memory, folder=workplace.folder).observe
-
-
-def _elsewhere(done: Quantisation, states: Sequence[State], remote: Remote) -> Observe:
-    """Return a function that divides the states among the workers of ``--ray`` to run layers."""
-    dtype = computing_dtype(done.parameters.network, remote.source.torch_device)
-    described = [remote.solving, sorted(done.formats.items()), done.recipe.as_dict()]
-    digest = hashlib.sha256(json.dumps(described).encode())
-    for state in states:
-        digest.update(state.sha256.encode())
-    name = f"calibrate-{digest.hexdigest()}"
-    return in_pieces.Remote(remote.workers, remote.source, dtype, done, states, name).observe
+    return Run(layered, states, memory_bytes=memory, folder=workplace.folder)
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:

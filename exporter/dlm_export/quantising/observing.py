@@ -1,8 +1,4 @@
-"""Runs calibration states through a denoiser layer by layer, and observes the inputs of layers.
-
-The states can be split into parts that run separately, on this machine or on others. Every batch
-belongs to one part, so the hidden states do not depend on how the states are split.
-"""
+"""Runs calibration states through a denoiser layer by layer, and observes the inputs of layers."""
 
 from __future__ import annotations
 
@@ -20,26 +16,11 @@ from dlm_calibration import solvers
 from dlm_calibration.observers import Observer, Observers
 from dlm_calibration.states import State
 from dlm_export.network.experts import RoutedMLPs
-from dlm_export.network.layered import Carried, Layered, make_batches, named
+from dlm_export.network.layered import Carried, Layered, named
 from dlm_export.network.spec import LinearSpec
 from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Entered
 from dlm_export.quantising.gptq import Gram
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some of the calibration states.
-
-    ``predicted`` contains, for each state, the positions for which the head is computed. ``first``
-    is the number of positions in all earlier parts. ``first_predicted`` is the number of predicted
-    positions in all earlier parts.
-    """
-
-    states: Sequence[State]
-    predicted: Sequence[np.ndarray]
-    first: int = 0
-    first_predicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,87 +55,42 @@ class Observed:
     grams: dict[str, Gram] = field(default_factory=dict)
     entered: Entered | None = None
 
-    def merge(self, later: Observed) -> None:
-        """Add the results of the same run with a later part of the states."""
-        self.observers.merge(later.observers)
-        for of, gram in later.grams.items():
-            self.grams[of].matrix += gram.matrix
-
-
-def predicted_positions(states: Sequence[State], mask_token_id: int) -> list[np.ndarray]:
-    """Return, for each state, the positions for which the head is computed.
-
-    The head is computed for masked positions. If no state contains masked positions, the head is
-    computed for all positions.
-    """
-    is_masked = [state.is_masked(mask_token_id) for state in states]
-    found = [np.flatnonzero(each) for each in is_masked]
-    return found if any(map(len, found)) else [np.arange(len(each)) for each in is_masked]
-
-
-def split(states: Sequence[State], predicted: Sequence[np.ndarray], part_tokens: int) -> list[Part]:
-    """Split the states into parts of about ``part_tokens`` tokens. No batch is divided.
-
-    The order of the parts is the order of the batches in a run with all states.
-    """
-    parts: list[Part] = []
-    first = first_predicted = 0
-    batches = make_batches(
-        [state.canvas for state in states], drafts=[state.draft for state in states]
-    )
-    while batches:
-        numbers: list[int] = []
-        tokens = 0
-        while batches and (not numbers or tokens + batches[0].ids.numel() <= part_tokens):
-            batch = batches.pop(0)
-            numbers += batch.numbers
-            tokens += batch.ids.numel()
-        own = [predicted[number] for number in numbers]
-        parts.append(Part([states[number] for number in numbers], own, first, first_predicted))
-        first, first_predicted = first + tokens, first_predicted + sum(map(len, own))
-    return parts
-
 
 class Run:
-    """Runs the layers of the denoiser on a part of the states, one layer at a time."""
+    """Runs the layers of the denoiser on calibration states, one layer at a time."""
 
     def __init__(
         self,
         layered: Layered,
-        part: Part,
+        states: Sequence[State],
         *,
         memory_bytes: int | None = None,
         folder: Path | None = None,
-        entering: Tensor | None = None,
     ) -> None:
         """Hidden states that do not fit into ``memory_bytes`` are stored in a file in ``folder``.
 
-        ``entering`` contains the hidden states before the next layer. If ``entering`` is ``None``,
-        the run starts with the embeddings of the canvases.
+        The head is computed for masked positions. If no state contains masked positions, the head
+        is computed for all positions.
         """
-        self._layered, self._part = layered, part
+        self._layered, self._states = layered, states
         self._memory_bytes, self._folder = memory_bytes, folder
-        self._is_masked = [state.is_masked(layered.network.mask_token_id) for state in part.states]
-        canvases = [state.canvas for state in part.states]
+        self._is_masked = [state.is_masked(layered.network.mask_token_id) for state in states]
+        masked = [np.flatnonzero(each) for each in self._is_masked]
+        self._predicted = (
+            masked if any(map(len, masked)) else [np.arange(len(each)) for each in self._is_masked]
+        )
         self._carried = Carried(
             layered,
-            canvases,
+            [state.canvas for state in states],
             memory_bytes=memory_bytes,
             folder=folder,
-            states=entering,
-            drafts=[state.draft for state in part.states],
+            drafts=[state.draft for state in states],
         )
-
-    @property
-    def hidden(self) -> Tensor:
-        """The hidden states before the next layer, ``[tokens, hidden]``."""
-        return self._carried.states
 
     @torch.no_grad()
     def observe(self, wanted: Wanted) -> Observed:
         """Run a layer, and observe its inputs."""
         head = wanted.layer == len(self._layered.network.layers)
-        first = self._part.first_predicted if head else self._part.first
         observers = Observers(
             {
                 of: Observer(
@@ -162,7 +98,6 @@ class Run:
                     readers[0].inputs,
                     keep_rows=wanted.keep_rows,
                     seed=wanted.seeds[of],
-                    first=first,
                 )
                 for of, readers in wanted.sites.items()
             }
@@ -174,9 +109,9 @@ class Run:
         if not head:
             self._through_block(wanted, found)
         elif wanted.sites:
-            features = self._carried.features(self._part.predicted)
+            features = self._carried.features(self._predicted)
             for number in (number for batch in self._carried.batches for number in batch.numbers):
-                rows = self._part.predicted[number]
+                rows = self._predicted[number]
                 self._look(found, "head", False, features[number][None], (number,), rows)
         return found
 
@@ -189,7 +124,7 @@ class Run:
                 found.entered = Entered(
                     mixture,
                     self._carried,
-                    self._part.states,
+                    self._states,
                     self._is_masked,
                     self._memory_bytes,
                     self._folder,
@@ -224,7 +159,7 @@ class Run:
             wide = solvers.rotate(wide)
         for number, vectors in zip(numbers, wide, strict=True):
             found.observers[of].add(
-                vectors, self._is_masked[number][rows], self._part.states[number].bucket
+                vectors, self._is_masked[number][rows], self._states[number].bucket
             )
         gram = found.grams.get(of)
         if gram is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Frontier, Run
@@ -58,8 +58,8 @@ class Compared:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """The result of comparing the denoisers on some of the samples.
+class Evidence:
+    """The result of comparing the denoisers on the samples.
 
     ``masked[0]`` compares the candidate with the reference. If there is a noise floor,
     ``masked[1]`` compares the noise floor with the reference.
@@ -70,20 +70,8 @@ class Part:
     runs: list[Compared]
 
 
-class Compute(Protocol):
-    """Compares two denoisers on samples, in this process or in worker processes."""
-
-    def compare(
-        self, samples: Sequence[tuple[int, Sample]], on_done: Callable[[], None]
-    ) -> list[Part]:
-        """Compare the denoisers on the samples, which have their indices beside them.
-
-        ``on_done`` is called once per sample, and once per decoding run. Raises JudgeError.
-        """
-
-
 class Pair:
-    """Implements ``Compute`` in this process. The docstring of ``judge`` explains the arguments."""
+    """Two denoisers to compare. The docstring of ``judge`` explains the arguments."""
 
     def __init__(
         self,
@@ -155,8 +143,11 @@ class Pair:
 
     def compare(
         self, samples: Sequence[tuple[int, Sample]], on_done: Callable[[], None]
-    ) -> list[Part]:
-        """See ``Compute``. Returns one part for all samples."""
+    ) -> Evidence:
+        """Compare the denoisers on the samples, which have their indices beside them.
+
+        ``on_done`` is called once per sample, and once per decoding run. Raises JudgeError.
+        """
         runs = self._runs(samples)
         states = [(run.number, state) for run in runs for state in self._states(run)]
         canvases = [seen for number, sample in samples for seen in self._masked(number, sample)]
@@ -168,22 +159,22 @@ class Pair:
             if isinstance(side, Seer):
                 side.see(seen)
         masked = compare_masked(self._reference, self.others, canvases, on_done)
-        part = Part(masked, Frontier(self._reference.mask_token_id), [])
+        found = Evidence(masked, Frontier(self._reference.mask_token_id), [])
         for number, state in states:
             commits = (
                 predict_commitment(side, state, self._policy)
                 for side in (self._reference, self._candidate)
             )
-            part.frontier.add(number, state.mask_ratio, *commits)
+            found.frontier.add(number, state.mask_ratio, *commits)
         prompts = dict(samples)
         for run in runs:
             made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
             given = prompts[run.number].prompt
             prompt = self._decode(run.prompt) if given is None else given
             theirs = self._as_run(run, run.tokens, run.nfe)
-            part.runs.append(Compared(run.number, prompt, theirs, self._as_run(run, *made)))
+            found.runs.append(Compared(run.number, prompt, theirs, self._as_run(run, *made)))
             on_done()
-        return [part]
+        return found
 
     def _as_run(self, run: Met, tokens: Sequence[int], nfe: int) -> Run:
         return metrics.as_run(tokens, run.prompt, nfe, self._reference.eos_token_ids, self._decode)
@@ -203,7 +194,6 @@ def judge(
     candidate_policy: Policy | None = None,
     canvases: int | None = None,
     on_done: Callable[[], None] = lambda: None,
-    compute: Callable[[Pair], Compute] = lambda pair: pair,
 ) -> Judgement:
     """Compare a candidate with its reference on all samples. Raises JudgeError.
 
@@ -223,8 +213,6 @@ def judge(
         canvases: Maximum number of masked canvases per sample, and of states per decoding run.
             ``None``: one canvas per mask ratio, and all states.
         on_done: Called once per sample, and once per decoding run.
-        compute: Returns the object that compares the denoisers on samples. By default, this process
-            compares them.
     """
     if not samples:
         raise JudgeError("no samples to judge on: give held-out data")
@@ -249,16 +237,10 @@ def judge(
             raise JudgeError(
                 f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
             )
-    parts = compute(pair).compare(list(enumerate(samples)), on_done)
-    compared, *rest = [
-        Masked.join(each) for each in zip(*(part.masked for part in parts), strict=True)
-    ]
+    found = pair.compare(list(enumerate(samples)), on_done)
+    compared, *rest = found.masked
     ours, rest = compared.of("masked"), [each.of("masked") for each in rest]
-    count = len(samples)
-    frontier = Frontier(reference.mask_token_id)
-    for part in parts:
-        frontier.merge(part.frontier)
-    made = [run for part in parts for run in part.runs]
+    count, frontier, made = len(samples), found.frontier, found.runs
     floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
     buckets = [
         {"mask_ratio": mask_ratio}
@@ -268,15 +250,15 @@ def judge(
     ]
     text_bytes = _text_bytes(samples, decode)
 
-    def summary(found: Masked, *, is_bound: bool) -> dict[str, Any]:
+    def summary(seen: Masked, *, is_bound: bool) -> dict[str, Any]:
         """Summarise rows. If ``is_bound`` is false, their loss is no bound of the likelihood."""
-        return metrics.summarise(found.rows, found.sample, count, seed) | {
+        return metrics.summarise(seen.rows, seen.sample, count, seed) | {
             f"{who}_bits_per_byte": metrics.bits_per_byte(
-                float(found.weight @ losses), text_bytes if is_bound else 0
+                float(seen.weight @ losses), text_bytes if is_bound else 0
             )
             for who, losses in (
-                ("reference", found.rows.reference_ce),
-                ("candidate", found.rows.candidate_ce),
+                ("reference", seen.rows.reference_ce),
+                ("candidate", seen.rows.candidate_ce),
             )
         }
 

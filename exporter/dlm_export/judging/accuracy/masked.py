@@ -70,12 +70,6 @@ class Masked:
         columns = [getattr(self, name)[chosen] for name in COLUMNS]
         return Masked(self.rows.take(chosen), *columns)
 
-    @classmethod
-    def join(cls, parts: Sequence[Masked]) -> Masked:
-        """Join the rows of all comparisons in ``parts``."""
-        columns = [np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS]
-        return cls(metrics.Rows.join([part.rows for part in parts]), *columns)
-
 
 COLUMNS = ("sample", "ratio", "weight", "kind")
 """The fields of ``Masked`` that have one element per row."""

@@ -7,7 +7,6 @@ without torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import dlm_runtime
 from dlm_calibration.samples import Sample
 from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.accuracy.effort import Effort
-from dlm_export.judging.accuracy.evidence import Compute, Pair, judge
+from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.files import recorded
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.report.page import ACCURACY_FILE
@@ -32,8 +31,6 @@ from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
-    from dlm_export.distributed.workers import Shared, Workers
-    from dlm_export.judging.accuracy.in_pieces import Opened
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
 
@@ -61,7 +58,6 @@ def judge_source(
     options: JudgingOptions,
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
-    folder: Path | None = None,
 ) -> Judgement:
     """Compare the accuracy of a bundle with its source, which runs in torch in fp32.
 
@@ -69,8 +65,7 @@ def judge_source(
     difference between their accuracies is the noise floor.
 
     The source's layers are loaded one at a time, with the memory and device of ``workplace``. If
-    ``workplace`` is ``None``, the function uses the CPU and all available memory. If ``workplace``
-    has workers, the workers open the bundle at the path ``folder``.
+    ``workplace`` is ``None``, the function uses the CPU and all available memory.
     """
     import torch
 
@@ -84,25 +79,7 @@ def judge_source(
         reference = shown_source(source, "fp32", torch.float32, workplace)
         floor = shown_source(source, "bf16", torch.bfloat16, workplace) if is_small else None
         ours = BundlePredictor(bundle, name)
-        elsewhere = None
-        if workplace is not None and workplace.remote is not None:
-            from dlm_export.judging.accuracy.in_pieces import Opened
-
-            assert folder is not None
-            of, opened = workplace.remote, Opened.of(ours, folder, options.opening)
-            elsewhere = _Elsewhere(of.workers, of.source, opened)
-        return _judge(
-            reference, ours, samples, c, policy, options, floor, on_done, elsewhere=elsewhere
-        )
-
-
-@dataclass(frozen=True)
-class _Elsewhere:
-    """The workers of ``--ray``, and the two denoisers that each worker opens."""
-
-    workers: Workers
-    reference: Shared | Opened
-    candidate: Opened
+        return _judge(reference, ours, samples, c, policy, options, floor, on_done)
 
 
 def _judge(
@@ -115,37 +92,16 @@ def _judge(
     floor: Scorer | None,
     on_done: Callable[[], None],
     candidate_policy: Policy | None = None,
-    elsewhere: _Elsewhere | None = None,
 ) -> Judgement:
     effort = options.effort
     has_texts = effort.has_texts(network) or candidate_policy is not None
     options.budgets.check_texts(has_texts=has_texts)
-    longest = new_tokens(samples, policy, network, candidate.bundle)
-
-    def compute(pair: Pair) -> Compute:
-        if elsewhere is None:
-            return pair
-        from dlm_export.judging.accuracy.in_pieces import Comparison, RemotePair
-
-        comparison = Comparison(
-            elsewhere.reference,
-            elsewhere.candidate,
-            has_floor=floor is not None,
-            policy=policy,
-            candidate_policy=candidate_policy or policy,
-            max_new_tokens=longest,
-            seed=options.data.seed,
-            has_texts=has_texts,
-            canvases=effort.canvases,
-        )
-        return RemotePair(elsewhere.workers, comparison, candidate, samples)
-
     found = judge(
         reference,
         candidate,
         samples,
         policy=policy,
-        max_new_tokens=longest,
+        max_new_tokens=new_tokens(samples, policy, network, candidate.bundle),
         decode=decoder(candidate.bundle),
         seed=options.data.seed,
         noise_floor=floor,
@@ -153,7 +109,6 @@ def _judge(
         candidate_policy=candidate_policy,
         canvases=effort.canvases,
         on_done=on_done,
-        compute=compute,
     )
     if candidate_policy is not None:
         found = replace(found, candidate_loop=_own_loop(candidate, candidate_policy))
@@ -200,31 +155,20 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
     candidate_changes: Mapping[str, Any] | None = None,
-    ray: str | None = None,
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
     ``candidate_changes`` changes fields of the policy with which the candidate generates text. The
-    reference generates text with the unchanged policy. Both sides may be the same bundle. ``ray`` is
-    the address of a Ray cluster that compares the samples. If ``ray`` is ``None``, this process
-    compares the samples.
+    reference generates text with the unchanged policy. Both sides may be the same bundle.
 
     Raises JudgeError if the denoisers differ. Raises other kinds of DlmError if a bundle cannot be
     opened or run.
     """
     reuses = bool((candidate_changes or {}).get("reuse_prompt"))
-    if reuses and ray is not None:
-        raise JudgeError(
-            "--ray does not work with reuse_prompt, because each worker would reuse only its own prompts; omit one of the two"
-        )
     own_opening = (
         replace(options.opening, prefix_cache_bytes=REUSE_BYTES) if reuses else options.opening
     )
-    with (
-        options.opening.open(reference) as first,
-        own_opening.open(candidate) as second,
-        _connected(ray) as workers,
-    ):
+    with options.opening.open(reference) as first, own_opening.open(candidate) as second:
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
@@ -235,34 +179,13 @@ def compare_bundles(
         _, policy = threshold_preset(c, presets, options.data.preset)
         own = policy.with_fields(dict(candidate_changes)) if candidate_changes else None
         samples = _samples(c, reference, first, options, progress, warn)
-        elsewhere = None
-        if workers is not None:
-            from dlm_export.judging.accuracy.in_pieces import Opened
-
-            sides = (
-                Opened.of(theirs, reference, options.opening),
-                Opened.of(ours, candidate, own_opening),
-            )
-            elsewhere = _Elsewhere(workers, *sides)
         on_done = progress.advance
-        result = _judge(theirs, ours, samples, c, policy, options, None, on_done, own, elsewhere)
+        result = _judge(theirs, ours, samples, c, policy, options, None, on_done, own)
         if reuses and not ours.reused()[1]:
             warn(
                 "no prompt was reused, so reuse_prompt was not judged: give data whose prompts start with the same tokens"
             )
     return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
-
-
-def _connected(ray: str | None) -> AbstractContextManager[Workers | None]:
-    if ray is None:
-        return nullcontext()
-    try:
-        from dlm_export.distributed.ray_workers import connected
-    except ModuleNotFoundError as err:
-        raise JudgeError(
-            f"--ray needs {err.name}, which is not installed. Run: pip install '.[export,ray]'"
-        ) from err
-    return connected(ray)
 
 
 def _samples(

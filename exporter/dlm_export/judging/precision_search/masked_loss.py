@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dlm_calibration.metrics import summarise
 from dlm_calibration.samples import Sample
-from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
+from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
 from dlm_export.judging.sides.side import Scorer, Seer
 from dlm_runtime.policy import Policy
 
@@ -44,9 +44,5 @@ class MaskedLoss:
             self._is_ready = True
         self._show(candidate)
         (found,) = compare_masked(self._reference, [candidate], self.canvases)
-        return self.increase(found)
-
-    def increase(self, found: Masked) -> float:
-        """Return the relative increase of cross-entropy in the comparison ``found``."""
         increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]
         return float("inf") if increase is None else float(increase)

@@ -30,7 +30,7 @@ from dlm_calibration.states import State
 from dlm_export.families.base import table_type
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError
-from dlm_export.judging.precision_search import in_pieces, sensitivity
+from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.assigned import Assigned
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
@@ -240,15 +240,12 @@ def search(
 
     def measure(point: Point) -> float:
         chosen = _by_layer(layers, point.formats)
-        if place.remote is not None:
-            increase = loss.increase(in_pieces.masked(place.remote, ready, chosen, loss.canvases))
-        else:
-            layered = Assigned(source.parameters, source.network, ready, chosen, place.device)
-            increase = loss.of(
-                SweptPredictor(
-                    layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
-                )
+        layered = Assigned(source.parameters, source.network, ready, chosen, place.device)
+        increase = loss.of(
+            SweptPredictor(
+                layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
             )
+        )
         on_done()
         return increase
 

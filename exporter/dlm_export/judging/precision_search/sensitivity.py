@@ -24,7 +24,6 @@ both changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,35 +117,6 @@ def divergence(expected: Tensor, found: Tensor) -> Tensor:
 # --- The estimate: all layers from one forward and one backward pass ---
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The losses of layers, summed over positions, for each quantisation that is compared.
-
-    ``counts`` contains the number of frontier positions, and of all other masked positions. Each
-    dictionary in ``lost`` maps a layer to the sums over the same two kinds of positions.
-    """
-
-    counts: tuple[int, int]
-    lost: list[dict[str, tuple[float, float]]]
-
-    def merged(self, later: Sums) -> Sums:
-        """Return the sums over the states of this object and the states of ``later``."""
-        lost = [
-            {layer: (a + theirs[layer][0], b + theirs[layer][1]) for layer, (a, b) in ours.items()}
-            for ours, theirs in zip(self.lost, later.lost, strict=True)
-        ]
-        counts = self.counts[0] + later.counts[0], self.counts[1] + later.counts[1]
-        return Sums(counts, lost)
-
-    def losses(self) -> list[Losses]:
-        """Return the mean losses."""
-        frontier, total = self.counts[0], sum(self.counts)
-        return [
-            {layer: ((a + b) / total, a / frontier) for layer, (a, b) in each.items()}
-            for each in self.lost
-        ]
-
-
 def estimate(
     layered: Layered,
     states: Sequence[State],
@@ -158,28 +128,8 @@ def estimate(
 ) -> list[Losses]:
     """Estimate the losses of all quantised layers, for each quantisation in ``choices``.
 
-    See ``sums``.
-    """
-    return sums(
-        layered, states, choices, on_done, memory_bytes=memory_bytes, folder=folder
-    ).losses()
-
-
-def sums(
-    layered: Layered,
-    states: Sequence[State],
-    choices: Sequence[Quantisation],
-    on_done: Callable[[], None],
-    *,
-    first: int = 0,
-    memory_bytes: int | None = None,
-    folder: Path | None = None,
-) -> Sums:
-    """Estimate the losses of all quantised layers, for each quantisation in ``choices``.
-
     ``layered`` must be in fp32. If smoothing or AWQ was used, the weights in ``layered`` must
-    already include the scales. ``on_done`` is called twice per transformer block. If ``states`` is
-    a part of all states, ``first`` is the number of states before this part.
+    already include the scales. ``on_done`` is called twice per transformer block.
 
     Memory contains one block, a quantised copy of the block for each quantisation in ``choices``,
     and the hidden states before every block. Hidden states that do not fit into ``memory_bytes``
@@ -195,20 +145,23 @@ def sums(
         carried.through(i, layered.block(i))
         on_done()
     gradients = room_for((2 * DRAWS, *shape), dtype, memory_bytes, folder)
-    found = _at_the_head(carried, states, choices, gradients, first)
+    (frontier, others), sums = _at_the_head(carried, states, choices, gradients)
     for i in reversed(range(len(c.layers))):
         for lost, squares in zip(
-            found.lost, _through(i, carried, entered[i], gradients, choices), strict=True
+            sums, _through(i, carried, entered[i], gradients, choices), strict=True
         ):
             lost |= {layer: _by_kind(square) for layer, square in squares.items()}
         on_done()
     tables = _at_the_table(carried, gradients, choices)
-    for lost, looked_up in zip(found.lost, tables, strict=True):
+    for lost, looked_up in zip(sums, tables, strict=True):
         # Add the loss from looking up embeddings in the quantised table.
         if looked_up is not None:
             (a, b), (more_a, more_b) = lost[HEAD], _by_kind(looked_up)
             lost[HEAD] = a + more_a, b + more_b
-    return found
+    return [
+        {layer: ((a + b) / (frontier + others), a / frontier) for layer, (a, b) in lost.items()}
+        for lost in sums
+    ]
 
 
 def _by_kind(squares: Tensor) -> tuple[float, float]:
@@ -247,11 +200,12 @@ def _at_the_head(
     states: Sequence[State],
     choices: Sequence[Quantisation],
     gradients: Tensor,
-    first: int,
-) -> Sums:
+) -> tuple[tuple[int, int], list[Losses]]:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    The seed of a canvas's random gradients is ``first`` plus the canvas's index in ``carried``.
+    Returns the number of frontier positions and of all other masked positions, and the head's
+    losses, summed over the positions of each kind. The seed of a canvas's random gradients is the
+    canvas's index in ``carried``.
     """
     layered, c = carried.layered, carried.layered.network
     end, head = layered.end(), layered.head()
@@ -266,7 +220,7 @@ def _at_the_head(
         features = end(x)
         pulled = torch.zeros(2 * DRAWS, *x.shape)
         for place, number in enumerate(batch.numbers):
-            generator = torch.Generator().manual_seed(first + number)
+            generator = torch.Generator().manual_seed(number)
             rows = predicting_rows(states[number], c)
             mine = features[place, rows.to(x.device)].detach()
             logits = head(mine)
@@ -293,7 +247,7 @@ def _at_the_head(
         dict.fromkeys(heads, (losses[0], losses[1]))
         for losses, heads in zip(lost, quantised, strict=True)
     ]
-    return Sums((counts[0], counts[1]), found)
+    return (counts[0], counts[1]), found
 
 
 def _through(
@@ -462,12 +416,6 @@ def losses(
     All quantisations must have been computed from the same ``parameters``.
     """
     place = workplace or Workplace()
-    if place.remote is not None:
-        from dlm_export.judging.precision_search import in_pieces
-
-        most_states = SWEPT_STATES if exact else _most(network)
-        chosen = swept(states, network, most_states)
-        return in_pieces.losses(place.remote, choices, chosen, on_done, exact=exact)
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
