@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch_side import TorchPredictor
 
 import dlm_runtime
 from dlm_calibration.errors import CalibrationError
@@ -44,7 +45,6 @@ from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, View
-from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.network import lockstep, reference
 from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of

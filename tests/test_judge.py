@@ -19,6 +19,7 @@ import torch
 from checkpoints import llada_config, write_checkpoint
 from click.testing import CliRunner, Result
 from denoisers import load
+from torch_side import TorchPredictor
 
 import dlm_runtime
 from dlm_calibration.samples import Sample
@@ -29,7 +30,6 @@ from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.side import JudgeError, Predictor
-from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.judging.tuning.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.network.reference import fill
 from dlm_export.network.turns import Canvas, start_canvas

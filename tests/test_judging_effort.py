@@ -24,6 +24,7 @@ from test_judge import (
     no_text,
     text_sample,
 )
+from torch_side import TorchPredictor
 
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS, random_tokens
@@ -33,7 +34,6 @@ from dlm_export.judging.accuracy.evidence import judge
 from dlm_export.judging.accuracy.frontier import meet_within
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import Seer, View
-from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.sources import open_source
 from dlm_runtime import Policy
 

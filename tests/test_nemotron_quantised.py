@@ -17,6 +17,7 @@ from checkpoints import ADAPTED, nemotron_config, write_adapter, write_checkpoin
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_side import TorchPredictor
 
 import dlm_runtime
 from dlm_calibration.errors import CalibrationError
@@ -47,7 +48,6 @@ from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, JudgeError, View, finite_logits
-from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.judging.tuning.effort_levels import CAREFUL, variants
 from dlm_export.network import lockstep, reference
 from dlm_export.network.denoiser import Denoiser

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 from test_kernels import choices
+from torch_side import TorchPredictor
 
 import dlm_runtime
 from dlm_calibration import metrics
@@ -44,7 +45,6 @@ from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.side import finite_logits
-from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.sources import open_source
 from dlm_runtime.abi import native as _native
 

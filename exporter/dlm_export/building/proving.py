@@ -212,7 +212,9 @@ def _judge(
         threshold, levels = None, None
         if exact and can_compare_commits(source.network, policy):
             with stages.stage("fit threshold", refit_steps(len(fitting), policy)) as advance:
-                threshold = fit_threshold(source, bundle, fitting, job.preset, seed, advance)
+                threshold = fit_threshold(
+                    source, bundle, fitting, job.preset, seed, advance, workplace
+                )
             with stages.stage("fit effort", level_units(policy, source.network)) as advance:
                 levels = fit_effort(source, bundle, fitting, threshold, advance)
     fitted = replace(calibration.data, calibration=fitting)
@@ -235,7 +237,7 @@ def _judge(
     judgement = replace(
         judgement,
         layers=sensitivity.as_rows(lost, source.network, numbers.formats),
-        layers_method=sensitivity.method(exact=exact),
+        layers_method="exact" if exact else "fisher",
         threshold=None if threshold is None else threshold.as_dict(),
     )
     return judgement.with_budgets(options.budgets), threshold, levels

@@ -458,6 +458,14 @@ class Carried:
             if keep:
                 self.states[batch.rows] = out.flatten(0, 1).cpu()
 
+    def through_all(self, on_done: Callable[[], None] = lambda: None) -> None:
+        """Run every batch through all layers. ``on_done`` is called after each layer."""
+        for i in range(len(self.layered.network.layers)):
+            block = self.layered.block(i)
+            self.through(i, block)
+            del block  # free the memory before the next block is read
+            on_done()
+
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
         """Return the inputs of the head at the positions ``rows`` of each canvas.
@@ -493,11 +501,7 @@ def soft_embeddings(
     explains the other arguments.
     """
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder, drafts=drafts)
-    for i in range(len(layered.network.layers)):
-        block = layered.block(i)
-        carried.through(i, block)
-        del block  # free the memory before the next block is read
-        on_done()
+    carried.through_all(on_done)
     rows = [
         np.arange(draft.start, len(canvas)) for canvas, draft in zip(canvases, drafts, strict=True)
     ]

@@ -336,7 +336,7 @@ def _load(done: Quantisation) -> Denoiser:
 @torch.no_grad()
 def simulate(
     modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None
-) -> Callable[[], None]:
+) -> None:
     """Make a torch denoiser compute with quantised weights and inputs. Changes it in place.
 
     The denoiser's parameters must already include the folded scales. Weights and inputs are
@@ -348,36 +348,23 @@ def simulate(
         done: The result of ``calibrate`` or ``take_stored``.
         layers: Layers to change. If ``None``, all layers are changed, and also the embedding table,
             if the table is quantised.
-
-    Returns:
-        A function that undoes the change.
     """
-    undo: list[Callable[[], object]] = []
     for layer, name in done.formats.items():
         chosen = FORMATS[name]
         if chosen.weights is None or (layers is not None and layer not in layers):
             continue
         linear: Any = modules[layer]
-        undo.append(linear.register_forward_pre_hook(_fake(done, chosen, layer)).remove)
+        linear.register_forward_pre_hook(_fake(done, chosen, layer))
         if isinstance(linear, Stacked):
-            undo.append(functools.partial(setattr, linear, "read", linear.read))
             linear.read = functools.partial(_dequantised_expert, done, layer)
             continue
         matrix = done.weight(layer).dequantise()
         if isinstance(linear, TiedHead):
             matrix, linear = np.ascontiguousarray(matrix.T), modules["embed"]
-        undo.append(functools.partial(setattr, linear.weight, "data", linear.weight.data))
         linear.weight.data = torch.from_numpy(matrix).to(linear.weight.device)
     if layers is None and done.recipe.embedding is not None and not done.has_tied_table:
         table: Any = modules["embed"].weight
-        undo.append(functools.partial(setattr, table, "data", table.data))
         table.data = torch.from_numpy(np.ascontiguousarray(done.embedding().dequantise().T))
-
-    def restore() -> None:
-        for step in undo:
-            step()
-
-    return restore
 
 
 def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:

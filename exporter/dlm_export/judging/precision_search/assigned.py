@@ -21,13 +21,17 @@ from dlm_export.quantising.numbers import Quantisation
 
 
 class _RoundedHead(Head):
-    """A head that multiplies by the quantised embedding table.
+    """A head with a quantised matrix.
 
     The head first rounds its input to the number format of its layer.
     """
 
     def __init__(self, head: Head, done: Quantisation) -> None:
-        super().__init__(head.weight, head.device, head.bias)
+        # A tied head has already read the rounded embedding table.
+        weight = (
+            head.weight if done.has_tied_table else torch.from_numpy(done.weight(HEAD).dequantise())
+        )
+        super().__init__(weight, head.device, head.bias, head.softcap)
         self._done = done
 
     def __call__(self, features: Tensor) -> Tensor:
@@ -53,15 +57,15 @@ class Assigned(Layered):
         """
         super().__init__(functools.partial(weights.tensor, parameters), network, device=device)
         self._ready, self._formats = ready, formats
-        table = formats.get(HEAD, HIGH)
-        self._table = None if table == HIGH else ready[table]
-        if self._table is not None:
-            self.read = functools.partial(read_rounded, self._table, self.read)
+        of_head = formats.get(HEAD, HIGH)
+        self._of_head = None if of_head == HIGH else ready[of_head]
+        if self._of_head is not None and self._of_head.has_tied_table:
+            self.read = functools.partial(read_rounded, self._of_head, self.read)
 
     def head(self) -> Head:
         """See ``Layered``."""
         head = super().head()
-        return head if self._table is None else _RoundedHead(head, self._table)
+        return head if self._of_head is None else _RoundedHead(head, self._of_head)
 
     def block(self, i: int) -> Block:
         """See ``Layered``."""

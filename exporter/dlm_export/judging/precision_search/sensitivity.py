@@ -8,7 +8,7 @@ block count as one layer, because they have the same format.
 
 There are two methods: the exact method and the estimate. The exact method quantises each layer in
 turn and runs the whole denoiser. The estimate computes the losses of all layers with one forward
-and one backward pass, and needs memory for one transformer block at a time.
+and one backward pass. Both need memory for one transformer block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of
 ``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input
@@ -35,13 +35,12 @@ from torch import Tensor, nn
 from dlm_calibration.recipes import HIGH
 from dlm_calibration.states import State
 from dlm_export import families
+from dlm_export.judging.precision_search.assigned import Assigned
 from dlm_export.judging.sides.side import is_verifying
-from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
 from dlm_export.network.spec import EMBEDDING, HEAD, NetworkSpec
-from dlm_export.network.states import features_of
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
@@ -359,37 +358,31 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 # --- The exact method: one layer at a time, through the whole denoiser ---
 
 
-class Sweep:
-    """Implements the exact method: quantises some layers and runs the whole denoiser."""
+@torch.no_grad()
+def _log_probs(layered: Layered, states: Sequence[State], place: Workplace) -> list[Tensor]:
+    """Return the predictions on each state."""
+    c = layered.network
+    carried = Carried(
+        layered,
+        [state.canvas for state in states],
+        memory_bytes=place.activation_bytes,
+        folder=place.folder,
+        drafts=[state.draft for state in states],
+    )
+    carried.through_all()
+    head = layered.head()
+    features = carried.features([predicting_rows(state, c).numpy() for state in states])
+    return [log_probs(head(each), c) for each in features]
 
-    def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
-        self.denoiser, self.states = denoiser, swept(states, denoiser.network)
-        self.expected = [self._log_probs(state) for state in self.states]
 
-    @torch.no_grad()
-    def _log_probs(self, state: State) -> Tensor:
-        c = self.denoiser.network
-        features = features_of(self.denoiser, state.canvas, predicting_rows(state, c), state.draft)
-        return log_probs(self.denoiser.project(features), c)
-
-    def loss(self, done: Quantisation, layers: Sequence[str]) -> tuple[float, float]:
-        """Return ``(kl, frontier_kl)`` in nats per position if ``layers`` are quantised."""
-        undo = calibrate.simulate(dict(self.denoiser.named_modules()), done, layers)
-        all_kl, frontier_kl = [], []
-        for state, expected in zip(self.states, self.expected, strict=True):
-            kl = divergence(expected, self._log_probs(state))
-            all_kl.append(kl)
-            frontier_kl.append(kl[is_frontier(expected)])
-        undo()
-        return float(torch.cat(all_kl).mean()), float(torch.cat(frontier_kl).mean())
+def _loss(expected: Sequence[Tensor], found: Sequence[Tensor]) -> tuple[float, float]:
+    """Return ``(kl, frontier_kl)`` in nats per position, from the predictions on each state."""
+    kl = [divergence(a, b) for a, b in zip(expected, found, strict=True)]
+    frontier_kl = [each[is_frontier(a)] for a, each in zip(expected, kl, strict=True)]
+    return float(torch.cat(kl).mean()), float(torch.cat(frontier_kl).mean())
 
 
 # --- Both methods ---
-
-
-def method(*, exact: bool) -> str:
-    """Return the name of the method that measures the losses of layers, for accuracy.json."""
-    return "exact" if exact else "fisher"
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
@@ -424,13 +417,17 @@ def losses(
         shared = None if most is None else most // 3
         chosen = swept(states, network, _most(network))
         return estimate(layered, chosen, choices, on_done, memory_bytes=shared, folder=place.folder)
-    sweep = Sweep(families.load(parameters, network), states)
+    chosen = swept(states, network)
+    expected = _log_probs(families.layered(parameters, network, device=place.device), chosen, place)
     found: list[Losses] = []
     for done in choices:
         found.append({})
         for unit, layers in network.units().items():
-            if done.formats.get(layers[0].path, HIGH) != HIGH:
-                found[-1][unit] = sweep.loss(done, [layer.path for layer in layers])
+            format = done.formats.get(layers[0].path, HIGH)
+            if format != HIGH:
+                alone = {layer.path: format for layer in layers}
+                layered = Assigned(parameters, network, {format: done}, alone, place.device)
+                found[-1][unit] = _loss(expected, _log_probs(layered, chosen, place))
                 on_done()
     return found
 

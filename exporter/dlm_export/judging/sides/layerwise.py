@@ -61,10 +61,7 @@ class SweptPredictor:
             folder=self._folder,
             drafts=self._drafts(list(wanted.values())),
         )
-        for i in range(len(self.layered.network.layers)):
-            block = self.layered.block(i)
-            carried.through(i, block)
-            del block  # free the memory before the next block is read
+        carried.through_all()
         found = carried.features([view.positions for view in wanted.values()])
         self._features = dict(zip(wanted, found, strict=True))
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 import dlm_runtime
 from dlm_calibration.samples import Sample
-from dlm_export import families
 from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.layerwise import shown_source
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.judging.tuning.effort_levels import Levels, fit_levels
 from dlm_export.judging.tuning.threshold import Refit, refit_threshold
 from dlm_export.sources import Source
+from dlm_export.workplace import Workplace
 
 
 def fit_threshold(
@@ -22,6 +24,7 @@ def fit_threshold(
     preset: str,
     seed: int,
     on_done: Callable[[], None],
+    workplace: Workplace | None = None,
 ) -> Refit:
     """Check whether the bundle needs a different commit threshold than its source.
 
@@ -30,7 +33,7 @@ def fit_threshold(
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(
-        TorchPredictor(families.load(source.parameters, source.network), "fp32"),
+        shown_source(source, "fp32", torch.float32, workplace),
         BundlePredictor(bundle, "candidate"),
         samples,
         policy,

@@ -9,7 +9,7 @@ paired 95% intervals over samples show that the different threshold is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.sides.prompts import prompt_of
-from dlm_export.judging.sides.side import Generator, JudgeError, check_comparable
+from dlm_export.judging.sides.side import Generator, JudgeError, Seer, check_comparable
 from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
@@ -126,7 +126,7 @@ class _Trial:
 
 
 def refit_threshold(
-    reference: Generator,
+    reference: Generator | Seer,
     candidate: Generator,
     samples: Sequence[Sample],
     policy: Policy,
@@ -170,10 +170,17 @@ def refit_threshold(
     limit = min(reference.max_canvas_length, candidate.max_canvas_length)
     asked = [prompt_of(sample, max_new_tokens, limit) for sample in used]
 
-    def run(predictor: Generator, looped: Policy) -> list[Run]:
+    def texts(predictor: Generator | Seer, looped: Policy) -> Iterator[tuple[Sequence[int], int]]:
+        if isinstance(predictor, Seer):
+            for canvases in predictor.courses(asked, looped):
+                yield canvases[-1].tokens.tolist(), len(canvases) - 1
+        else:
+            for prompt, room in asked:
+                yield predictor.generate(prompt, room, looped)
+
+    def run(predictor: Generator | Seer, looped: Policy) -> list[Run]:
         found = []
-        for prompt, room in asked:
-            tokens, nfe = predictor.generate(prompt, room, looped)
+        for (prompt, _), (tokens, nfe) in zip(asked, texts(predictor, looped), strict=True):
             found.append(metrics.as_run(tokens, prompt, nfe, predictor.eos_token_ids, decode))
             on_done()
         return found
@@ -184,7 +191,7 @@ def refit_threshold(
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": cache})
     best = [] if is_task else run(reference, slowest)
 
-    def trial(predictor: Generator, threshold: float) -> _Trial:
+    def trial(predictor: Generator | Seer, threshold: float) -> _Trial:
         runs = run(predictor, policy.with_fields({"threshold": threshold}))
         if is_task:
             quality = [

@@ -1,7 +1,4 @@
-"""Implements the interface of a comparison's denoisers for a torch denoiser.
-
-This module is separate from the module ``bundle``, because ``bundle`` must work without torch.
-"""
+"""A side of a comparison that runs a whole torch denoiser, as the reference of tests."""
 
 from __future__ import annotations
 
