@@ -10,11 +10,13 @@ The native loop checks the ranges and combinations of values. This module only n
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
+from dlm_runtime.abi.native import HEADER
 from dlm_runtime.errors import RequestError
 
 # Maps a score's name in a paper or in the paper's code to the score's name in a policy.
@@ -35,70 +37,8 @@ class Policy:
     """The policy of one denoising loop.
 
     A policy has the same fields as ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
-
-    Args:
-        select: How the token of a position is chosen. "argmax" chooses the most likely token.
-            "sample" chooses a random token with ``temperature``.
-        score: How positions are ranked: "confidence", "margin", "entropy" or "random".
-        commit: The rule that decides how many positions are committed after a pass: "static",
-            "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential", "verify" or
-            "entropy_threshold".
-        compare: How a score is compared with the threshold: ">=" or ">".
-        remask: "none": committed tokens do not change. "edit": passes may also replace committed
-            tokens of their block, and extra passes run over a finished block. "noise": a block
-            starts from random tokens, and each pass predicts all its positions again.
-        cache: "none"; for full attention, also "prefix" or "dual"; for block-causal attention, also
-            "block" or "block-dual".
-        stop: "eos": the blocks after a block with an end token are not filled. "early-eos": the rest
-            of this block is not filled either. "none": all blocks are filled.
-        block_length: Number of tokens in a block. 0 means the block length of the network if
-            attention is block-causal, otherwise one block for the whole generation.
-        steps_per_block: Planned number of passes per block. 0 means one pass per token.
-        refresh: For the caches "prefix" and "dual". 0: every block starts with a full pass. N: only
-            the first block starts with a full pass. Later blocks start with a pass that begins at
-            least N tokens before the block.
-        threshold: For the rules "threshold" and "dynamic": the value with which scores are
-            compared, 0..1.
-        factor: For the rule "factor", 0 or more. The position with the r-th highest score is
-            committed if its score is at least 1 - factor / (r + 1), and if the positions with
-            higher scores are committed.
-        entropy_bound: For the rule "entropy_bound": in nats, 0 or more. A pass commits positions,
-            the highest score first, until the sum of their entropies is above this bound. For the
-            rule "entropy_threshold": the largest entropy with which a position is committed.
-        timestep_eps: For the rule "timestep": the last timestep of the schedule, 1e-9..1.
-        temperature: For "sample", above 0. Logits are divided by this value.
-        seed: Seed of the random numbers for "random" and "sample", 0..2^64-1.
-        store: How the cache "block" stores a finished block: "pass", "open" or "reuse".
-        sub_block_length: Number of positions in a sub-block. The sub-blocks of a block are filled
-            one after the other. 0 means that a block is not divided.
-        edit_passes: For "edit", the largest number of extra passes over a finished block.
-        edit_threshold: For "edit", 0..1. A committed token is replaced if a pass proposes another
-            token whose probability is above this value.
-        top_p: For "sample", 0..1. The token is chosen from the smallest set of most likely tokens
-            whose total probability is above this value.
-        top_k: For "sample". The token is chosen from this number of most likely tokens. 0 means all
-            tokens.
-        score_of: The distribution from which scores are computed: "prediction", "draw" or
-            "marginal".
-        cfg_scale: The strength of classifier-free guidance, 0..1000. 0 means no guidance.
-        schedule: For the rules "static", "dynamic" and "sequential": how many positions each
-            planned pass commits: "masked", "block" or "floor".
-        reserve: "end": the last position holds an end token from the start. "none": the last
-            position is generated.
-        reuse_prompt: For the caches "prefix" and "dual", with ``refresh`` above 0. 1: a request
-            uses the keys and values of an earlier request if its prompt starts with the same tokens.
-            This is an approximation. 0: the whole prompt is computed.
-        temperature_drop: For "noise" and "sample", 0 or more: by how much the temperature falls
-            over the planned passes of a block.
-        stable_entropy: For "noise" and the score "entropy": in nats, 0 or more. A block ends early
-            if the mean entropy of its positions is below this value, and if its most likely tokens
-            are stable. 0 means that all planned passes run.
-        stable_passes: For ``stable_entropy``: the most likely tokens of a block are stable if they
-            did not change in this many passes before.
-        cache_delay: For ``next_block`` below 1 and the cache "prefix": the number of passes after
-            which the keys and values of a decided block are stored.
-        refresh_interval: For ``next_block`` below 1 and the cache "prefix": the number of passes
-            after which all stored keys and values are computed again. 0 means never.
+    ``help(Policy)`` shows the comment of each field in that file, and docs/reference/policies.md
+    explains how the fields work together.
     """
 
     select: str = "argmax"
@@ -180,6 +120,13 @@ class Policy:
         """Return the fields and their values, as the manifest stores them."""
         return asdict(self)
 
+
+Policy.__doc__ = f"{Policy.__doc__}\n    Args:\n" + "\n".join(
+    textwrap.fill(
+        f"{name}: {said}", 100, initial_indent="        ", subsequent_indent="            "
+    )
+    for name, said in HEADER.policy_comments.items()
+)
 
 TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
 """The names of the fields whose values are strings."""

@@ -27,6 +27,7 @@ _SCALARS: dict[str, Any] = {
 }
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct (\w+) \{(.*?)\} \1;", re.DOTALL)
+_COMMENTED = re.compile(r"(\w+);\s*/\*(.*?)\*/", re.DOTALL)
 _OPAQUE = re.compile(r"typedef struct (\w+) \1;")
 _CALLBACK = re.compile(r"typedef (\w+) \(\*(\w+)\)\(([^)]*)\);")
 _FUNCTION = re.compile(r"DLM_API ([\w\s*]+?)\b(\w+)\(([^)]*)\);")
@@ -44,12 +45,14 @@ class Header:
         functions: For each function, its result type (None for void) and the types of its
             arguments.
         constants: The members of enums, and the macros whose values are numbers.
+        policy_comments: The comment of each field of ``dlm_policy``.
     """
 
     structs: dict[str, Any]
     callbacks: dict[str, Any]
     functions: dict[str, tuple[Any, list[Any]]]
     constants: dict[str, int]
+    policy_comments: dict[str, str]
 
 
 def read_header(text: str) -> Header:
@@ -75,7 +78,9 @@ def read_header(text: str) -> Header:
         name: (_type(result, types), _arguments(arguments, types))
         for result, name, arguments in _FUNCTION.findall(plain)
     }
-    return Header(structs, callbacks, functions, constants)
+    policy = next(match[2] for match in _STRUCT.finditer(text) if match[1] == "dlm_policy")
+    comments = {name: " ".join(said.split()) for name, said in _COMMENTED.findall(policy)}
+    return Header(structs, callbacks, functions, constants, comments)
 
 
 def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
