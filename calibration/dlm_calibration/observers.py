@@ -73,8 +73,9 @@ class Observer:
         # The stored vectors, and the random key of each vector.
         self._rows = np.empty((0, channels), dtype=np.float32)
         self._keys = np.empty(0, dtype=np.uint64)
-        # row 0: committed positions, row 1: masked positions
-        self._channel_amax = np.zeros((2, channels), dtype=np.float32)
+        self.channel_amax = np.zeros(channels, dtype=np.float32)
+        """The largest magnitude of each channel, fp32 ``[K]``."""
+        # Index 0 of the second axis is for committed positions, and 1 for masked positions.
         self._vectors = np.zeros((_BUCKETS, 2), dtype=np.int64)
         self._amax = np.zeros((_BUCKETS, 2), dtype=np.float64)
         self._powers = np.zeros((_BUCKETS, 2, 4), dtype=np.float64)  # sums of x, x**2, x**3, x**4
@@ -112,21 +113,6 @@ class Observer:
         if self._most_rows:
             self._keep(x, self._random.random_raw(4 * len(x))[::4])
         self.count += len(x)
-
-    @property
-    def channel_amax(self) -> np.ndarray:
-        """The largest magnitude of each channel at all positions, fp32 ``[K]``."""
-        return np.asarray(self._channel_amax.max(0))
-
-    @property
-    def masked_channel_amax(self) -> np.ndarray:
-        """Largest magnitude of each channel at masked positions, fp32 ``[K]``."""
-        return np.asarray(self._channel_amax[1])
-
-    @property
-    def committed_channel_amax(self) -> np.ndarray:
-        """Largest magnitude of each channel at positions that are not masked, fp32 ``[K]``."""
-        return np.asarray(self._channel_amax[0])
 
     @property
     def rows(self) -> np.ndarray:
@@ -253,7 +239,7 @@ class Observer:
             self._powers[bucket, group] += np.array(powers, np.float64) * amax ** np.arange(
                 1.0, 5.0
             )
-        np.maximum(self._channel_amax[group], channels, out=self._channel_amax[group])
+        np.maximum(self.channel_amax, channels, out=self.channel_amax)
         self._vectors[bucket, group] += len(x)
         self._amax[bucket, group] = max(self._amax[bucket, group], amax)
         self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
