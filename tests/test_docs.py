@@ -641,9 +641,9 @@ def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
             assert part in text, message
 
 
-def test_developing_lists_the_rooms() -> None:
-    rooms = [_quoted(row[0])[0] for row in _table(SITE / "guides" / "developing.md", "room")]
-    assert sorted(rooms) == sorted(
+def test_developing_lists_the_packages() -> None:
+    packages = [_quoted(row[0])[0] for row in _table(SITE / "guides" / "developing.md", "package")]
+    assert sorted(packages) == sorted(
         path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py")
     )
 

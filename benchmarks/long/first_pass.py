@@ -5,7 +5,7 @@
     python -m benchmarks.long.first_pass llama [--lengths ...] [--types Q8_0,F16] [--limit 600]
         [--threads N] [--rounds 1] [--json FILE]
 
-The denoiser has the shape of benchmarks/long/blocks.py (12 layers, hidden size 768, 12 query heads and 4
+The denoiser has the layout of SDAR (12 layers, hidden size 768, 12 query heads and 4
 key heads of size 64, blocks of 32 tokens), random int8 weights, and canvases of up to 131,104
 tokens. Each run is a new process.
 
@@ -47,11 +47,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.long.blocks import BLOCK, SHAPE, VOCABULARY
 from benchmarks.shapes import QUICKLY, ROOT, built, machine, random_checkpoint
 from benchmarks.tables import MIB, table
 
+BLOCK, VOCABULARY = 32, 32_000
 LONGEST = 131_072 + BLOCK
+SHAPE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LONGEST,
+    "block_size": BLOCK,
+    "mask_token_id": VOCABULARY - 1,
+    "eos_token_id": VOCABULARY - 2,
+    "pad_token_id": VOCABULARY - 2,
+}
 PASSES = 8  # number of passes over the block
 LENGTHS = "4096,16384,32768,65536,131072"
 
@@ -60,9 +74,7 @@ def checkpoint() -> Path:
     """Return the checkpoint that all measurements use. The first call writes the checkpoint."""
     from checkpoints import sdar_config
 
-    return random_checkpoint(
-        "first-pass", sdar_config(**SHAPE | {"max_position_embeddings": LONGEST})
-    )
+    return random_checkpoint("first-pass", sdar_config(**SHAPE))
 
 
 def bundle_of(cache: str) -> Path:
