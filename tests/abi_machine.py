@@ -462,7 +462,6 @@ if __name__ == "__main__":
         settings=settings(
             max_examples=int(sys.argv[1]),
             stateful_step_count=int(sys.argv[2]),
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=checks,

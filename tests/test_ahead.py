@@ -42,7 +42,7 @@ caches = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     policy=policies,
     cache=st.just({}) | caches,

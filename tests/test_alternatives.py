@@ -101,7 +101,7 @@ def test_alternatives_are_those_of_the_pass_that_committed_the_token(
     assert out.top_log_probs[:2] == [[], []]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(policy=policies, request=requests(), count=st.integers(1, 20))
 def test_alternatives_change_nothing_else(
     policy: Policy, request: dict[str, Any], count: int

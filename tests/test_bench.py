@@ -346,7 +346,6 @@ TELLING = [
     st.tuples(*[st.floats(0, 1e3)] * 4),
     st.lists(st.floats(0.9, 1.1), min_size=len(TELLING), max_size=len(TELLING)),
 )
-@settings(deadline=None)
 def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     planted: tuple[float, float, float, float], noise: list[float]
 ) -> None:
@@ -468,7 +467,6 @@ def test_without_prompts_only_the_break_even_is_told() -> None:
 
 
 @given(token_ms=st.floats(1e-3, 1e4), ms=st.floats(1e-3, 1e4), tokens=st.floats(1e-2, 32))
-@settings(deadline=None)
 def test_the_speedup_is_that_of_tokens_a_second(token_ms: float, ms: float, tokens: float) -> None:
     requests = {"ms_per_pass": ms, "tokens_per_pass": tokens, "data": "d"}
     found = peer.compare_with_peer(token_ms, GENERATION, requests)
@@ -718,7 +716,7 @@ formats = st.dictionaries(
 RATES = Rates(1e9, {"full": 1e9, "int8": 4e9, "fp8": 4e9, "nvfp4": 8e9})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(size=sizes, layers=formats)
 def test_work_never_shrinks_as_a_pass_grows(
     size: tuple[int, int, int, int], layers: dict[str, str]
@@ -733,7 +731,7 @@ def test_work_never_shrinks_as_a_pass_grows(
         assert limit_s(larger, RATES) >= limit_s(work, RATES)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=sizes, layers=formats)
 def test_a_pass_that_scores_nothing_pays_for_no_head(
     size: tuple[int, int, int, int], layers: dict[str, str]
@@ -747,7 +745,7 @@ def test_a_pass_that_scores_nothing_pays_for_no_head(
     assert work_of(LARGE, {}, tokens, cached, 0, batch) == no_vocabulary
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=sizes, layers=formats)
 def test_formats_change_bytes_and_arithmetic_but_not_the_count(
     size: tuple[int, int, int, int], layers: dict[str, str]

@@ -82,7 +82,7 @@ def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
     return undecided, policy, network_of(block, shift, 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(made=plans())
 def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_grid(
     made: tuple[np.ndarray, Policy, NetworkSpec],
@@ -195,7 +195,7 @@ def seeded(network: NetworkSpec, seed: int) -> Denoiser:
     return denoiser
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(case=cases())
 def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
     case: dict[str, Any],
@@ -343,7 +343,7 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
     assert worst < 1e-4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     block=st.integers(1, 5),
     shift=st.integers(0, 1),

@@ -68,8 +68,8 @@ DATA_FILE = "denoiser.onnx.data"
 
 
 def examples(count: int) -> settings:
-    """Settings of a property test: no deadline, because the machine may be busy."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    """Settings of a property test that writes files."""
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture

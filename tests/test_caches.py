@@ -137,7 +137,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS, power=st.integers(-110, 110), spread=st.integers(0, 9))
 def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
     """The rows contain arbitrary floats, and floats around every power of two.
@@ -277,9 +277,7 @@ SHAPES = st.tuples(
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=SHAPES,
     seed=st.integers(0, 99),
@@ -313,9 +311,7 @@ def test_kernels_attend_as_the_functions_say(
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, seed=st.integers(0, 99), visible_block=st.none() | st.integers(1, 60))
 def test_kernels_norm_queries_and_keys_as_the_functions_say(
     kernels: str,  # noqa: F811
@@ -344,9 +340,7 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, seed=st.integers(0, 99), window=st.integers(1, 60))
 def test_kernels_attend_in_a_window_as_the_functions_say(
     kernels: str,  # noqa: F811
@@ -368,9 +362,7 @@ def test_kernels_attend_in_a_window_as_the_functions_say(
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, seed=st.integers(0, 99), is_draft=st.booleans())
 def test_kernels_attend_in_draft_passes_as_the_functions_say(
     kernels: str,  # noqa: F811

@@ -354,7 +354,7 @@ samples_strategy = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     samples=samples_strategy,
     block_length=st.integers(0, 40),
@@ -512,7 +512,7 @@ def test_a_mix_that_is_no_shares_and_a_sample_with_the_mask_token_are_refused() 
         states_of(samples)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     length=st.integers(1, 60),
     protected=st.integers(0, 20),
@@ -570,7 +570,7 @@ def test_a_constant_input_has_no_kurtosis_and_no_percentile_beyond_it() -> None:
     assert 0.097 < statistics["p999"] < statistics["p9999"] <= statistics["amax"] == np.float32(0.1)  # type: ignore[operator]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=4, max_size=60),
     cut=st.integers(1, 3),

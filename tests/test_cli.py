@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dlm_runtime
@@ -153,7 +153,6 @@ def test_json_of_run_is_one_compact_object_with_the_fields_of_the_result(
     assert (told["finish"], told["nfe"]) == ("steps", 3)
 
 
-@settings(deadline=None)
 @given(
     st.recursive(
         st.none()

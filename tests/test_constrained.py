@@ -415,7 +415,7 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     return text
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     spread=st.sampled_from([0.0, 0.6, 3.0]),

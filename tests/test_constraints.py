@@ -78,7 +78,7 @@ def small_expressions(draw: st.DrawFn, depth: int = 4) -> str:
     return f"(?:{first})" + {"many": "*", "maybe": "?", "twice": "{1,2}"}[kind]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(expression=small_expressions())
 def test_byte_automata_accept_what_python_matches(expression: str) -> None:
     texts = byte_automaton(expression)
@@ -88,7 +88,7 @@ def test_byte_automata_accept_what_python_matches(expression: str) -> None:
             assert texts.matches(text.encode()) == bool(re.fullmatch(expression, text)), text
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     expression=small_expressions(),
     before=st.text("abcé", max_size=2),

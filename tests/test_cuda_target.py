@@ -157,7 +157,6 @@ def test_a_build_proves_parity_and_leaves_nothing_to_be_built(tmp_path: Path) ->
     refused(dlm_export("engine", out, "--target", "cuda"), 2, ["target cuda needs no engine"])
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(
     inputs=st.integers(1, 200),
     columns=st.integers(1, 40),

@@ -199,7 +199,7 @@ def split(found: list[float], sizes: list[int]) -> list[list[float]]:
     seed=st.integers(0, 10_000),
     kind=KINDS,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_probabilities_equal_brute_force(
     questions: list[list[str]],
     between: str,
@@ -247,7 +247,7 @@ def test_probabilities_equal_brute_force(
     seed=st.integers(0, 10_000),
     kind=KINDS,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_block_causal_probabilities_equal_brute_force(
     questions: list[list[str]], between: str, block: int, seed: int, kind: type[Vocabulary]
 ) -> None:

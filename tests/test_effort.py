@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_judge import EOS, POLICY, Scripted, answered, decode, no_text, text_sample
 
@@ -50,7 +50,6 @@ POINTS = st.builds(
 
 
 @given(st.lists(POINTS, min_size=1, max_size=12), st.integers(0))
-@settings(deadline=None)
 def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
     curve: list[LevelPoint], number: int
 ) -> None:
@@ -226,7 +225,6 @@ CURVES = st.lists(POINTS, min_size=1, max_size=12).map(
 
 
 @given(CURVES, st.sampled_from([0.0, 0.5, 0.95, 1.0]))
-@settings(deadline=None)
 def test_the_default_loop_is_as_good_as_one_token_a_pass_in_the_fewest_passes(
     curve: list[LevelPoint], quality: float
 ) -> None:

@@ -87,7 +87,7 @@ def few_requests() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_requests")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.floats(0.5, 50),

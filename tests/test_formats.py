@@ -311,7 +311,7 @@ def _matrix(rows: int, columns: int, scale: np.float32, extra: np.ndarray) -> np
 
 
 @given(_matrices, st.sampled_from(list(NUMBER_FORMATS)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     w: np.ndarray, format: str
 ) -> None:
@@ -353,7 +353,7 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_int4_scales_leave_the_least_error_of_their_choices(
     seed: int, largest: float, is_counted: bool, is_signed: bool
 ) -> None:
@@ -382,7 +382,7 @@ def test_int4_scales_leave_the_least_error_of_their_choices(
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(list(NUMBER_FORMATS)), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) -> None:
     w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)
     group_size = 16 if format == "int4" else None
@@ -406,7 +406,7 @@ def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) 
     st.sampled_from(["int8", "fp8", "nvfp4"]),
     st.sampled_from([1e-45, 1e-38, 1e-20, 0.1, 3.0, 1e30]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_activations_stay_finite_within_the_range_and_keep_zeros(
     seed: int, format: str, amax: float
 ) -> None:
@@ -423,7 +423,7 @@ def test_activations_stay_finite_within_the_range_and_keep_zeros(
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nibbles_survive_packing_with_the_first_one_low(seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 16, (3, 8)).astype(np.uint8)
     assert np.array_equal(unpack_nibbles(pack_nibbles(codes)), codes)

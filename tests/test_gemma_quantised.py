@@ -89,7 +89,7 @@ def make_samples(count: int, *, prompt: int = 11, answer: int = 13, seed: int = 
 # ---- Calibration states ----
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 1 << 20),
     prompt=st.integers(0, 20),

@@ -155,7 +155,7 @@ ALL = ["".join(each) for n in range(LONGEST + 1) for each in itertools.product("
 
 
 @given(st.fixed_dictionaries({"root": _parts(), "x": _parts(), "y": _parts()}))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_grammar_has_exactly_its_texts(rules: Rules) -> None:
     text = "\n".join(f"{name} ::= {written(part)}" for name, part in rules.items())
     limits = CompileLimits(seconds=5, states=1 << 12)

@@ -71,7 +71,7 @@ def counted(_: list[int], position: int) -> tuple[int, float]:
     return ord("a") + position % 26, 0.5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parts=st.lists(st.text("xyzé ", max_size=5), min_size=2, max_size=4), data=st.data())
 def test_what_is_given_stays_and_every_hole_is_filled(
     parts: list[str], data: st.DataObject

@@ -666,7 +666,7 @@ def is_valid(found: Any, value: Any) -> bool:
     raise AssertionError
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(found=DOCUMENTS)
 def test_listed_values_are_valid_as_jsonschema_says(found: Any) -> None:
     # Test each value with its own constraint. One constraint with an enum of all values would merge
@@ -696,7 +696,7 @@ def is_allowed(found: Any, value: Any) -> bool:
     return False
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(found=DOCUMENTS)
 def test_no_value_is_accepted_that_jsonschema_rejects(found: Any) -> None:
     try:
@@ -706,7 +706,7 @@ def test_no_value_is_accepted_that_jsonschema_rejects(found: Any) -> None:
     assert [value for value in VALUES if accepts(texts, value) and not is_valid(found, value)] == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(count=st.integers(1, 7), data=st.data())
 def test_properties_are_in_order_and_all_required_ones_are_there(
     count: int, data: st.DataObject

@@ -186,7 +186,7 @@ def test_kernels_compute_what_the_functions_in_the_graph_say(
             assert agreeing == 1 or (name.endswith(BY_ROWS) and agreeing > 0.9)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_shape_of_a_pass_fits_the_kernels(
     bundles: dict[str, Path], kernels: str, data: st.DataObject
@@ -676,7 +676,7 @@ def test_passes_of_the_kernels_are_clean_under_sanitizers(
 # ---- Panels ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(groups=st.integers(1, 20), columns=st.integers(1, 100), seed=st.integers(0, 9))
 def test_panels_hold_every_code_where_the_functions_look_for_it(
     groups: int, columns: int, seed: int
@@ -712,7 +712,7 @@ def _by_definition(
     return np.asarray(ReferenceEvaluator(model).run(["y"], given)[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups=st.integers(1, 6), columns=st.integers(1, 100), seed=st.integers(0, 9))
 def test_nvfp4_panels_hold_every_code_and_scale_where_the_function_looks_for_them(
     groups: int, columns: int, seed: int
@@ -730,7 +730,7 @@ def test_nvfp4_panels_hold_every_code_and_scale_where_the_function_looks_for_the
     assert np.array_equal(_by_definition(NVFP4, columns, given), weight.dequantise())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     pairs=st.integers(1, 20),
     columns=st.integers(1, 100),

@@ -26,7 +26,7 @@ def _canvases(vocab_size: int, lengths: list[int], seed: int = 0) -> list[np.nda
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_canvas_is_in_one_batch_of_its_own_length(lengths: list[int], tokens: int) -> None:
     canvases = _canvases(50, lengths)
     batches = make_batches(canvases, tokens)

@@ -55,7 +55,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(value=VALUES, layout=st.sampled_from(list(LAYOUTS)))
 def test_layouts_write_as_json_dumps_does(value: Any, layout: str) -> None:
     assert LAYOUTS[layout].dumps(value) == reference(value, layout)
@@ -77,7 +76,7 @@ def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(value=VALUES)
 def test_constants_are_in_the_layout(layout: str, value: Any) -> None:
     texts = byte_automaton(schema_content({"const": value}, layout=LAYOUTS[layout]))

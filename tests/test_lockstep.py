@@ -38,9 +38,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
 @pytest.mark.parametrize("name", LOOPS)
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=6),
     tokens_together=st.sampled_from([1, 40, 2048]),

@@ -65,7 +65,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return {"tokens": tokens, "max_new_tokens": new}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(policy=policies, request=requests(), shift=st.integers(0, 1))
 def test_every_run_fills_the_canvas_keeps_what_was_given_and_counts_its_passes(
     policy: Policy, request: dict[str, Any], shift: int
@@ -85,7 +85,7 @@ def test_every_run_fills_the_canvas_keeps_what_was_given_and_counts_its_passes(
     assert out.nfe <= given_tokens.count(mask) + request["max_new_tokens"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(policy=policies, request=requests(), shift=st.integers(0, 1))
 def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
     policy: Policy, request: dict[str, Any], shift: int
@@ -114,7 +114,7 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
 AHEAD = {"commit": "entropy_threshold", "score": "entropy", "next_block": 0.5, "cache": "prefix"}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     policy=policies.filter(lambda policy: policy.score != "random"),
     changes=st.sampled_from([{}, {}, {}, {"reserve": "end"}, AHEAD]),
@@ -171,7 +171,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(policy=policies, requests=batches(), shift=st.integers(0, 1), trained=st.integers(1, 48))
 def test_a_batch_gives_each_request_what_it_gets_alone(
     policy: Policy, requests: dict[str, Any], shift: int, trained: int
@@ -219,7 +219,7 @@ scores = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     scores=scores,
     commit=st.sampled_from([c for c in COMMITS if c != "timestep"]),
@@ -253,7 +253,7 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
     assert first_commit(scores, policy, steps) == np.flatnonzero(wanted).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     masked=st.integers(1, 120), steps=st.integers(1, 120), eps=st.sampled_from([1e-3, 1e-2, 0.5])
 )
@@ -272,7 +272,7 @@ def test_native_timestep_schedule_equals_the_references(
     assert step <= steps
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     data=st.data(),
     masked=st.integers(1, 2048),
@@ -346,7 +346,7 @@ def test_philox_gives_the_published_vectors() -> None:
     assert philox(0x299F31D0A4093822, pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**64 - 1), length=st.integers(2, 40))
 def test_random_order_follows_the_seed(seed: int, length: int) -> None:
     denoiser = ArithmeticDenoiser()
@@ -466,7 +466,7 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
     assert spans_of(tokens, 0, block_length=2, cache="dual", refresh=1) == [(0, 8), (1, 3), (1, 8)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(policy=policies.filter(lambda policy: policy.cache != "none"), request=requests())
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]

@@ -17,7 +17,7 @@ from dlm_calibration.samples import Sample
 
 VOCAB = 7
 MASK = 5
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 # Logits are integers, so ties are frequent and equal logits are exactly equal.
 rows_of_logits = st.lists(
@@ -169,7 +169,7 @@ def test_what_is_hard_for_both_cancels_in_a_paired_interval(
     assert high == pytest.approx(factor)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(losses, losses, st.integers(0, 99))
 def test_an_interval_is_the_same_for_the_same_seed_and_within_what_samples_show(
     ours: np.ndarray, theirs: np.ndarray, seed: int

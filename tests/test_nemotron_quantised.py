@@ -90,7 +90,7 @@ def make_samples(count: int, *, prompt: int = PROMPT, answer: int = ANSWER) -> l
 # ---- Calibration states ----
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 1 << 20),
     prompt=st.integers(0, 20),

@@ -70,7 +70,7 @@ def test_the_temperature_falls_as_in_transformers(first: float, last: float, ste
         assert found == pytest.approx(wanted, rel=2e-7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), bound=st.sampled_from([1e-9, 0.1, 1.0, 5.0]))
 def test_positions_are_accepted_as_in_transformers(seed: int, bound: float) -> None:
     torch.manual_seed(seed)
@@ -107,7 +107,7 @@ class Scripted:
             p.logits[:] = rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     stable=st.integers(0, 3),
@@ -199,7 +199,7 @@ def differs_after_a_tie(events: list[Event], seen: list[Canvas]) -> bool:
     return False
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     changes=fields,
@@ -261,7 +261,7 @@ def test_the_text_depends_on_the_seed_and_not_on_other_requests(
     assert other.tokens != alone[0].tokens
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**64 - 1),
     vocab=st.integers(3, 40),

@@ -228,7 +228,7 @@ def loops(draw: st.DrawFn) -> Loop:
     return Loop(policy, visible_block, shift)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loop=loops(), prompt=st.integers(0, 40), new=st.integers(1, 60), per_pass=st.integers(1, 5))
 def test_the_passes_are_those_that_the_native_loop_makes(
     loop: Loop, prompt: int, new: int, per_pass: int
@@ -281,7 +281,7 @@ def cost_of_all(passes: Sequence[PlannedPass], canvases: int) -> float:
     return COST.pass_ms * len(sizes) + canvases * of_canvas
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     prompt=st.integers(0, len(PROMPT)),
     new=st.integers(1, 40),
@@ -452,7 +452,7 @@ MEMORY_TARGETS = [H100, TARGETS["b200"], CPU]
 precisions = st.sampled_from(["fp16", "int8", "int8-static", "int4", "fp8"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes, request=requests, precision=precisions, times=st.floats(1, 100))
 def test_more_bandwidth_and_higher_rates_are_never_slower(
     shape: Shape, request: Request, precision: str, times: float
@@ -468,7 +468,7 @@ def test_more_bandwidth_and_higher_rates_are_never_slower(
             assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes, request=requests, precision=precisions)
 def test_more_tokens_a_pass_are_never_slower(
     shape: Shape, request: Request, precision: str
@@ -481,7 +481,7 @@ def test_more_tokens_a_pass_are_never_slower(
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes, request=requests, precision=precisions, more=st.integers(2, 8))
 def test_a_larger_batch_never_lowers_tokens_a_second_nor_memory(
     shape: Shape, request: Request, precision: str, more: int
@@ -493,7 +493,7 @@ def test_a_larger_batch_never_lowers_tokens_a_second_nor_memory(
         assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=shapes,
     canvas=st.integers(32, 1000),
@@ -767,7 +767,7 @@ def test_a_damaged_measurement_is_refused_by_name(
         read_measured(path)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=5

@@ -172,7 +172,7 @@ def _table(values: dict[str, Any], head_size: int) -> RotaryTable:
     return table
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     theta=thetas,
     fraction=st.sampled_from([0.5, 1.0]),
@@ -231,7 +231,7 @@ def test_the_attention_factor_multiplies_cosines_and_sines() -> None:
 numbers = st.floats(LOWEST, HIGHEST)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     theta=st.floats(1, 1e300, exclude_min=True),
     factor=st.floats(1, HIGHEST),

@@ -67,7 +67,7 @@ def test_every_way_to_run_a_request_uses_a_prompt_cache(
     assert other.cached_tokens == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90)), min_size=1, max_size=6), st.data()
 )

@@ -200,7 +200,7 @@ def test_all_experts_as_one_mlp_are_the_routed_ones() -> None:
 
 
 @torch.no_grad()
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 20), st.sampled_from([(8, 3, 1, 1), (16, 4, 4, 2), (12, 3, 3, 1)]))
 def test_a_choice_falls_short_by_how_much_worse_it_is(
     seed: int, sizes: tuple[int, int, int, int]

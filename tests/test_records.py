@@ -88,7 +88,7 @@ def test_rows_of_csv_are_valid(delimiter: str, line_end: str) -> None:
 
 
 @given(st.lists(st.text(PLAIN, max_size=6), min_size=1, max_size=3), st.booleans())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_what_csv_writes_is_accepted(cells: list[str], header: bool) -> None:
     names = [f"c{number}" for number in range(len(cells))]
     columns = {name: {"const": cell} for name, cell in zip(names, cells, strict=True)}
@@ -157,7 +157,7 @@ def test_elements_of_xml_are_valid() -> None:
 
 
 @given(st.text(PLAIN, max_size=8), st.text(PLAIN, max_size=8))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_xml_texts_are_read_as_they_were_meant(inside: str, attribute: str) -> None:
     schema = {
         "type": "object",

@@ -137,7 +137,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> str:
     return f"(?:{first})" + {"many": "*", "maybe": "?", "twice": "{1,2}"}[kind]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(expression=expressions())
 def test_random_expressions_accept_what_python_matches(expression: str) -> None:
     # In Python, $ also matches before a newline at the end of the text.

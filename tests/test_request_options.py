@@ -292,9 +292,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([*WRONG, *(each.name for each in fields(Policy))]), value=VALUES)
 def test_no_value_of_an_option_raises_another_error_than_ours(
     unrun: Bundle, name: str, value: Any

@@ -107,7 +107,7 @@ def test_log_probs_of_draws_are_the_denoisers_whatever_the_temperature() -> None
 # ---- Requests that end early ----
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(policy=policies, request=requests(), shift=st.integers(0, 1), most=st.integers(1, 12))
 def test_a_request_of_few_passes_has_what_the_whole_one_had_then(
     policy: Policy, request: dict[str, Any], shift: int, most: int
@@ -284,7 +284,7 @@ drawing = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     each=st.lists(drawing, min_size=2, max_size=5),
     cache=st.sampled_from(["own", "none", "dual"]),
@@ -312,7 +312,7 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     policy=policies,
     request=requests(),
@@ -361,7 +361,7 @@ class Bytes:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), text=st.text(st.sampled_from("ab cé€😀\n"), min_size=1, max_size=40))
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str

@@ -120,7 +120,7 @@ def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
     assert (equal < 0.12).all()  # chance gives 1/19, and a deviation of 0.06 is rare
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=st.integers(1, 6),
     vocab=st.one_of(st.integers(5, 300), st.sampled_from([1025, 20011])),

@@ -557,7 +557,7 @@ SNAPSHOT = st.text(alphabet='ab"é😀░', max_size=12)
 
 
 @needs_browser
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pairs=st.lists(st.tuples(SNAPSHOT, SNAPSHOT), max_size=30))
 def test_the_pieces_of_a_snapshot_are_the_snapshot(
     parts: Browser, pairs: list[tuple[str, str]]
@@ -581,7 +581,7 @@ def test_the_pieces_of_a_snapshot_are_the_snapshot(
 
 
 @needs_browser
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     texts=st.lists(st.text(alphabet='ab\n"é😀░', max_size=8), max_size=6),
     size=st.integers(1, 40),

@@ -57,7 +57,7 @@ def _output_error(x: np.ndarray, w: np.ndarray, quantised: np.ndarray) -> float:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 64), st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_smoothing_scales_are_positive_bounded_and_leave_the_product(
     seed: int, channels: int, alpha: float
 ) -> None:
@@ -124,7 +124,7 @@ def test_awq_protects_the_channels_that_carry_the_input() -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_awq_never_does_worse_than_no_scales_and_keeps_unused_channels(seed: int) -> None:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((8, 32)).astype(np.float32)
@@ -268,7 +268,7 @@ def test_gptq_takes_a_gram_of_fewer_inputs_than_channels() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2100))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_a_gram_matrix_sums_weighted_outer_products_in_any_portions(
     seed: int, channels: int
 ) -> None:
@@ -334,7 +334,7 @@ def test_hadamard_is_orthonormal_symmetric_and_as_large_as_it_may_be(size: int, 
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 6, 24, 64, 160]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rotating_both_sides_leaves_the_product(seed: int, channels: int) -> None:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((2, 3, channels)).astype(np.float32)

@@ -138,7 +138,7 @@ def networks(mlp: st.SearchStrategy[MlpSpec | ExpertsSpec]) -> st.SearchStrategy
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(network=networks(st.one_of(mlps, experts)))
 def test_the_parameters_are_those_that_torch_builds(network: NetworkSpec) -> None:
     with torch.device("meta"):
@@ -149,13 +149,13 @@ def test_the_parameters_are_those_that_torch_builds(network: NetworkSpec) -> Non
     assert network.parameter_count() == sum(math.prod(shape) for shape in built.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(network=networks(st.one_of(mlps, experts)))
 def test_a_description_survives_the_manifest(network: NetworkSpec) -> None:
     assert NetworkSpec.from_dict(json.loads(json.dumps(network.as_dict()))) == network
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(network=networks(st.one_of(mlps, experts)))
 def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
     network: NetworkSpec,
@@ -183,7 +183,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(network=networks(st.one_of(mlps, experts)), seed=st.integers(0, 99))
 def test_every_described_network_runs_and_its_cache_is_exact(
     network: NetworkSpec, seed: int

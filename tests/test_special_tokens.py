@@ -91,7 +91,7 @@ def chat(*contents: Any) -> list[dict[str, Any]]:
 
 
 @given(TEXTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text: str) -> None:
     ids = both.python.encode_plain(text)
     both.library.encode_special_tokens = True
@@ -116,7 +116,7 @@ def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text:
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_messages_add_no_special_token_to_those_of_the_template(
     both: Both, contents: list[str]
 ) -> None:
@@ -132,7 +132,7 @@ def test_messages_add_no_special_token_to_those_of_the_template(
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_parts_calls_and_tools_add_no_special_token_either(contents: list[str], other: str) -> None:
     tokenizer = _parts()
     messages = [

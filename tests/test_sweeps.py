@@ -121,7 +121,7 @@ def test_codes_are_those_of_a_denoiser_held_whole(
     st.integers(1, 9),
     st.sampled_from([16, 32]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_solved_weight_survives_its_file(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,

@@ -122,7 +122,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(st.one_of(st.text(max_size=12), PIECES), max_size=8).map("".join))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_is_encoded_and_decoded_alike(pairs: Callable[[str], Pair], text: str) -> None:
     for name in ("Qwen", "Llama 2", "demo-denoiser", "BERT", "cased BERT", "residues"):
         pair = pairs(name)
@@ -245,7 +245,7 @@ def patterns(draw: st.DrawFn, depth: int = 1) -> str:
 @given(
     patterns(), st.lists(st.text("ab kK\u212a\n\r\t-1é\u00a0", max_size=12), min_size=1, max_size=4)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_patterns_cut_text_where_the_librarys_expressions_do(
     pattern: str, texts: list[str]
 ) -> None:

@@ -101,9 +101,7 @@ def session_of(model: bytes, *, has_kernels: bool) -> onnxruntime.InferenceSessi
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), group_size=st.sampled_from([0, 8, 32, 40, 128]), seed=st.integers(0, 99))
 def test_a_looked_up_row_is_a_column_of_the_head(
     monkeypatch: pytest.MonkeyPatch,
@@ -173,9 +171,7 @@ def head_model(table: np.ndarray, scales: np.ndarray | None) -> bytes:
     return ir.to_proto(model).SerializeToString()
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(list(TABLES)), seed=st.integers(0, 99))
 def test_kernels_multiply_by_a_table_as_its_function_does(
     monkeypatch: pytest.MonkeyPatch,

@@ -71,7 +71,7 @@ def small(*rules: tuple[str, int | None]) -> NetworkSpec:
     return seeing(make_network(layers=len(rules), heads=4, kv_heads=2, head_size=8), [*rules])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     visible=st.sampled_from(
         [("causal", None), *(("block", block_length) for block_length in range(1, 8))]
