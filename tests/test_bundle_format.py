@@ -14,8 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +27,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export import families
-from dlm_export.bundle.folder import finish, write_manifest
-from dlm_export.bundle.manifest import make_manifest, network_of, read_manifest
-from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.bundle.folder import write_manifest
+from dlm_export.bundle.manifest import network_of, read_manifest
 from dlm_export.cli import main
-from dlm_export.families.base import Overrides
-from dlm_export.graph import trace
 from dlm_export.judging.tuning.effort_levels import LEVELS
 from dlm_export.outputs import OutputError
 from dlm_export.tensorrt import bundled
 from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.manifest import check_manifest, schema, validator
-from dlm_runtime.presets import presets_for
 from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = schema()
@@ -251,31 +244,9 @@ def test_a_built_manifest_is_valid_under_the_schema(llada_bundle: Path) -> None:
     assert set(manifest["files"]) == on_disk - {"manifest.json"}
 
 
-def test_every_property_of_the_schema_has_a_description_and_every_object_is_closed() -> None:
-    def walk(node: Any, path: str) -> None:
-        if isinstance(node, list):
-            for i, item in enumerate(node):
-                walk(item, f"{path}[{i}]")
-        if not isinstance(node, dict):
-            return
-        if node.get("type") == "object":
-            assert "additionalProperties" in node, path
-            for key, value in node.get("properties", {}).items():
-                assert value.get("description"), f"{path}.{key}"
-        for key, value in node.items():
-            walk(value, f"{path}.{key}")
-
-    walk(SCHEMA, "$")
-
-
-def test_an_opened_bundle_gives_back_the_manifest_that_was_written(bundle: Path) -> None:
-    with dlm_runtime.open(bundle, threads=1) as opened:
-        assert opened.manifest == _read(bundle)
-
-
 @pytest.mark.parametrize(
     "style",
-    [{"indent": 7}, {"separators": (",", ":")}, {"sort_keys": True}, {"ensure_ascii": True}],
+    [{"indent": 7}, {"ensure_ascii": True}],
 )
 def test_the_way_a_manifest_is_laid_out_does_not_matter(
     bundle: Path, style: dict[str, Any]
@@ -289,42 +260,6 @@ def test_the_way_a_manifest_is_laid_out_does_not_matter(
     with dlm_runtime.open(bundle, threads=1) as opened:
         assert opened.manifest == manifest
         assert opened.policy("übermäßig 😀") == opened.policy("llada")
-
-
-def test_the_manifest_of_every_family_is_valid(
-    llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path
-) -> None:
-    for path in (llada_checkpoint, dream_checkpoint):
-        network = families.read_network(Checkpoint(path), Overrides())
-        presets, default = (
-            presets_for(None, network.shift),
-            families.FAMILIES[network.family].default_preset,
-        )
-        (tmp_path / "denoiser.onnx").write_bytes(b"graph")
-        (tmp_path / "chat.jinja").write_text("{{ messages }}")
-        (tmp_path / "tokenizer.json").write_text("{}")
-        manifest = make_manifest(
-            network,
-            graph=trace.describe(network, "float16", is_simulated=False),
-            opset=23,
-            precision={"name": "fp16"},
-            kernels={
-                "calls": {"Candidates": 1},
-                "plain": {"blocks.0.attention": "the kernel computes in fp32"},
-            },
-            targets=["cpu"],
-            presets=presets,
-            default_preset=default,
-            max_new_tokens=None if network.shift else 64,
-            tokenizer="tokenizer.json",
-            chat_template={"file": "chat.jinja", "special_tokens": {"bos_token": "<s>"}},
-            text={"refused": "its model is WordLevel"},
-            config_sha256=64 * "a",
-            json_layout="lines",
-            call_format=None if network.shift else "list",
-        )
-        finish(tmp_path, manifest)
-        assert read_manifest(tmp_path) == _read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -622,16 +557,6 @@ def test_flipped_bytes_in_the_manifest_raise_or_open_and_never_crash(
     _opens(shared_bundle)
 
 
-@examples(40)
-@given(data=st.data())
-def test_a_truncated_manifest_is_refused(
-    shared_bundle: Path, llada_bundle: Path, data: st.DataObject
-) -> None:
-    text = (llada_bundle / "manifest.json").read_bytes().rstrip()
-    (shared_bundle / "manifest.json").write_bytes(text[: data.draw(st.integers(0, len(text) - 1))])
-    assert not _opens(shared_bundle)
-
-
 _POINT = {"threshold": 0.9, "quality": 0.5, "nfe": 3.5}
 QUANTISED: dict[str, Any] = {
     "name": "mine",
@@ -776,7 +701,10 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
 
 @pytest.mark.parametrize(
     "path",
-    [(), ("network",), ("loop",), ("loop", "presets", "llada"), ("files", DATA_FILE)],
+    [
+        ("network",),
+        ("loop", "presets", "llada"),
+    ],
     ids=lambda path: ".".join(path) or "root",
 )
 def test_a_key_that_is_there_twice_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
@@ -809,7 +737,13 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
     assert "manifest.json" in _refusal(bundle)
 
 
-@pytest.mark.parametrize("version", [1, 3, 100])
+@pytest.mark.parametrize(
+    "version",
+    [
+        1,
+        3,
+    ],
+)
 def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_again(
     bundle: Path, version: int
 ) -> None:
@@ -836,12 +770,9 @@ def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_a
     "path",
     [
         (),
-        ("loop",),
         ("loop", "graph"),
-        ("loop", "graph", "ports"),
         ("loop", "graph", "ports", "layers", 1),
         ("loop", "presets", "llada"),
-        ("files", DATA_FILE),
     ],
     ids=lambda path: ".".join(map(str, path)) or "root",
 )
@@ -867,7 +798,6 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("loop", "graph", "device_file"), "other.onnx", "not listed in files"),
         (("tokenizer",), "other.json", "tokenizer: names a file that is not listed in files"),
         (("tokenizer",), "../manifest.json", "not listed in files"),
-        (("tokenizer",), ["tokenizer.json"], "not listed in files"),
         (
             ("chat_template",),
             {"file": "/etc/passwd", "special_tokens": {}},
@@ -878,29 +808,15 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
             {"file": "denoiser.onnx", "special_tokens": {"bos_token": 1}},
             "chat_template: expected",
         ),
-        (("chat_template",), {"file": "denoiser.onnx"}, "chat_template: expected"),
-        (("chat_template",), "chat.jinja", "chat_template: expected"),
         (("text",), {"file": "text.bin"}, "text.file: names a file that is not listed in files"),
         (("text",), {"refused": 1}, "text.refused: expected a string"),
         (("text",), {"file": "denoiser.onnx", "refused": "no"}, "text.refused: unknown key"),
-        (
-            ("text",),
-            {"file": "denoiser.onnx", "chat_refused": []},
-            "text.chat_refused: expected a string",
-        ),
         (("loop", "vocab_size"), 161, "but the manifest makes it"),
-        (
-            ("loop", "graph", "ports", "layers", 1, "kv_heads"),
-            2,
-            'the input "past_key.1" is float [any, 4, any, 16], but',
-        ),
         (
             ("loop", "graph", "ports", "layers", 0, "head_size"),
             8,
             'the input "past_key.0" is float [any, 4, any, 16], but',
         ),
-        (("loop", "graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
-        (("loop", "graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
         (
             ("loop", "graph", "cache_dtype"),
             "int8",
@@ -933,13 +849,10 @@ def test_values_that_contradict_each_other_are_refused(
             lambda effort: effort.update(preset="nowhere"),
             "loop.effort.preset: is not one of presets",
         ),
-        (lambda effort: effort.update(sparkle=1), "loop.effort.sparkle: unknown key"),
-        (lambda effort: effort.pop("levels"), 'loop.effort: the key "levels" is missing'),
         (
             lambda effort: effort["levels"].pop("low"),
             'loop.effort.levels: the key "low" is missing',
         ),
-        (lambda effort: effort["levels"].update(most={}), "loop.effort.levels.most: unknown key"),
         (lambda effort: effort["levels"]["low"].update(threshold=7), "threshold = 7"),
         (
             lambda effort: effort["levels"].update(low=[]),
@@ -1009,7 +922,16 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
         ] == expected
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a\nb", "\x7f", "ä", "x" * 129, 5, None, ["logits"]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a b",
+        "\x7f",
+        "x" * 129,
+        5,
+    ],
+)
 @pytest.mark.parametrize(
     "path", [("entropy",), ("layers", 1, "present_value")], ids=["entropy", "present_value"]
 )
@@ -1026,22 +948,14 @@ def test_a_port_with_a_hostile_name_is_refused(
     [
         (("logits",), "entropy"),
         (("layers", 1, "past_key"), "past_key.0"),
-        (("layers", 0, "past_key"), "input_ids"),
     ],
-    ids=["of outputs", "of layers", "of inputs"],
+    ids=["of outputs", "of layers"],
 )
 def test_a_name_that_two_ports_share_is_refused(
     bundle: Path, path: tuple[Any, ...], name: str
 ) -> None:
     _change(bundle, "loop", "graph", "ports", *path, value=name)
     assert f'another port has the name "{name}" too' in _refusal(bundle)
-
-
-@pytest.mark.parametrize("layers", [[], {}, [None]])
-def test_layers_that_are_none_are_refused(bundle: Path, layers: Any) -> None:
-    _change(bundle, "loop", "graph", "ports", "layers", value=layers)
-    assert "loop.graph.ports.layers" in _refusal(bundle)
-    assert not VALIDATOR.is_valid(_read(bundle))
 
 
 def test_a_port_that_the_graph_does_not_have_is_refused(bundle: Path) -> None:
@@ -1056,13 +970,6 @@ def test_a_port_that_the_graph_does_not_have_is_refused(bundle: Path) -> None:
 # ---- Members that describe a bundle ----
 
 
-def test_a_format_that_nobody_knows_is_refused_by_name(bundle: Path) -> None:
-    _change(bundle, "precision", "layers", value={"blocks.0.mlp.up": "int3"})
-    for command in (["bench", str(bundle)], ["plan", str(bundle), "--targets", "cpu"]):
-        done = CliRunner().invoke(main, command)
-        assert (done.exit_code, "'int3' is not one of" in done.output) == (2, True), done.output
-
-
 def test_a_bundle_runs_without_what_describes_it(bundle: Path) -> None:
     with dlm_runtime.open(bundle, threads=1) as opened:
         expected = opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens
@@ -1075,34 +982,19 @@ def test_a_bundle_runs_without_what_describes_it(bundle: Path) -> None:
         read_manifest(bundle)
 
 
-def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
-    program = (
-        "import sys; sys.modules['jsonschema'] = None; import dlm_runtime; "
-        "print(dlm_runtime.open(sys.argv[1], threads=1).generate(tokens=[1], max_new_tokens=2).nfe)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(bundle)], capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == ("2\n", "")
-
-
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (("producer", "version"), 1, "producer.version: 1 is not of type 'string'"),
         (
             ("producer", "sparkle"),
             1,
             "producer: Additional properties are not allowed ('sparkle' was unexpected)",
         ),
         (("targets",), [], "targets: [] should be non-empty"),
-        (("targets", 0), 7, "targets[0]: 7 is not of type 'string'"),
         (("network",), [], "network: [] is not of type 'object'"),
         (("network", "parameters"), 3.0, "network.parameters: 3.0 is not of type 'integer'"),
         (("network", "architecture"), ["x" * 10**6], "network.architecture: ['"),
-        (("precision", "name"), None, "precision.name: None is not of type 'string'"),
         (("precision", "layers"), {"a b\n": 1}, 'precision.layers["a b\\n"]: 1 is not of type'),
-        (("precision", "layers"), {"x" * 10**6: {}}, "precision.layers.xxx"),
         (
             ("precision", "layers"),
             {"blocks.0.mlp.up": "int3"},
@@ -1113,12 +1005,6 @@ def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
             {"Candidates": 0},
             "kernels.calls.Candidates: 0 is less than the minimum of 1",
         ),
-        (
-            ("kernels", "plain"),
-            {"blocks.0.attention": None},
-            'kernels.plain["blocks.0.attention"]: None is not of type',
-        ),
-        (("opset",), 0, "opset: 0 is less than the minimum of 1"),
         (("audits",), {"../x": {}}, "audits: '../x' "),
         (("audits",), {"thor": {"method": "hearsay"}}, "audits.thor"),
     ],
@@ -1153,26 +1039,9 @@ def test_a_bundle_with_an_engine_is_valid_and_opens_without_it(bundle: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "path", [(), ("built_from",), ("profiles",), ("profiles", "block")], ids=".".join
-)
-def test_an_unknown_key_of_an_engine_is_refused_by_name(
-    bundle: Path, path: tuple[str, ...]
-) -> None:
-    def change(node: dict[str, Any]) -> None:
-        for key in path:
-            node = node[key]
-        node["sparkle"] = 1
-
-    _write_with_engine(bundle, change)
-    assert "sparkle: unknown key" in _refusal(bundle, engine="none")
-    assert not VALIDATOR.is_valid(_read(bundle))
-
-
-@pytest.mark.parametrize(
     ("path", "value"),
     [
         (("version",), "1.7.1.117"),
-        (("sm",), [120, 121]),
         (("profiles", "block", "rows"), [1, 8, 64]),
         (("seal",), "0" * 64),
     ],
@@ -1212,11 +1081,8 @@ def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, f
         (lambda e: e.update(file="engines/other.engine"), "not listed in files"),
         (lambda e: e.update(builder="openvino"), 'expected "tensorrt" or "tensorrt_rtx"'),
         (lambda e: e.update(version="1.7"), "expected a version"),
-        (lambda e: e.update(version="1..7.1"), "expected a version"),
-        (lambda e: e.update(version="1.7.1.116.2"), "expected a version"),
         (lambda e: e.update(sm=[]), "at least one"),
         (lambda e: e.update(sm=[120.0]), "expected an integer"),
-        (lambda e: e["profiles"]["block"].update(rows=[1, 2]), "three sizes"),
         (lambda e: e["profiles"]["block"].update(rows=[1, 9, 8]), "expected an integer in 9.."),
         (lambda e: e.pop("built_from"), "built_from"),
     ],
@@ -1275,7 +1141,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
         dlm_runtime.open(bundle)
 
 
-@pytest.mark.parametrize("engine", [None, 5, "", "abacus", "TensorRT"])
+@pytest.mark.parametrize("engine", [5, "abacus"])
 def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any) -> None:
     with pytest.raises(RequestError, match="is not one of: auto, onnxruntime, tensorrt, none"):
         dlm_runtime.open(bundle, engine=engine)
@@ -1289,17 +1155,11 @@ def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any
     [
         "../x",
         "a/../../x",
-        "/etc/passwd",
         "a//b",
-        "./a",
         "a/.",
-        "..",
-        ".",
         "",
-        "a/",
         "a\\b",
         "a b",
-        "a\nb",
         "ä",
         "x" * 256,
     ],
@@ -1458,17 +1318,12 @@ PORTS = [(name, INT64, ["B", "T"]) for name in ("input_ids", "position_ids", "sc
     [
         ([("pixels", INT64, ["B", 3])], 'the input "pixels" is not known to this runtime'),
         (
-            [("input_ids", INT64, ["B", "T", 2])],
-            'the input "input_ids" is int64 [any, any, 2], but the manifest makes it',
-        ),
-        ([("input_ids", FLOAT, ["B", "T"])], 'the input "input_ids" is float'),
-        (
             [("input_ids", INT64, ["B", 8])],
             'the input "input_ids" is int64 [any, 8], but the manifest makes it',
         ),
         (PORTS, 'the input "past_key.0" is missing'),
     ],
-    ids=["unknown", "rank", "type", "fixed length", "missing"],
+    ids=["unknown", "fixed length", "missing"],
 )
 def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
     bundle: Path, inputs: list[tuple[str, int, list[Any]]], sentence: str
@@ -1551,22 +1406,12 @@ def test_a_chat_template_that_is_too_large_is_refused_at_open(bundle: Path) -> N
     assert "chat.jinja: 1048577 bytes is too large" in _refusal(bundle, check_hashes=True)
 
 
-def test_a_chat_template_that_is_not_utf8_is_refused_at_open(bundle: Path) -> None:
-    _with_template(bundle, b"\xff\xfe")
-    assert "chat.jinja" in _refusal(bundle, check_hashes=True)
-
-
 @pytest.mark.parametrize(
     "template",
     [
         b"{% for",
-        b"{{ undefined.attribute }}",
         b"{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        b"{{ messages.append(1) }}",
-        b"{{ 1 / 0 }}",
-        b"{{ raise_exception('no') }}",
         b"{{ 'x' * 10000000000000 }}",
-        b"{{ messages[0].content.nothing() }}",
     ],
 )
 def test_a_hostile_chat_template_ends_in_an_error_of_ours(bundle: Path, template: bytes) -> None:
