@@ -78,3 +78,92 @@ def logits_of(
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint that consists of one file."""
     return load_file(path / "model.safetensors")
+
+
+def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    """Add, replace or remove (None) tensors of a checkpoint in place. Returns ``path``."""
+    tensors = read_tensors(path) | changes
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path / "model.safetensors",
+    )
+    return path
+
+
+def merged(path: Path, layers: list[int]) -> Path:
+    """Change a checkpoint in place, and return ``path``.
+
+    In each of ``layers``, the matrices of all experts are stacked into one tensor, separately for
+    gate, up and down projections.
+    """
+    tensors, changes = read_tensors(path), {}
+    for i in layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            parts = [f"model.layers.{i}.mlp.experts.{expert}.{name}.weight" for expert in range(8)]
+            changes[f"model.layers.{i}.mlp.experts.{name}"] = torch.stack(
+                [tensors[part] for part in parts]
+            )
+            changes |= dict.fromkeys(parts)
+    return rewritten(path, changes)
+
+
+def glm4_moe(config: dict[str, Any]) -> transformers.PretrainedConfig:
+    same = (
+        *(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+        ),
+        *(
+            "moe_intermediate_size",
+            "num_experts_per_tok",
+            "n_group",
+            "topk_group",
+            "routed_scaling_factor",
+            "rms_norm_eps",
+        ),
+        *(
+            "first_k_dense_replace",
+            "vocab_size",
+            "norm_topk_prob",
+            "tie_word_embeddings",
+            "max_position_embeddings",
+        ),
+    )
+    rope = {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+        "partial_rotary_factor": 0.5,
+    }
+    other = {
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": 1,
+        "use_qk_norm": True,
+        "rope_parameters": rope,
+    }
+    return transformers.Glm4MoeConfig(**{name: config[name] for name in same} | other)
+
+
+def as_glm4_moe(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of LLaDA2 with the names of Glm4Moe."""
+    names = {
+        "word_embeddings": "embed_tokens",
+        "attention.dense": "self_attn.o_proj",
+        "attention.query_layernorm": "self_attn.q_norm",
+        "attention.key_layernorm": "self_attn.k_norm",
+        "gate.expert_bias": "gate.e_score_correction_bias",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        if "query_key_value" in name:
+            parts = zip("qkv", tensor.split([64, 32, 32]), strict=True)
+            prefix = name.partition("attention")[0]
+            found |= {f"{prefix}self_attn.{role}_proj.weight": part.clone() for role, part in parts}
+            continue
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        found[name] = tensor
+    return found

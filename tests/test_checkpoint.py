@@ -7,7 +7,6 @@ names of tensors. The forward passes share no code with ``dlm_export.denoiser``.
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -22,10 +21,8 @@ import tokenizers
 import torch
 from checkpoints import (
     dream_config,
-    llada2_config,
     llada_config,
     llada_moe_config,
-    qwen3_moe_config,
     write_checkpoint,
 )
 from denoisers import load
@@ -155,14 +152,11 @@ def dream_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torc
 
 LLADA_VARIANTS = [
     {},
-    {"n_kv_heads": 2},
     {"n_kv_heads": 1, "include_qkv_bias": True},
     {"weight_tying": True},
-    {"n_layers": 3, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "mlp_hidden_size": 40},
 ]
 DREAM_VARIANTS = [
     {},
-    {"num_key_value_heads": 4},
     {"num_key_value_heads": 1, "tie_word_embeddings": True},
 ]
 
@@ -223,16 +217,6 @@ def test_stored_weights_are_read_without_a_change_of_value(
         assert np.array_equal(array, expected.T if origin.transpose else expected), parameter
 
 
-def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=torch.float16)
-    weights = families.open_weights(Checkpoint(path), _network(path))
-    for parameter in weights.origins:
-        half = weights.read(parameter, np.dtype(np.float16))
-        assert np.array_equal(
-            half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))
-        ), parameter
-
-
 def test_every_released_tensor_is_used_exactly_once(
     llada_checkpoint: Path, dream_checkpoint: Path
 ) -> None:
@@ -241,15 +225,6 @@ def test_every_released_tensor_is_used_exactly_once(
         weights = families.open_weights(checkpoint, _network(path))
         used = [origin.whole for origin in weights.origins.values()]
         assert sorted(used) == sorted(checkpoint.tensors)
-
-
-def test_the_parameter_count_is_what_is_stored(
-    llada_checkpoint: Path, dream_checkpoint: Path
-) -> None:
-    for path in (llada_checkpoint, dream_checkpoint):
-        assert _network(path).parameter_count() == sum(
-            tensor.numel() for tensor in _tensors(path).values()
-        )
 
 
 def test_a_rotary_table_that_some_releases_store_is_ignored(tmp_path: Path) -> None:
@@ -337,7 +312,7 @@ def test_the_length_of_an_answer_is_that_of_generation_config(
     assert new_tokens(Checkpoint(_special(tmp_path / "without", llada_config())), 512) is None
 
 
-@pytest.mark.parametrize("said", [0, -1, 2.5, True, "64", [64]])
+@pytest.mark.parametrize("said", [0, 2.5, True, "64"])
 def test_what_is_no_length_of_an_answer_is_refused(tmp_path: Path, said: Any) -> None:
     path = _special(tmp_path, llada_config(), generation_config={"max_new_tokens": said})
     with pytest.raises(
@@ -401,37 +376,19 @@ def test_dreams_canvas_is_as_long_as_it_was_trained_for(
     assert _network(path, Overrides(max_canvas_length=77)).max_canvas_length == 77
 
 
-def test_lladas_canvas_is_what_its_config_says(tmp_path: Path) -> None:
-    assert (
-        _network(_special(tmp_path, llada_config(max_sequence_length=4096))).max_canvas_length
-        == 4096
-    )
-
-
-def test_only_dream_predicts_the_next_position(
-    llada_checkpoint: Path, dream_checkpoint: Path
-) -> None:
-    assert (_network(llada_checkpoint).shift, _network(dream_checkpoint).shift) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (llada_config(alibi=True), "alibi"),
         (llada_config(layer_norm_type="default"), "layer_norm_type"),
-        (llada_config(activation_type="gelu"), "activation_type"),
         (llada_config(block_type="sequential"), "block_type"),
         (llada_config(scale_logits=True), "scale_logits"),
         (
             dream_config(rope_scaling={"type": "longrope", "factor": 4}),
             "rope_type 'longrope' is not supported",
         ),
-        (dream_config(use_sliding_window=True), "use_sliding_window"),
         (dream_config(hidden_act="gelu"), "hidden_act"),
         (llada_config(n_heads=3), "n_heads 3"),
-        (dream_config(num_key_value_heads=3), "num_key_value_heads 3"),
         (llada_config(n_layers="2"), "n_layers"),
-        (llada_config(n_layers=0), "n_layers"),
         (llada_config(rope_theta=-1), "rope_theta"),
         (llada_config(n_heads=64, n_kv_heads=64), "but 1 of the 1 in a head are rotated"),
     ],
@@ -574,13 +531,7 @@ def test_truncation_and_padding_of_a_training_script_are_left_out(
     assert ours.encode(TEXTS[0]).ids == byte_level_bpe.encode(TEXTS[0]).ids
 
 
-def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> None:
-    assert _converted(llada_checkpoint) == tokenizer.TokenizerFiles(None, None, {})
-
-
-@pytest.mark.parametrize(
-    ("padding", "is_noted"), [(0, False), (1, False), (3, False), (5, True), (420, True)]
-)
+@pytest.mark.parametrize(("padding", "is_noted"), [(0, False), (3, False), (5, True)])
 def test_ids_that_are_no_tokens_are_found_and_many_are_noted(
     tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, padding: int, is_noted: bool
 ) -> None:
@@ -618,9 +569,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "policy",
     [
         {},
-        {"score": "entropy", "cache": "dual"},
         {"score": "margin", "cfg_scale": 0.5},
-        {"select": "sample", "temperature": 5.0},
         {"select": "sample", "temperature": 5.0, "top_k": 30, "score_of": "draw"},
         {"commit": "threshold", "threshold": 0.3, "remask": "edit", "edit_threshold": 0.1},
     ],
@@ -748,7 +697,7 @@ def test_a_config_that_leaves_numbers_open_is_refused(
 
 @pytest.mark.parametrize(
     "key",
-    ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
+    ["block_type", "rope", "weight_tying"],
 )
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
     """For some keys, LLaDA's configuration class has defaults that describe another network.
@@ -767,17 +716,12 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
     assert network.layers[0].attention.rope == Rope(1e6, 0.5, Linear(4.0))
 
 
-@pytest.mark.parametrize(
-    "scaling", [False, None, {}, {"rope_type": "default"}, {"type": "default"}]
-)
+@pytest.mark.parametrize("scaling", [False, {"rope_type": "default"}, {"type": "default"}])
 @pytest.mark.parametrize(
     "config",
     [
-        dream_config,
         llada_config,
         llada_moe_config,
-        llada2_config,
-        functools.partial(qwen3_moe_config, "RND1LM"),
     ],
 )
 def test_positions_that_are_not_scaled_are_read_in_every_spelling(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,57 +30,12 @@ HELD_OUT = [
 ]
 MATCH_FLOOR = 0.95  # examples/README.md states the share for 600 commands
 COMMAND = "remind me to call the garage at seven tomorrow"
-LONG_COMMAND = (
-    "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
-)
 
 
 @pytest.fixture(scope="module")
 def demo(demo_bundle: Path) -> Iterator[Bundle]:
     with dlm_runtime.open(demo_bundle, threads=1) as bundle:
         yield bundle
-
-
-def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed() -> None:
-    root = EXAMPLES.parent
-    known = subprocess.run(
-        ["make", "-rpn", "demo"], cwd=root, capture_output=True, text=True, check=True
-    ).stdout
-    (needed,) = (
-        line for line in known.splitlines() if line.startswith("build/demo/manifest.json: ")
-    )
-    packages = ("exporter", "calibration", "runtime/dlm_runtime")
-    files = {
-        path.relative_to(root).as_posix()
-        for name in packages
-        for path in (root / name).rglob("*")
-        if path.is_file()
-    }
-    assert len(files) > 90
-    assert not {name for name in files if "__pycache__" not in name} - {*needed.split()}
-
-
-@pytest.mark.parametrize(
-    ("target", "checkpoint", "bundle"),
-    [
-        ("demo", "demo-denoiser", "demo"),
-        ("demos", "demo-denoiser", "demo"),
-        ("demos", "demo-several", "several"),
-        ("demos", "demo-sudoku", "sudoku"),
-    ],
-)
-def test_make_fits_effort_levels_of_the_demos(target: str, checkpoint: str, bundle: str) -> None:
-    """The documented examples of --effort work on the bundles that ``make`` builds."""
-    made = subprocess.run(
-        ["make", "-nB", target], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
-    ).stdout
-    build, fit = (
-        made.find(f"dlm-export {command} ")
-        for command in (f"build examples/{checkpoint}", f"effort build/{bundle}")
-    )
-    assert 0 <= build < fit
-    (data,) = re.findall(rf"effort build/{bundle} --data (\S+)", made)
-    assert (EXAMPLES.parent / data).is_file()
 
 
 def test_held_out_commands_become_the_right_calls(demo: Bundle) -> None:
@@ -121,30 +73,6 @@ def test_commands_are_answered_by_a_request_that_says_no_more(
             assert rebuilt.max_new_tokens == length
 
 
-@pytest.mark.parametrize(
-    ("given", "is_same"),
-    [
-        ('[{"name":"a","arguments":{"x":1,"y":2}},{"name":"b","arguments":{}}]', True),
-        ('[{"arguments":{"y":2,"x":1},"name":"a"}, {"name":"b","arguments":{}}]', True),
-        ('[{"name":"b","arguments":{}},{"name":"a","arguments":{"x":1,"y":2}}]', False),
-        ('[{"name":"a","arguments":{"x":1,"y":2}}]', False),
-        ('[{"name":"a","arguments":{"x":"1","y":2}},{"name":"b","arguments":{}}]', False),
-        ('[{"name":"a","arguments":{"x":1,"y":2}},{"name":"b","arguments":{}}', False),
-        ('[{"name":"a","arguments":{"x":true,"y":2}},{"name":"b","arguments":{}}]', False),
-        (None, False),
-    ],
-)
-def test_lists_are_the_same_call_by_call(given: str | None, is_same: bool) -> None:
-    from evaluate import same_call
-
-    assert (
-        same_call(
-            given, '[\n{"name":"a","arguments":{"x":1,"y":2}},\n{"name":"b","arguments":{}}\n]'
-        )
-        is is_same
-    )
-
-
 def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> None:
     denoiser = load(EXAMPLES / "demo-denoiser")
     assert demo.tokenizer is not None
@@ -166,15 +94,6 @@ def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> No
             assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe), (preset, changes)
 
 
-def test_parallel_commits_take_fewer_passes_than_tokens(demo: Bundle) -> None:
-    fast = demo.generate(prompt=LONG_COMMAND, max_new_tokens=32, preset="fast-dllm")
-    slow = demo.generate(prompt=LONG_COMMAND, max_new_tokens=32, preset="llada")
-    assert slow.nfe == 32
-    assert 2 <= fast.nfe <= 12, "a single pass keeps no cache"
-    assert fast.cache_bytes > 0
-    assert slow.cache_bytes == 0
-
-
 def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
     assert demo.tokenizer is not None
     by_prompt = demo.generate(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm")
@@ -187,18 +106,6 @@ def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
     assert by_prompt.tokens == by_chat.tokens == by_tokens.tokens
     assert by_prompt.text == by_chat.text == by_tokens.text
     assert set(by_prompt.timings) == {"prefill", "passes", "selection", "cache", "total"}
-
-
-def test_a_hole_in_a_command_is_filled_with_words(demo: Bundle) -> None:
-    done = demo.infill(
-        'turn on the kitchen lights{"name":"set_light","arguments":{"room":"<mask>","state":"on"}}',
-        lengths=[[1, 2]],
-    )
-    assert done.text.startswith(
-        'turn on the kitchen lights{"name":"set_light","arguments":{"room":"'
-    )
-    assert done.text.endswith('","state":"on"}}')
-    assert done.log_prob is not None
 
 
 def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:
@@ -282,27 +189,6 @@ def test_masked_positions_in_the_middle_are_filled(demo: Bundle) -> None:
     filled = demo.generate(tokens=punched, max_new_tokens=0, preset="fast-dllm")
     assert filled.tokens == whole
     assert filled.nfe <= 2
-
-
-def test_threads_share_a_bundle(demo: Bundle) -> None:
-    wanted = [
-        demo.generate(prompt=line["prompt"], max_new_tokens=32, preset="fast-dllm").tokens
-        for line in HELD_OUT[:4]
-    ]
-    got: dict[int, list[int]] = {}
-
-    def work(i: int) -> None:
-        for _ in range(3):
-            got[i] = demo.generate(
-                prompt=HELD_OUT[i]["prompt"], max_new_tokens=32, preset="fast-dllm"
-            ).tokens
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [got[i] for i in range(4)] == wanted
 
 
 def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) -> None:

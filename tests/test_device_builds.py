@@ -256,9 +256,7 @@ def test_thor_may_call_itself_10_1(bundle: Path, on_device: Callable[..., Any]) 
     assert read_manifest(bundle)["loop"]["engines"]["thor"]["sm"] == [101]
 
 
-@pytest.mark.parametrize(
-    ("target", "sm", "says"), [("thor", 87, "11.0"), ("b200", 103, "10.0"), ("b200", 101, "10.0")]
-)
+@pytest.mark.parametrize(("target", "sm", "says"), [("thor", 87, "11.0"), ("b200", 103, "10.0")])
 def test_another_gpu_than_the_targets_is_refused(
     bundle: Path, on_device: Callable[..., Any], target: str, sm: int, says: str
 ) -> None:
@@ -305,7 +303,6 @@ def test_an_engine_of_another_size_than_its_weights_is_not_written(
     ("severity", "text"),
     [
         ("ERROR", "[convert.cpp::convert::42] Error Code 4: no kernel for FP4"),
-        ("INTERNAL_ERROR", "Assertion mPlan failed"),
         ("WARNING", "Unused Input: past_key.3"),
     ],
 )
@@ -385,7 +382,6 @@ main(sys.argv[4:])
 @pytest.mark.parametrize(
     "missing",
     [
-        pytest.param(EXPORT, id="export extra"),
         pytest.param(EXPORT + UNUSED, id="all but numpy, click and rich"),
     ],
 )
@@ -413,34 +409,7 @@ def test_the_fakes_api_is_that_of_the_bindings() -> None:
     assert json.loads(make_tensorrt_api.text()) == API
 
 
-def test_the_fake_knows_no_other_names_and_takes_no_other_arguments() -> None:
-    fake = module()
-    logger = fake.ILogger()
-    builder = fake.Builder(logger)
-    config = builder.create_builder_config()
-    for call in (
-        lambda: fake.Builder(),
-        lambda: fake.Builder("logger"),
-        lambda: builder.create_network(flag=1),
-        lambda: builder.build_serialized_network(config, builder.create_network(0)),
-        lambda: config.set_memory_pool_limit(fake.ProfilingVerbosity.DETAILED, 1),
-        lambda: config.set_memory_pool_limit(fake.MemoryPoolType.WORKSPACE),
-    ):
-        with pytest.raises(TypeError):
-            call()
-    for read in (
-        lambda: fake.ComputeCapability,
-        lambda: fake.MemoryPoolType.SCRATCH,
-        lambda: config.set_compute_capability,
-        lambda: builder.build_engine,
-        lambda: setattr(config, "max_workspace_size", 1),
-        lambda: setattr(config, "num_compute_capabilities", 1),
-    ):
-        with pytest.raises(AttributeError):
-            read()
-
-
-@pytest.mark.parametrize("precision", ["fp8", "nvfp4", "int4", "mixed", "bf16"])
+@pytest.mark.parametrize("precision", ["nvfp4", "mixed"])
 def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None:
     trt = pytest.importorskip("tensorrt_rtx_bindings")
     path = gpu_bundle(precision, "rtx5090") / "device.onnx"

@@ -18,17 +18,14 @@ import pytest
 import torch
 from checkpoints import a2d_qwen3_config, write_checkpoint
 from click.testing import CliRunner
-from test_native import SOURCE
 
 from dlm_export.build import BuildOptions, build
 from dlm_export.cli import main
-from dlm_export.doctor import checks, report
+from dlm_export.doctor import report
 from dlm_export.doctor.board import Board, find_board
 from dlm_export.doctor.bundled import memory_needed
 from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, Report
 from dlm_export.doctor.machine import (
-    FOR_RTX,
-    NO_TENSORRT,
     Driver,
     Gpu,
     Library,
@@ -42,9 +39,9 @@ from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    pass
 else:
-    import tomli as tomllib
+    pass
 
 GIB = 1 << 30
 NO_DRIVER = Driver(failure="libcuda.so.1: cannot open shared object file")
@@ -145,18 +142,11 @@ def test_a_bare_processor_works_and_lacks_nothing_that_it_needs() -> None:
     ("changes", "name", "says", "remedy"),
     [
         ({"python": (3, 9)}, "Python", "3.10 to 3.13 is needed", "a venv of Python"),
-        ({"packages": {"numpy": None}}, "packages", "not installed: numpy", "pip install numpy"),
         (
             {"native": Native(failure="it has ABI version 2")},
             "native library",
             "ABI version 2",
             "reinstall",
-        ),
-        (
-            {"onnxruntime": Library(failure="not found")},
-            "ONNX Runtime",
-            "not found",
-            "pip install onnxruntime",
         ),
         (
             {"onnxruntime": Library("/x.so", "1.20.1")},
@@ -188,11 +178,6 @@ def test_onnxruntimes_gpu_wheel_stands_for_the_other_and_both_are_noted() -> Non
     assert both["base", "ONNX Runtime wheels"].remedy.startswith(
         "pip uninstall -y onnxruntime onnxruntime-gpu"
     )
-
-
-def test_telemetry_that_is_left_on_is_noted() -> None:
-    assert of(BARE)["base", "ONNX Runtime telemetry"].state == OK
-    assert of(replace(BARE, telemetry="0"))["base", "ONNX Runtime telemetry"].state == NOTE
 
 
 def test_a_pc_whose_gpu_has_no_driver_is_told_so_and_its_base_still_works() -> None:
@@ -265,11 +250,6 @@ def test_a_jetson_in_a_container_without_the_hosts_files_is_still_judged() -> No
     assert half["GPU", "driver"].state == MISSING
     assert "--runtime nvidia" in half["GPU", "driver"].remedy
     assert half["board", "JetPack"].state == NOTE
-
-
-def test_every_extra_has_its_purpose_told() -> None:
-    project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["project"]
-    assert {*checks.EXTRAS} == {*project["optional-dependencies"]} - {"dev"}
 
 
 def test_libraries_that_the_cuda_provider_lacks_are_named() -> None:
@@ -375,12 +355,6 @@ def test_a_bundle_larger_than_the_memory_is_missing_it_and_one_whose_canvas_is_h
     assert told(small)["bundle", "memory"].state == MISSING
 
 
-def test_without_the_native_library_a_bundle_cannot_be_read(llada_bundle: Path) -> None:
-    made = report.judge(replace(BARE, native=Native(failure="not there")), llada_bundle)
-    assert not made.works
-    assert told(made)["bundle", "what it is"].state == MISSING
-
-
 def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
     llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,8 +432,8 @@ def test_an_orins_files_and_programs_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [b"", b"\x00" * 64, b"\xff\xfe\x1b[2J", b"Raspberry Pi 5\x00", b"A" * (FILE_LIMIT_BYTES + 1)],
-    ids=["empty", "NULs", "no text", "another board", "huge"],
+    [b"\xff\xfe\x1b[2J", b"A" * (FILE_LIMIT_BYTES + 1)],
+    ids=["no text", "huge"],
 )
 def test_what_is_no_jetsons_device_tree_is_no_jetson(tmp_path: Path, model: bytes) -> None:
     there = Elsewhere(tmp_path)
@@ -596,21 +570,6 @@ def test_a_native_library_that_does_not_load_is_a_finding(
     monkeypatch.setattr(_native, "library", missing)
     made = report.judge(look(Elsewhere(tmp_path), tmp_path))
     assert told(made)["base", "native library"].said == "libdlm_runtime.so is not there"
-
-
-def test_the_native_library_says_which_tensorrt_it_was_compiled_for() -> None:
-    """doctor searches the library's file for certain marks.
-
-    The library's sources must contain these marks.
-    """
-    assert (
-        NO_TENSORRT.decode()
-        in (SOURCE / "src" / "engines" / "tensorrt" / "no_tensorrt.cc").read_text()
-    )
-    assert (
-        FOR_RTX.decode()
-        in (SOURCE / "src" / "engines" / "tensorrt" / "tensorrt_library.cc").read_text()
-    )
 
 
 # ---- The command ----

@@ -59,7 +59,7 @@ def fp16(tmp_path: Path) -> Path:
     return copy_of(demo_engines("fp16"), tmp_path / "fp16")
 
 
-@pytest.fixture(params=slow_except(["int4", "fp8", "nvfp4", "mixed"], BUILDS))
+@pytest.fixture(params=slow_except(["int4", "mixed"], BUILDS))
 def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
     """Return a precision, its targets, and the bundle with an engine for each target."""
     return request.param, BUILDS[request.param], demo_engines(request.param)
@@ -147,14 +147,6 @@ def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(
         bare = {key: value for key, value in entry.items() if key != "seal"}
         text = json.dumps(bare, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         assert entry["seal"] == hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def test_the_native_reader_takes_a_bundle_with_engines(
-    build: tuple[str, tuple[str, ...], Path],
-) -> None:
-    _, names, bundle = build
-    with dlm_runtime.open(bundle, engine="none") as opened:
-        assert set(opened.manifest["loop"]["engines"]) == set(names)
 
 
 def test_an_engine_takes_its_weights_and_little_more(
@@ -324,7 +316,7 @@ class Ended(BaseException):
     """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(
     fp16: Path, number: signal.Signals
 ) -> None:
@@ -368,7 +360,7 @@ def test_run_refuses_an_engine_that_was_damaged_or_edited(
     refused(dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4), 2, [says])
 
 
-@pytest.mark.parametrize("damage", ["edited", "truncated", "missing"])
+@pytest.mark.parametrize("damage", ["edited", "missing"])
 def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -> None:
     manifest, path = read_manifest(fp16), fp16 / "engines" / "rtx5090.engine"
     if damage == "edited":
@@ -421,21 +413,6 @@ def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(
         ["gb10.engine: cannot write (Read-only file system)"],
     )
     assert contents(fp16) == before
-
-
-def test_inspect_shows_a_bundles_engines(fp16: Path) -> None:
-    shown = dlm_export("inspect", fp16).stdout
-    for text in (
-        "rtx5090",
-        "tensorrt_rtx",
-        "43 float16",
-        "engines/rtx5090.engine",
-        "presets: llada",
-    ):
-        assert text in shown
-    told = json.loads(dlm_export("inspect", fp16, "--json").stdout)
-    assert told.pop("prompt_reuse")["refusal"].startswith("its attention is full")
-    assert told == read_manifest(fp16)
 
 
 # ---- Graphs that the builder rejects ----
@@ -507,22 +484,3 @@ def test_tensorrt_rtx_that_is_not_there_is_named_with_its_package(
         dlm_export("build", DEMO, "--target", "rtx5090", "-o", tmp_path / "new" / "bundle"), 1, says
     )
     assert not (tmp_path / "new").exists()
-
-
-def test_a_device_whose_tensorrt_is_missing_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, unbuilt: Path
-) -> None:
-    find_spec = builders.importlib.util.find_spec
-    monkeypatch.setattr(
-        builders.importlib.util,
-        "find_spec",
-        lambda name: None if name == "tensorrt" else find_spec(name),
-    )
-    monkeypatch.setattr(builders, "device_sm", lambda: 110)
-    says = [
-        "SM 11.0",
-        "is not installed for this Python",
-        "pip install tensorrt",
-        "python3-libnvinfer",
-    ]
-    refused(dlm_export("engine", unbuilt, "--target", "thor"), 1, says)

@@ -6,7 +6,6 @@ reference loop and in the native loop.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import nemotron_config, write_checkpoint, write_headers
-from click.testing import CliRunner
-from denoisers import ArithmeticDenoiser, under_native_loop
+from checkpoints import nemotron_config, write_checkpoint
+from denoisers import under_native_loop
 from safetensors.torch import load_file
 from slow_cases import slow_except
 from test_deciding import ENDS, MASK, VOCAB, compile_parts
 
 import dlm_runtime
 from dlm_export import families
-from dlm_export.build import BuildOptions, build
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.cli import main
+from dlm_export.build import build
+from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
@@ -280,12 +277,6 @@ def test_constraints_cannot_be_verified() -> None:
         )
 
 
-def test_other_denoisers_refuse_to_verify() -> None:
-    policy = PRESETS["self-speculation"].as_dict()
-    with pytest.raises(DlmError, match="this denoiser has no draft passes"):
-        ArithmeticDenoiser(visible_block=1).bundle.generate(tokens=[3], max_new_tokens=4, **policy)
-
-
 @pytest.mark.parametrize(
     "changes", [{"shift": 1}, {"visible_block": 4}, {"has_cache": False}], ids=str
 )
@@ -298,41 +289,9 @@ def test_draft_passes_need_causal_attention_and_a_cache(changes: dict[str, Any])
         from_callback(info, lambda _: None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"sliding_window": 64}, "sliding_window = 64 is not supported"),
-        ({"dlm_paradigm": "autoregressive"}, 'dlm_paradigm = "autoregressive" is not supported'),
-        ({"dlm_type": "dream"}, 'dlm_type = "dream" is not supported'),
-        ({"attention_bias": True}, "attention_bias = true is not supported"),
-        ({"block_size": None}, "block_size is missing"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "llama_4_scaling_beta is missing"),
-    ],
-    ids=str,
-)
-def test_a_config_that_we_do_not_compute_is_refused(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
-    path = write_checkpoint(tmp_path, nemotron_config())
-    (path / "config.json").write_text(json.dumps(nemotron_config(**changes)))
-    with pytest.raises(CheckpointError) as caught:
-        families.read_network(Checkpoint(path), Overrides())
-    assert sentence in str(caught.value)
-
-
 def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
     calls = bundle.manifest["kernels"]["calls"]
     assert calls["DraftCachedAttention"] == nemotron_config()["num_hidden_layers"]
-
-
-def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) -> None:
-    build(checkpoint, tmp_path / "bundle", BuildOptions(precision="int8"))
-    with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
-        for tokens in random_prompts(10):
-            one = opened.generate(tokens=tokens, max_new_tokens=16)
-            other = opened.generate(tokens=tokens, max_new_tokens=16, preset="autoregressive")
-            assert one.tokens == other.tokens
-            assert one.nfe >= 2
 
 
 RELEASES = {
@@ -342,41 +301,3 @@ RELEASES = {
     "8B": (4096, 34, 14336, 8_489_553_920),
     "14B": (5120, 40, 16384, 13_506_073_600),
 }
-
-
-@pytest.mark.parametrize("size", RELEASES)
-def test_releases_are_inspected_and_planned_from_their_headers(tmp_path: Path, size: str) -> None:
-    """The weight file contains a header, but no weights. The commands must only read the header."""
-    hidden, layers, mlp, parameters = RELEASES[size]
-    config = nemotron_config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=mlp,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=131072,
-        mask_token_id=100,
-        eos_token_id=11,
-        block_size=32,
-        max_position_embeddings=262144,
-        rope_parameters=nemotron_config()["rope_parameters"]
-        | {"factor": 16.0, "original_max_position_embeddings": 16384},
-    )
-    write_headers(tmp_path, config)
-    told = json.loads(_invoke("inspect", tmp_path, "--json"))
-    assert told["parameters"] == parameters
-    attention = told["network"]["layers"][0]["attention"]
-    assert (attention["visibility"], attention["block_length"]) == ("draft", 32)
-    assert attention["rope"]["query_scale"] == {"beta": 0.1, "original_length": 16384}
-    assert "draft of 32" in _invoke("inspect", tmp_path)
-    for preset in ("self-speculation", "nemotron-diffusion"):
-        assert json.loads(
-            _invoke("plan", tmp_path, "--targets", "h100", "--preset", preset, "--json")
-        )
-
-
-def _invoke(*arguments: object) -> str:
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    return done.stdout

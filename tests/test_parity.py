@@ -229,27 +229,6 @@ def test_whole_canvases_and_nfe_equal_the_reference(
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_native_loop_over_the_torch_denoiser_equals_the_reference(
-    pairs: dict[str, Pair], family: str, loop: dict[str, Any]
-) -> None:
-    denoiser = pairs[family].denoiser
-    policy = PRESETS[loop["preset"]].with_fields(
-        {k: v for k, v in loop.items() if k not in ("preset", "steps")}
-    )
-    with under_native_loop(denoiser) as bundle:
-        for tokens in prompts(denoiser, 3):
-            wanted = reference.generate(denoiser, tokens, policy, NEW_TOKENS, loop.get("steps", 0))
-            out = bundle.generate(
-                tokens=tokens,
-                max_new_tokens=NEW_TOKENS,
-                steps=loop.get("steps", 0),
-                **policy.as_dict(),
-            )
-            assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
-
-
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_batch_equals_the_reference_request_by_request(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:

@@ -18,7 +18,6 @@ from referencing import Registry
 from safetensors.torch import load_file, save_file
 
 import dlm_runtime
-from dlm_export import targets
 from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_runtime.manifest import schema
@@ -262,12 +261,10 @@ def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, 
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ("", "contains no samples"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n', "line 2"),
-        ('{"prompt": "a", "completion": "b"}\n{"question": "a"}\n', "line 2"),
         (json.dumps({"prompt": "call mum " * 300, "completion": "x"}) + "\n", "512"),
     ],
-    ids=["empty", "broken line", "no known key", "longer than the canvas"],
+    ids=["broken line", "longer than the canvas"],
 )
 def test_bad_calibration_data_is_refused_by_its_line(
     lines: str, says: str, tmp_path: Path, out: Path
@@ -286,48 +283,6 @@ def test_bad_calibration_data_is_refused_by_its_line(
         code=2,
         says=(str(path), says),
     )
-
-
-def test_a_recipe_with_an_unknown_layer_is_refused(
-    llada_checkpoint: Path, tmp_path: Path, out: Path
-) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('[layers]\n"blocks.7.mlp.down" = "fp8"\n')
-    _fails(
-        out,
-        "build",
-        llada_checkpoint,
-        "--precision",
-        path,
-        code=2,
-        says=("no layer matches 'blocks.7.mlp.down'", "mlp.gate"),
-    )
-
-
-def test_nvfp4_is_refused_for_a_target_without_it(
-    llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = targets.Target(
-        "old-board",
-        "a board of 2019",
-        "onnxruntime",
-        ("fp32",),
-        ("int8-dynamic", "int8-static"),
-        ("int8-dynamic",),
-        "",
-    )
-    monkeypatch.setitem(targets.TARGETS, "old-board", old)
-    options = ("--target", "old-board", "--precision")
-    _fails(
-        out,
-        "build",
-        llada_checkpoint,
-        *options,
-        "nvfp4",
-        code=2,
-        says=("target old-board does not run nvfp4", "int8-static"),
-    )
-    _fails(out, "build", llada_checkpoint, *options, "fp16", code=2, says=("does not run 'fp16'",))
 
 
 def _damaged(checkpoint: Path, folder: Path, tensor: str, change: Any) -> Path:
@@ -349,7 +304,7 @@ def test_activations_that_are_not_finite_are_refused_by_layer(
     _fails(out, "build", checkpoint, *options, code=2, says=("blocks.0.mlp.down", "infinite"))
 
 
-@pytest.mark.parametrize("precision", ["int8-static", "int4", "nvfp4", "fp8"])
+@pytest.mark.parametrize("precision", ["int4", "nvfp4"])
 def test_channels_that_are_all_zero_quantise(
     llada_checkpoint: Path, precision: str, tmp_path: Path, out: Path
 ) -> None:
@@ -368,20 +323,6 @@ def test_channels_that_are_all_zero_quantise(
     )
     with dlm_runtime.open(out, threads=1) as bundle:
         assert bool(torch.from_numpy(bundle.logits([1, 2, 150, 150])).isfinite().all())
-
-
-def test_a_quantised_bundle_is_not_quantised_again(
-    int8: tuple[Path, dict[str, Any]], out: Path
-) -> None:
-    _fails(
-        out,
-        "quantize",
-        int8[0],
-        "--precision",
-        "int4",
-        code=2,
-        says=("is already quantised (int8-static)", "checkpoint"),
-    )
 
 
 def test_a_budget_for_right_answers_needs_answers(
@@ -405,16 +346,11 @@ def test_a_budget_for_right_answers_needs_answers(
     ("options", "says"),
     [
         (("--precision", "fp16", "--min-top1", "1"), "--min-top1 needs a quantised precision"),
-        (("--precision", "fp32", "--solver", "gptq"), "--solver needs a quantised precision"),
         (
             ("--precision", "int8", "--auto-formats", "int4-g32"),
             "--auto-formats needs --precision auto",
         ),
         (("--precision", "int8", "--tune"), "--tune needs --precision auto"),
-        (
-            ("--precision", "auto", "--tune", "--target", "l4"),
-            "--tune times this processor; --target is l4",
-        ),
         (
             ("--precision", "int8", "--no-verify", "--min-right-answers", "0.5"),
             "--min-right-answers has no effect with --no-verify",
@@ -526,11 +462,6 @@ def test_a_recipe_file_with_everything_in_it_builds(
     assert json.loads(result.stdout)["parity"]["passed"]
 
 
-def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> None:
-    result = _run("compare", llada_bundle, llada_bundle, "--judged", 2)
-    assert "Warning: no --data: judged on made-up samples (random ids)" in result.stderr
-
-
 def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     tmp_path: Path, out: Path
 ) -> None:
@@ -543,24 +474,6 @@ def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     assert printed["parity"]["passed"]
     assert printed["judgement"]["data"]["samples"] == 2
     assert _run("compare", out, out, "--judged", 2).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("precision", "has_ranges"),
-    [("int8", False), ("int8-static", True)],
-    ids=["ranges of each pass", "static ranges"],
-)
-def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_always(
-    llada_checkpoint: Path, out: Path, precision: str, has_ranges: bool
-) -> None:
-    result = _run("build", llada_checkpoint, "--precision", precision, "-o", out, *SMALL)
-    assert result.exit_code == 0, result.output
-    told = " ".join(result.stderr.split())
-    assert ("values beyond them are clipped" in told) == has_ranges
-    assert (
-        "no --calib: judged on made-up samples (random ids). The loss on your own text is not known"
-        in told
-    )
 
 
 @pytest.mark.slow
@@ -643,24 +556,6 @@ def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path,
     accuracy = json.loads((out / "accuracy.json").read_text())
     assert "parity" in accuracy
     assert "judgement" not in accuracy
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            ("--judge", "none", "--min-top1", "0.5"),
-            "--min-top1 has no effect with --judge none",
-        ),
-        (("--judge", "none", "--judged", "3"), "--judged has no effect with --judge none"),
-        (("--no-verify", "--judge", "full"), "--judge has no effect with --no-verify"),
-        (("--no-verify", "--judged", "3"), "--judged has no effect with --no-verify"),
-    ],
-)
-def test_efforts_refuse_what_has_no_effect(
-    llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str
-) -> None:
-    _fails(out, "build", llada_checkpoint, "--precision", "int8", *options, code=2, says=(says,))
 
 
 def test_verify_says_on_how_many_samples_it_judged_and_full_compares_more_canvases(

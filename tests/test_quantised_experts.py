@@ -19,9 +19,8 @@ from checkpoints import (
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixtures import read_tensors
+from mixtures import read_tensors, rewritten
 from slow_cases import slow_except
-from test_llada_moe import rewritten
 
 from dlm_calibration.recipes import RECIPES, Recipe
 from dlm_calibration.samples import Sample

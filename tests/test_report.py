@@ -191,10 +191,6 @@ def test_the_first_sentence_claims_what_the_answers_show(
     assert cost.sentence(judgement).startswith("Cannot tell whether the predictions are worse")
 
 
-def test_an_interval_without_width_is_not_shown_as_exact(tmp_path: Path) -> None:
-    assert numbers.as_interval([1.0, 1.0], "ratio") == "the same in every sample"
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_speed_is_what_was_measured_with_the_processors_name(tmp_path: Path) -> None:
     speed = {
@@ -215,14 +211,6 @@ def test_speed_is_what_was_measured_with_the_processors_name(tmp_path: Path) -> 
     text = Page(rendered(tmp_path)).text
     assert "Speed while judging" not in text
     assert "This page has no measurements of speed" in text
-
-
-def test_the_axis_of_passes_begins_at_zero_at_the_earliest() -> None:
-    judgement = made_up_accuracy()["judgement"]
-    judgement["free_running"] |= {"reference_nfe": [3, 3, 3], "candidate_nfe": [3, 3, 3]}
-    labels = re.findall(r"<text[^>]*>([^<]*)</text>", str(figures.draw_nfe(judgement).svg))
-    assert {"0", "3"} <= {*labels}
-    assert not [label for label in labels if label.startswith(("-", numbers.MINUS))]
 
 
 def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None:
@@ -294,18 +282,6 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     )
 
 
-def test_figures_take_their_colours_and_fonts_from_the_page(page_text: str) -> None:
-    charts = "".join(re.findall(r"<svg.*?</svg>", page_text, re.DOTALL))
-    colours = set(re.findall(r"(?:fill|stroke|color): ([^;\"]+)", charts))
-    assert colours == {
-        "none",
-        "currentColor",
-        *(f"var(--{name})" for name in ("muted", "rule", "reference", "candidate")),
-    }
-    assert not re.search(r"font-family|font:|<style|mathdefault", charts)
-    assert "0.9" in re.findall(r"<text[^>]*>([^<]*)</text>", charts) or "0.8" in charts
-
-
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("method", "sentence"),
@@ -320,13 +296,6 @@ def test_the_report_says_how_the_layers_losses_were_found(
     accuracy = made_up_accuracy()
     accuracy["judgement"]["layers_method"] = method
     assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_bundle_without_effort_levels_has_none_on_its_page(tmp_path: Path) -> None:
-    manifest = made_up_manifest()
-    del manifest["effort"]
-    assert "No effort levels were fitted." in Page(rendered(tmp_path, manifest)).text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -403,10 +372,6 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
     text = Page(rendered(tmp_path, accuracy=accuracy)).text
     assert "most at 0.45: not finite" in text
     assert "not finite to not finite" in text
-
-
-def test_same_results_give_the_same_bytes(page_text: str, tmp_path: Path) -> None:
-    assert rendered(tmp_path) == page_text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -538,22 +503,6 @@ def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "l
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"
 )
-
-
-@needs_browser
-def test_browser_scrolls_no_table_at_1200_pixels(tmp_path: Path) -> None:
-    accuracy = made_up_accuracy()
-    for row in accuracy["judgement"]["buckets"]:
-        row |= {
-            "positions": 123_456,
-            "ce_increase": -0.1234,
-            "ce_increase_interval": [-0.2345, 1.2345],
-        }
-    measure = """
-const boxes = [...frames[0].document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth);
-document.body.textContent = ['MEASURED', ...boxes.map(box => box.getAttribute('aria-label'))].join('\\n') + '\\n';
-"""
-    assert laid_out(rendered(tmp_path, accuracy=accuracy), 1200, measure, tmp_path) == []
 
 
 @needs_browser

@@ -41,24 +41,12 @@ def _text(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
-def test_every_page_is_in_the_site(site: Path) -> None:
-    for page in DOCS.rglob("*.md"):
-        assert (site / page.relative_to(DOCS).with_suffix(".html")).is_file(), page
-
-
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     for page in site.rglob("*.html"):
         tags = re.findall(r"<(?:script|img|iframe|link|source)\b[^>]*>", page.read_text())
         assert tags
         remote = [tag for tag in tags if re.search(r"(src|href)=[\"']?(https?:)?//", tag)]
         assert not remote, f"{page.name}: {remote}"
-
-
-def test_the_search_works_without_a_server(site: Path) -> None:
-    index = (site / "search" / "search_index.js").read_text()
-    assert index.startswith("var __index = ")
-    assert "dlm_session_generate" in index
-    assert "iframe-worker.js" in (site / "index.html").read_text()
 
 
 def test_the_c_reference_has_every_function(site: Path) -> None:

