@@ -1,10 +1,10 @@
-"""Checkpoints and bundles that many tests share. Each of them is made once per test session."""
+"""Checkpoints and bundles that many tests share. Each bundle is made once per test run."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import dream_config, llada_config, write_checkpoint
+from shared import made_once
 from traces import trace_once
 
 from dlm_export.graph import trace
@@ -58,11 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 
 
-def _build(checkpoint: Path, output: Path) -> Path:
-    from dlm_export.build import build
+def _build(checkpoint: Path) -> Callable[[Path], object]:
+    def make(output: Path) -> object:
+        from dlm_export.build import build
 
-    build(checkpoint, output)
-    return output
+        return build(checkpoint, output)
+
+    return make
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,23 +94,22 @@ def dream_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llada_bundle(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _build(llada_checkpoint, tmp_path_factory.mktemp("bundles") / "llada")
+    return made_once(tmp_path_factory, "llada", _build(llada_checkpoint))
 
 
 @pytest.fixture(scope="session")
 def dream_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _build(dream_checkpoint, tmp_path_factory.mktemp("bundles") / "dream")
+    return made_once(tmp_path_factory, "dream", _build(dream_checkpoint))
 
 
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained demo denoiser as an fp32 bundle."""
-    return _build(DEMO_CHECKPOINT, tmp_path_factory.mktemp("bundles") / "demo")
+    return made_once(tmp_path_factory, "demo", _build(DEMO_CHECKPOINT))
 
 
 @pytest.fixture(scope="session")
 def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The second demo, which is block-causal, as an fp32 bundle."""
-    return _build(
-        DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several"
-    )
+    checkpoint = DEMO_CHECKPOINT.parent / "demo-several"
+    return made_once(tmp_path_factory, "several", _build(checkpoint))
