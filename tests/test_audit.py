@@ -145,14 +145,10 @@ def widen(model: onnx.ModelProto, layer: str) -> None:
 Edit = Callable[[onnx.ModelProto, str], None]
 MUTATIONS: list[tuple[str, Edit, str, str]] = [
     ("fp8", drop_weight_pair, OWN, "activations fp8"),
-    ("fp8", drop_weight_pair, SHARED, "activations fp8"),
-    ("fp8", drop_activation_pair, OWN, "activations in full"),
     ("fp8", drop_activation_pair, SHARED, "activations in full"),
     ("nvfp4", drop_weight_pair, OWN, "weights in full"),
-    ("nvfp4", drop_activation_pair, OWN, "nvfp4-weight"),
     ("nvfp4", drop_activation_pair, SHARED, "nvfp4-weight"),
     ("nvfp4", fp8_activations, OWN, "activations fp8"),
-    ("int4", drop_weight_pair, OWN, "bfloat16"),
     ("int4", halve_groups, SHARED, "int4-g32"),
     ("int8", drop_weight_pair, SHARED, "bfloat16"),
 ]
@@ -210,7 +206,7 @@ def test_a_layer_of_a_full_precision_bundle_that_was_widened_is_named(bundle: Pa
     assert contents(bundle) == before
 
 
-@_parameters([MUTATIONS[2], MUTATIONS[4], MUTATIONS[9]])
+@_parameters([MUTATIONS[1], MUTATIONS[2], MUTATIONS[5]])
 def test_an_allowed_fallback_is_in_the_manifest_and_told(
     bundle: Path, edit: Edit, layer: str, held: str
 ) -> None:
@@ -248,20 +244,6 @@ def test_the_rotation_in_front_of_a_layer_is_not_taken_for_the_layer() -> None:
     found = read_manifest(bundle)["audits"]["rtx5090"]
     assert found["layers"]["blocks.0.mlp.down"] == "int8-weight"
     assert found["fallbacks"] == {}
-
-
-# ---- Size ----
-
-
-@pytest.mark.parametrize("weights_bytes", [1 << 30, 17 << 30])
-def test_an_engine_of_another_size_than_its_weights_is_refused(weights_bytes: int) -> None:
-    for engine_bytes in (2 * weights_bytes, weights_bytes // 2, 0):
-        with pytest.raises(AuditError) as caught:
-            audit.check_size(engine_bytes, weights_bytes, "thor", allow_fallback=False)
-        assert f"{engine_bytes:,}" in str(caught.value)
-        assert f"{weights_bytes:,}" in str(caught.value)
-        audit.check_size(engine_bytes, weights_bytes, "thor", allow_fallback=True)
-    audit.check_size(weights_bytes + (30 << 20), weights_bytes, "thor", allow_fallback=False)
 
 
 # ---- The inspector's report ----
@@ -306,14 +288,6 @@ def test_the_inspectors_types_bear_out_a_format_or_are_named(
         _layer(["blocks.0.v"], "FP4", "FP8", "Int8", "Int4"),
     )
     assert audit.inspector_table(report, {"blocks.0.k": expected})["blocks.0.k"] == found
-
-
-def test_a_path_is_not_taken_for_another_that_it_ends() -> None:
-    report = _report(_layer(["blocks.10.q"], "FP8"), _layer(["blocks.0.q"], "Half"))
-    assert audit.inspector_table(report, {"blocks.0.q": "fp8", "0.q": "fp8"}) == {
-        "blocks.0.q": "Half",
-        "0.q": "nowhere",
-    }
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("name", _layouts("dream", "a2d-qwen3"))
+@pytest.mark.parametrize("name", _layouts("dream"))
 def test_a_scaled_rope_is_read_as_transformers_reads_it(
     name: str, rope: str, tmp_path: Path
 ) -> None:

@@ -8,14 +8,12 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -214,37 +212,6 @@ def test_watch_draws_on_stderr_and_prints_the_result_on_stdout(llada_bundle: Pat
     )
     assert len(done.stdout.split()) == 6
     assert "0 masked" in done.stderr
-
-
-def test_targets_lists_what_can_be_built() -> None:
-    told = json.loads(invoke("targets", "--json").stdout)
-    assert told["targets"][0]["name"] == "cpu"
-    assert {"fp32", "fp16", "int8", "int4", "fp8", "nvfp4", "mixed", "auto"} <= set(
-        told["targets"][0]["precisions"]
-    )
-    assert told["this_machine"]["cores"] >= 1
-    assert "cpu" in invoke("targets").stdout
-
-
-@pytest.mark.parametrize("command", sorted(main.commands))
-def test_help_fits_two_screens_with_one_line_per_option(command: str) -> None:
-    done = CliRunner().invoke(main, [command, "--help"], terminal_width=100)
-    lines = done.output.splitlines()
-    assert len(lines) <= 100
-    listed = [line for line in lines if line.startswith("  -")]
-    first = lines.index(listed[0])
-    assert all(re.match(r"  -|\S|$", line) for line in lines[first:]), "a help text is wrapped"
-    known = [each for each in main.commands[command].params if isinstance(each, click.Option)]
-    assert len(listed) == len(known) + 1, "and --help"
-
-
-@pytest.mark.parametrize(
-    "command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor", "compile"]
-)
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    text = invoke(command, "--help").stdout
-    assert f"Example: dlm-export {command}" in text
-    assert "--json" in text
 
 
 @pytest.mark.parametrize(

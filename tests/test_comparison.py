@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
 from made_up_results import made_up_accuracy, right_answers
-from test_report import Page, laid_out, needs_browser
+from test_report import Page
 
 from dlm_export.bundle.folder import finish
 from dlm_export.cli import main
@@ -106,28 +106,6 @@ def test_the_page_has_size_loss_answers_and_time_of_every_bundle(
     assert "Loss against time" not in untimed
 
 
-@needs_browser
-def test_browser_scrolls_nothing_of_it_at_1200_pixels(
-    llada_bundle: Path, judged: Judged, tmp_path: Path
-) -> None:
-    worst = {"ce_increase": -0.1234, "ce_increase_interval": [-0.2345, 1.2345]}
-    entries = read_entries(
-        [llada_bundle, judged("int8-static", overall=worst), judged("nvfp4-weight")]
-    )
-    write_comparison(tmp_path / "page.html", entries, [_speed(1234.0)] * 3, MACHINE)
-    measure = """
-const page = frames[0].document, box = page.querySelector('.scroll');
-const [left, right] = [...page.querySelectorAll('figure')].map(figure => figure.getBoundingClientRect().top);
-const found = [page.documentElement.scrollWidth, box.scrollWidth <= box.clientWidth, left == right];
-document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
-"""
-    assert laid_out((tmp_path / "page.html").read_text(), 1200, measure, tmp_path) == [
-        "1200",
-        "true",
-        "true",
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -179,30 +157,6 @@ def test_bundles_of_two_checkpoints_and_one_alone_are_refused(
         True,
     )
     assert not page.exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        '{"judgement": 7}',
-        '{"judgement": {}}',
-        *(
-            json.dumps({"judgement": made_up_accuracy()["judgement"] | change})
-            for change in (
-                {"frontier": []},
-                {"overall": {"ce_increase": "much"}},
-                {"data": 3},
-                {"policy": None},
-            )
-        ),
-    ],
-)
-def test_results_that_no_build_writes_are_refused_in_one_line(judged: Judged, content: str) -> None:
-    folder = judged("int8", content=content)
-    with pytest.raises(ComparisonError, match=r"accuracy\.json: not what a build writes"):
-        read_entries([folder, folder])
 
 
 def test_the_command_times_bundles_and_replaces_no_page(

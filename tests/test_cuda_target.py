@@ -26,7 +26,7 @@ from dlm_export.graph.quantise import Part
 from dlm_export.graph.trace import Graph
 from dlm_export.graph.write import data_bytes
 from dlm_export.sources import open_source
-from dlm_export.targets import TargetError, find, find_all
+from dlm_export.targets import TargetError
 
 
 @pytest.mark.parametrize(
@@ -263,20 +263,6 @@ def test_what_the_provider_has_no_kernel_for_is_refused(
     result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", tmp_path / "bundle")
     refused(result, code, [says])
     assert not (tmp_path / "bundle").exists()
-
-
-def test_cuda_is_a_target_of_its_own() -> None:
-    for names in (["cuda", "cpu"], ["cuda", "rtx4090"]):
-        with pytest.raises(
-            TargetError, match="a bundle is for cpu, for cuda, or for GPUs by name; build two"
-        ):
-            find_all(names)
-    assert (find("cuda").is_gpu, find("cuda").sm, find("cpu").is_gpu) == (True, None, False)
-    refused(
-        dlm_export("plan", DEMO, "--targets", "cuda"),
-        2,
-        ["target cuda means any GPU, whose figures are unknown"],
-    )
 
 
 def test_an_operator_without_a_kernel_is_refused_by_name() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +54,6 @@ def check_arguments(arguments: list[str]) -> dict[str, Any]:
     context = serve.make_context("serve", arguments)
     values: dict[str, Any] = context.params
     return values
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_hadolint_finds_nothing(path: Path) -> None:
-    program = shutil.which("hadolint", path=str(Path(sys.executable).parent))
-    if program is None:
-        pytest.skip("hadolint is not installed: pip install -r tests/requirements.txt")
-    done = subprocess.run([program, path], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_kubernetes_accepts_the_manifests() -> None:
-    validate = pytest.importorskip("kubernetes_validate")
-    for one in manifests().values():
-        for version in ("1.30", "1.37"):
-            validate.validate(one, version, strict=True)
-    broken = manifests()["Service"] | {"port": 80}
-    with pytest.raises(validate.ValidationError):
-        validate.validate(broken, "1.37", strict=True)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from test_plan import invoke, measurement
 
 from dlm_export.planning import queueing
-from dlm_export.planning.measured import service_of
 from dlm_export.planning.queueing import (
     Service,
     fewest_replicas,
@@ -116,20 +115,6 @@ def test_devices_that_differ_only_in_speed_have_latencies_that_do_too() -> None:
     slow = Service(SHARED.nfe, tuple((shares, 2 * ms) for shares, ms in SHARED.pass_ms))
     one, other = (latencies_at(service, 8, 0.5) for service in (SHARED, slow))
     assert other.p95_ms == pytest.approx(2 * one.p95_ms)
-
-
-def test_the_highest_load_is_that_of_full_passes_even_if_smaller_passes_look_faster() -> None:
-    # Two requests in 12 ms look faster than four in 40 ms. If requests always wait, passes are full.
-    service = Service((1,), ((1.0, 10.0), (2.0, 12.0), (4.0, 40.0)))
-    assert service.most_per_s(16) == pytest.approx(100)
-    overloaded = simulate(service, 16, 130, 4_000)
-    assert overloaded[-100:].mean() > 4_000
-
-
-def test_passes_of_equal_size_are_averaged_by_their_number() -> None:
-    found = service_of([1], [(1.0, 8.0, 10), (6.2, 40.0, 30), (6.4, 60.0, 10)], 1.0, [0.8, 1.2])
-    assert found.pass_ms == ((1.0, 8.0), (pytest.approx(6.25), pytest.approx(45.0)))
-    assert found.paces == (0.8, 1.2)
 
 
 def test_the_range_of_the_p95_has_no_end_if_slow_passes_overload_the_replica() -> None:

@@ -144,16 +144,6 @@ def test_every_sample_gets_an_answer_of_both_however_many_passes_it_takes() -> N
     assert len(found.free_running["right_answers"]["reference_right"]) == 40
 
 
-def test_the_number_of_samples_is_32_or_as_many_as_are_asked_for() -> None:
-    pool = [text_sample(12)] * 40
-    assert len(Effort().chosen(pool)) == 32
-    assert len(Effort("full", judged=35).chosen(pool)) == 35
-    assert Effort(judged=40).shortage(pool, option="--data") == []
-    (told,) = Effort(judged=41).shortage(pool, option="--data")
-    assert "--judged 41: the data has only 40 samples" in told
-    assert len(Effort(judged=41).chosen(pool)) == 40
-
-
 def test_few_canvases_of_a_sample_cover_all_mask_ratios_together() -> None:
     reference = Scripted()
     samples = [text_sample(40)] * len(MASK_RATIOS)

