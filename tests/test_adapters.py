@@ -76,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_adapter_equals_merged_weights(
     tmp_path: Path, case: str, dtype: torch.dtype
@@ -140,15 +140,11 @@ def config_with(**changes: Any) -> Any:
 
 REFUSED = {
     "DoRA": (config_with(use_dora=True), "use_dora = true is not supported"),
-    "biases": (config_with(bias="all"), 'bias = "all" is not supported'),
     "modules": (config_with(modules_to_save=["lm_head"]), "modules_to_save = .* is not supported"),
-    "another method": (config_with(peft_type="LOHA"), 'peft_type = "LOHA" is not supported'),
     "a new setting": (config_with(use_new=True), "'use_new': not a setting of LoRA"),
     "a pattern": (config_with(alpha_pattern={"(a+)+": 3}), "alpha_pattern: only names of modules"),
     "an alpha": (config_with(alpha_pattern={"q_proj": "x"}), "lora_alpha must be a positive"),
     "no tensors": (lambda path: add_adapter(path, {}, "style"), "the adapter contains no tensors"),
-    "embeddings": (tensors_with("model.embed_tokens.lora_embedding_A"), "cannot be merged"),
-    "DoRA's vector": (tensors_with(f"{Q}.lora_magnitude_vector.weight"), "cannot be merged"),
     "half of a pair": (tensors_with(f"{DOWN}.lora_A.weight"), "cannot be merged"),
     "another module": (
         tensors_with("model.layers.9.mlp.up_proj.lora_A.weight"),

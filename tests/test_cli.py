@@ -5,7 +5,6 @@ codes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import shutil
@@ -19,7 +18,6 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dlm_runtime
 from dlm_export.cli import main
 from dlm_export.cli.printing import print_json
 
@@ -120,35 +118,6 @@ def test_run_prints_json_for_machines(llada_bundle: Path) -> None:
     assert len(told["tokens"]) == 11
     assert 1 <= told["nfe"] <= 8
     assert told["timings"]["total"] > 0
-
-
-def test_json_of_run_is_one_compact_object_with_the_fields_of_the_result(
-    llada_bundle: Path,
-) -> None:
-    how = (
-        "--max-new-tokens",
-        64,
-        "--max-steps",
-        3,
-        "--preset",
-        "llada",
-        "--set",
-        "stop=none",
-        "--json",
-    )
-    printed = invoke("run", llada_bundle, "--tokens", "1 2 3", *how).stdout
-    told = json.loads(printed)
-    assert printed == json.dumps(told, ensure_ascii=False, separators=(",", ":")) + "\n"
-    assert list(told) == [field.name for field in dataclasses.fields(dlm_runtime.Generation)]
-    with dlm_runtime.open(llada_bundle) as bundle:
-        same = dataclasses.asdict(
-            bundle.generate(
-                tokens=[1, 2, 3], max_new_tokens=64, max_steps=3, preset="llada", stop="none"
-            )
-        )
-    for name in ("tokens", "nfe", "passes", "finish", "undecided"):
-        assert told[name] == same[name], name
-    assert (told["finish"], told["nfe"]) == ("steps", 3)
 
 
 @given(

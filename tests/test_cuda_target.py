@@ -9,13 +9,11 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 from checkpoints import llada_moe_config, sdar_config, write_checkpoint
 from engine_bundles import DEMO, dlm_export, gpu_bundle, read_manifest, refused
 from hypothesis import strategies as st
-from traces import trace_once
 
 import dlm_runtime
 from dlm_calibration.formats import quantise_weight
@@ -23,10 +21,7 @@ from dlm_export.building.writing import part_of
 from dlm_export.bundle.manifest import network_of
 from dlm_export.graph import cuda, functions
 from dlm_export.graph.quantise import Part
-from dlm_export.graph.trace import Graph
 from dlm_export.graph.write import data_bytes
-from dlm_export.sources import open_source
-from dlm_export.targets import TargetError
 
 
 @pytest.mark.parametrize(
@@ -72,8 +67,9 @@ QUANTISED = {"int8": (8, (64, 128)), "int4": (4, (64,)), "int4-g128": (4, (128,)
 """
 
 
-@pytest.mark.parametrize("activations", ["fp16", "bf16"])
-@pytest.mark.parametrize("precision", list(QUANTISED))
+@pytest.mark.parametrize(
+    ("precision", "activations"), [("int8", "fp16"), ("int4", "bf16"), ("int4-g128", "fp16")]
+)
 def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(
     precision: str, activations: str
 ) -> None:
@@ -105,7 +101,7 @@ def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(
     assert 0.5 * expected < (folder / "denoiser.onnx.data").stat().st_size <= expected
 
 
-@pytest.mark.parametrize("name", ["fp16", *QUANTISED])
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4-g128"])
 def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(name: str) -> None:
     folder = gpu_bundle(name, "cuda", activations=None if name == "fp16" else "fp16")
     ports = read_manifest(folder)["loop"]["graph"]["ports"]
@@ -251,9 +247,6 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
             2,
             "CUDA provider has no kernel for operators of its graph): it runs fp16, bf16",
         ),
-        (("--precision", "nvfp4"), 2, "target cuda does not run nvfp4"),
-        (("--precision", "int4-rtn"), 2, "target cuda does not run int4-g32-dynamic"),
-        (("--precision", "fp32"), 2, "target cuda does not run 'fp32': it runs fp16, bf16"),
         (("--precision", "fp16", "--canvas", "64"), 2, "is for engines; --target is cuda"),
     ],
 )
@@ -263,16 +256,3 @@ def test_what_the_provider_has_no_kernel_for_is_refused(
     result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", tmp_path / "bundle")
     refused(result, code, [says])
     assert not (tmp_path / "bundle").exists()
-
-
-def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
-    traced: Graph = trace_once(open_source(DEMO, None).network, "fp16")
-    cuda.check_operators(traced)
-    nodes = traced.model.graph
-    for op_type, domain in (("BitShift", ""), ("BitShift", ""), ("Int4Linear", "dlm_export")):
-        nodes.append(ir.node(op_type, [nodes.inputs[0]], domain=domain))
-    with pytest.raises(
-        TargetError,
-        match=r"no kernel for 2 BitShift, 1 dlm_export\.Int4Linear in this denoiser's graph",
-    ):
-        cuda.check_operators(traced)

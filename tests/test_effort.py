@@ -77,11 +77,6 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
             assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
 
 
-def test_a_denoiser_that_gets_nothing_right_has_the_preset_at_every_level() -> None:
-    points = [LevelPoint({"threshold": nfe}, 0.0, nfe) for nfe in (2, 5, 5, 7)]
-    assert choose_levels(points, points[1]) == dict.fromkeys(LEVELS, points[1])
-
-
 def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> None:
     points = [
         LevelPoint({}, quality, nfe)
@@ -179,9 +174,7 @@ def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high
 @pytest.mark.parametrize(
     ("changes", "shift"),
     [
-        ({"cache": "none"}, 0),
         ({"cache": "block-dual", "sub_block_length": 2}, 0),
-        ({"store": "reuse"}, 0),
         ({}, 1),
     ],
 )
@@ -237,16 +230,6 @@ def test_the_default_loop_is_as_good_as_one_token_a_pass_in_the_fewest_passes(
     assert found in as_good
     fewest = min(point.nfe for point in as_good)
     assert found.nfe == fewest or (not found.changes and fewest > 0.9 * found.nfe)
-
-
-def test_few_samples_keep_the_published_loop() -> None:
-    points = [
-        LevelPoint({}, 1.0, 4),
-        LevelPoint({"threshold": 0.3}, 1.0, 1),
-        LevelPoint(CAREFUL, 1.0, 32),
-    ]
-    assert fastest(_levels(points, 31)) is None
-    assert fastest(_levels(points, 32)) == points[1]
 
 
 def test_the_default_loop_is_a_preset_that_the_manifest_explains(llada_bundle: Path) -> None:

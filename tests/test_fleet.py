@@ -208,9 +208,7 @@ def test_measured_requests_share_passes_in_the_plan(tmp_path: Path) -> None:
     [
         (("--fleet", 5), "--fleet and --p95-ms belong together"),
         (("--fleet", "nan", "--p95-ms", 5), "--fleet must be a number above 0"),
-        (("--fleet", 5, "--p95-ms", 0), "--p95-ms must be a number above 0"),
         (("--pass-ms", 5), "--pass-ms belongs to --fleet"),
-        (("--fleet", 5, "--p95-ms", 5, "--overhead-ms", "nan"), "--overhead-ms must be a number"),
         (("--fleet", 5, "--p95-ms", 5, "--pass-ms", "x=5"), "write a number, or TARGET=NUMBER"),
         (("--fleet", 5, "--p95-ms", 5, "--batch", 2), "remove --batch"),
         (("--fleet", 5, "--p95-ms", 5), "needs the time of a pass"),
@@ -225,15 +223,10 @@ def test_wrong_usage_is_refused(arguments: tuple[object, ...], said: str) -> Non
 @pytest.mark.parametrize(
     "broken",
     [
-        {"nfe": []},
         {"nfe": [0]},
-        {"nfe": ["1"]},
         {"loads": []},
-        {"loads": [{}]},
         {"loads": [{"shares": 1.0}]},
-        {"overhead_ms": None},
         {"paces": []},
-        {"paces": None},
     ],
 )
 def test_damaged_requests_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:

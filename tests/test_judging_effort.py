@@ -66,15 +66,14 @@ class Sides:
         ]
 
 
-@pytest.fixture(scope="module", params=["llada_checkpoint", "dream_checkpoint"])
-def sides(request: pytest.FixtureRequest) -> Sides:
-    return Sides(request.getfixturevalue(request.param))
+@pytest.fixture(scope="module")
+def sides(dream_checkpoint: Path) -> Sides:
+    return Sides(dream_checkpoint)
 
 
 # --- A reference whose layers are loaded one at a time ---
 
 LOOPS: dict[str, dict[str, Any]] = {
-    "no cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
     "dual cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8, "cache": "dual"},
     "static, prefix cache": {
         "commit": "static",

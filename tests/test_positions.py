@@ -58,7 +58,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn, attention_factor": YARN | {"attention_factor": 1.5},
 }
-TRUNKS = ("Llama", "Qwen2", "Qwen3")
+TRUNKS = ("Llama", "Qwen3")
 
 
 def _write(path: Path, trunk: str, rope: dict[str, Any] | None) -> Path:

@@ -211,20 +211,6 @@ def test_kept_rows_are_moved_on_the_device_and_waited_for_once_a_block(
     assert drive(bundle, cache="none", **CUDA).counts[0].get("cuMemAlloc", 0) == 0
 
 
-@needs_mocks
-def test_our_kernels_are_for_the_cpu_alone(tmp_path: Path, drive: Drive) -> None:
-    made = write_bundle(tmp_path / "bundle", {}, graphs=(graph(), graph()))
-    on_cpu = drive(
-        made, {"DLM_CUDA_LIBRARY": "/no/such/library"}, engine="onnxruntime", cache="dual"
-    )
-    assert on_cpu.all_same()
-    assert on_cpu.opened[1].startswith("onnxruntime 1.31.1 (CPU")
-    assert on_cpu.counts[0].get("AddCustomOpDomain", 0) == (
-        0 if on_cpu.opened[1].endswith("(CPU)") else 1
-    )
-    assert "AddCustomOpDomain" not in drive(made, cache="dual", **CUDA).counts[0]
-
-
 # ---- Nodes that the provider does not run ----
 
 LEFT = [
@@ -431,13 +417,6 @@ def test_a_full_device_is_told_from_other_failures(bundle: Path, drive: Drive) -
 
 
 # ---- From Python ----
-
-
-def test_a_provider_may_have_a_device_behind_it() -> None:
-    assert (providers.parse("cuda"), providers.parse("cuda:3")) == (("cuda", 0), ("cuda", 3))
-    for wrong in ("cuda:", "cuda:x", ":1", "", "cuda:12345", None):
-        with pytest.raises(dlm_runtime.RequestError, match="is not a name such as cuda"):
-            providers.parse(wrong)  # type: ignore[arg-type]
 
 
 def test_both_wheels_at_once_are_refused_by_name(

@@ -67,7 +67,7 @@ def test_directions_have_the_fisher_information_as_their_covariance() -> None:
         ).abs().max() < 0.01  # limit for the mean of 20,000 draws
 
 
-@pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
+@pytest.mark.parametrize("family", ["dream_checkpoint"])
 @pytest.mark.parametrize("memory_bytes", [None, 0])
 def test_gradients_by_layer_are_those_of_the_whole_denoiser(
     family: str,
