@@ -170,17 +170,9 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda c: c.joinpath("config.json").write_text("{"),
         ("config.json: not readable as JSON",),
     ),
-    "config.json is not UTF-8": (
-        lambda c: c.joinpath("config.json").write_bytes(b'{"\xff": 1}'),
-        ("not readable as JSON",),
-    ),
     "config.json is nested": (
         lambda c: c.joinpath("config.json").write_text("[" * 10**6),
         ("config.json: not readable",),
-    ),
-    "config.json has a long number": (
-        lambda c: c.joinpath("config.json").write_text("9" * 9999),
-        ("config.json: expected",),
     ),
     "config.json is a list": (
         lambda c: c.joinpath("config.json").write_text("[]"),
@@ -197,19 +189,7 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda c: os.truncate(c / WEIGHTS, (c / WEIGHTS).stat().st_size - 1000),
         (f"{WEIGHTS}: damaged or truncated",),
     ),
-    "weights are empty": (
-        lambda c: c.joinpath(WEIGHTS).write_bytes(b""),
-        (f"{WEIGHTS}: damaged or truncated",),
-    ),
-    "header of 1 TB": (
-        lambda c: c.joinpath(WEIGHTS).write_bytes(struct.pack("<Q", 1 << 40) + bytes(1000)),
-        (f"{WEIGHTS}: damaged or truncated",),
-    ),
     "tensor of 1 TB": (_offsets, (f"{WEIGHTS}: damaged or truncated",)),
-    "header is no JSON": (
-        lambda c: c.joinpath(WEIGHTS).write_bytes(struct.pack("<Q", 8) + b"\xff" * 8),
-        (f"{WEIGHTS}: damaged or truncated",),
-    ),
     "weights are quantised": (
         lambda c: _retensor(c, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})),
         (QUERY, "stored as I8", "BF16, F16, F32"),
@@ -225,10 +205,6 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a tensor is transposed": (
         lambda c: _retensor(c, lambda t: t.update({QUERY: t[QUERY].reshape(32, 128)})),
         (f"{QUERY} is [32, 128], expected [64, 64]",),
-    ),
-    "every tensor is missing": (
-        lambda c: save_file({"x": torch.zeros(1)}, c / WEIGHTS),
-        ("21 tensors missing", "and 13 more", "not known: x"),
     ),
 }
 
@@ -258,10 +234,6 @@ SHARDS: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda c: _reindex(c, lambda m: m.update({"lm_head.weight": "../model.safetensors"})),
         (INDEX, "'../model.safetensors' is not a file in the checkpoint's folder"),
     ),
-    "a shard's name is absolute": (
-        lambda c: _reindex(c, lambda m: m.update({"lm_head.weight": "/etc/passwd"})),
-        ("'/etc/passwd' is not a file in the checkpoint's folder",),
-    ),
     "a tensor is not where the index says": (
         lambda c: _reindex(
             c, lambda m: m.update({"lm_head.weight": m["model.embed_tokens.weight"]})
@@ -277,10 +249,6 @@ SHARDS: dict[str, tuple[Change, tuple[str, ...]]] = {
     "the index has no weight_map": (
         lambda c: c.joinpath(INDEX).write_text("{}"),
         (INDEX, "weight_map must map"),
-    ),
-    "the index maps to numbers": (
-        lambda c: c.joinpath(INDEX).write_text('{"weight_map": {"a": 1}}'),
-        ("weight_map must map",),
     ),
 }
 
@@ -301,7 +269,7 @@ def test_a_checkpoint_that_is_no_folder_is_refused(
     _build_fails(llada_checkpoint / WEIGHTS, out, says=(f"{WEIGHTS}' is a file",))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan")])
 def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(
     checkpoint: Path, out: Path, traced: None, value: float
 ) -> None:
@@ -318,7 +286,6 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(
     ("tensor", "change", "says"),
     [
         ("ln_f.weight", torch.Tensor.zero_, "is 0 everywhere"),
-        ("ff_out.weight", torch.Tensor.zero_, "is 0 everywhere"),
         ("ff_out.weight", lambda t: t.copy_(t[:1].clone()), "is equal for all tokens"),
         ("wte.weight", lambda t: t.copy_(t[:1].clone()), "is equal for all tokens"),
     ],
@@ -341,9 +308,7 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(
     )
 
 
-@pytest.mark.parametrize(
-    "location", ["../outside.data", "/etc/passwd", "link.data", "denoiser.onnx.data.old"]
-)
+@pytest.mark.parametrize("location", ["../outside.data", "link.data", "denoiser.onnx.data.old"])
 def test_weights_outside_a_bundle_are_not_read(
     llada_bundle: Path, tmp_path: Path, out: Path, location: str
 ) -> None:
@@ -368,7 +333,7 @@ def test_weights_outside_a_bundle_are_not_read(
     assert os.listdir(out.parent) == []
 
 
-@pytest.mark.parametrize("name", ["[/x]", "[link=x]y[/link]", "\x1b[2J\u202e", "x" * 10**5])
+@pytest.mark.parametrize("name", ["[/x]", "\x1b[2J\u202e", "x" * 10**5])
 def test_a_name_in_a_bundle_does_not_steer_the_terminal(
     llada_bundle: Path, tmp_path: Path, name: str
 ) -> None:
@@ -397,13 +362,9 @@ def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None
     "text",
     [
         "{",
-        "[]",
-        "9" * 5000,
         '{"judgement": {}}',
-        '{"judgement": {"layers": [7]}}',
         '{"judgement": {"layers": [{"layer": "x", "format": "int8", "kl": 0.1}]}}',
         '{"judgement": {"layers": [{"layer": "x", "format": 7, "kl": 0.1, "frontier_kl": null}]}}',
-        '{"judgement": {"layers": [], "layers_method": "guessed"}}',
     ],
 )
 def test_a_record_of_accuracy_that_no_build_wrote_is_refused(tmp_path: Path, text: str) -> None:
@@ -420,11 +381,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"architectures": ["MysteryLM"]},
         ("config.json: unknown architecture 'MysteryLM'", "LLaDAModelLM, LLaDAMoEModelLM"),
     ),
-    "no architecture": ({"architectures": []}, ("unknown architecture None", "LLaDAModelLM")),
-    "architecture is an object": (
-        {"architectures": [{"a": "b" * 10**6}]},
-        ("unknown architecture", "LLaDAModelLM"),
-    ),
     "no mask token": (
         {"mask_token_id": None},
         ("config.json: no mask_token_id", "Pass --mask-token-id"),
@@ -432,11 +388,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mask token outside": (
         {"mask_token_id": 160},
         ("mask_token_id 160 is outside the vocabulary (0..159)",),
-    ),
-    "mask token negative": ({"mask_token_id": -2}, ("mask_token_id -2 is outside",)),
-    "mask token is text": (
-        {"mask_token_id": "x" * 10**6},
-        ("mask_token_id", "outside the vocabulary"),
     ),
     "end token outside": (
         {"eos_token_id": [151, 2**40]},
@@ -450,11 +401,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"d_model": "x" * 10**6},
         ("config.json: d_model must be an integer in 1..",),
     ),
-    "a size is missing": (
-        {"d_model": None},
-        ("config.json: d_model must be an integer in 1..", "found None"),
-    ),
-    "a size is huge": ({"d_model": 10**4000}, ("config.json: d_model must be an integer",)),
     "a number is not finite": (
         {"rope_theta": float("inf")},
         ("rope_theta must be a positive number, found inf",),
@@ -491,20 +437,12 @@ TOKENIZERS: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda c: c.joinpath("tokenizer.json").write_text("{}"),
         ("tokenizer.json: not a tokenizer",),
     ),
-    "empty": (
-        lambda c: c.joinpath("tokenizer.json").write_bytes(b""),
-        ("tokenizer.json: not a tokenizer",),
-    ),
     "vocab.json is damaged": (
         lambda c: [c.joinpath(name).write_text("[]") for name in ("vocab.json", "merges.txt")],
         ("vocab.json: expected a JSON object, found list",),
     ),
 }
 TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "not UTF-8": (
-        lambda c: c.joinpath("chat_template.jinja").write_bytes(b"\xff"),
-        ("chat_template.jinja: not readable",),
-    ),
     "too large": (
         lambda c: c.joinpath("chat_template.jinja").write_text("x" * ((1 << 20) + 1)),
         ("chat_template.jinja: 1048577 bytes is too large",),
@@ -515,10 +453,6 @@ TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "half a character": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"chat_template": "\\ud800"}'),
-        ("tokenizer_config.json: not readable as JSON (an escape for half of a surrogate pair",),
-    ),
-    "half a character in a special token": (
-        lambda c: c.joinpath("tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
         ("tokenizer_config.json: not readable as JSON (an escape for half of a surrogate pair",),
     ),
     "tokenizer_config.json is no JSON": (
@@ -622,11 +556,6 @@ def test_force_never_replaces_a_file_or_what_a_link_points_to(
     assert out.is_symlink()
 
 
-def test_a_folder_below_a_file_is_refused(llada_checkpoint: Path, out: Path) -> None:
-    out.write_text("notes")
-    _fails("build", llada_checkpoint, "-o", out / "bundle", says=("cannot write there",))
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Return a function that mounts a tmpfs of a given size."""
@@ -683,7 +612,7 @@ def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
     )
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_of_the_disk_leaves_nothing_behind(
     llada_checkpoint: Path, out: Path, traced: None, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -802,22 +731,9 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("--tokens", ",".join(["7"] * 250), "--new-tokens", 7),
         ("canvas of 257 tokens (250 given and 7 new) is longer than the denoiser's 256",),
     ),
-    "more new tokens than the canvas": (
-        ("--tokens", "1", "--new-tokens", 2**24 - 1),
-        ("longer than the denoiser's 256",),
-    ),
-    "more new tokens than an int32": (
-        ("--tokens", "1", "--max-new-tokens", 2**40),
-        ("max_new_tokens = 1099511627776",),
-    ),
     "id outside the vocabulary": (
         ("--tokens", "3,160"),
         ("token id 160 at position 1 is outside the vocabulary (0..159)",),
-    ),
-    "negative id": (("--tokens", "3,-1"), ("token id -1 at position 1 is outside the vocabulary",)),
-    "id of 40 bits": (
-        ("--tokens", f"3,{2**40}"),
-        (f"token id {2**40} at position 1 is outside the vocabulary",),
     ),
     "id that would wrap to a valid one": (
         ("--tokens", f"3,{2**32 + 5}"),
@@ -830,10 +746,6 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         (),
         ("give one of --prompt, --chat, --messages and --tokens, or --infill",),
     ),
-    "two prompts": (
-        ("--prompt", "hello", "--tokens", "1"),
-        ("give one of --prompt, --chat, --messages and --tokens, or --infill",),
-    ),
     "unknown preset": (
         ("--tokens", "1", "--preset", "warp"),
         ('preset "warp" is not one of this bundle\'s', "llada, fast-dllm, dream"),
@@ -843,54 +755,10 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("unknown policy field 'sparkle'", "block_length"),
     ),
     "field without a value": (("--tokens", "1", "--set", "seed"), ("write FIELD=VALUE",)),
-    "unknown commit": (
-        ("--tokens", "1", "--commit", "magic"),
-        (
-            'commit = "magic" is not one of: static, threshold, dynamic, factor, entropy_bound, timestep, sequential, verify, '
-            "entropy_threshold",
-        ),
-    ),
-    "unknown cache": (
-        ("--tokens", "1", "--cache", "huge"),
-        ('cache = "huge" is not one of: none, prefix, dual',),
-    ),
-    "unknown score": (
-        ("--tokens", "1", "--score", "vibes"),
-        ('score = "vibes" is not one of: confidence, margin',),
-    ),
     "field of another type": (
         ("--tokens", "1", "--set", "threshold=high"),
         ("threshold = 'high' is not of the right type",),
     ),
-    "field that would wrap": (
-        ("--tokens", "1", "--set", f"steps_per_block={2**32 + 1}"),
-        ("steps_per_block = ", "out of range"),
-    ),
-    "threshold above one": (
-        ("--tokens", "1", "--set", "threshold=1.5"),
-        ("threshold = 1.5 is outside 0..1",),
-    ),
-    "threshold infinite": (
-        ("--tokens", "1", "--set", "threshold=1e999"),
-        ("threshold = inf is outside 0..1",),
-    ),
-    "entropy against a threshold": (
-        ("--tokens", "1", "--commit", "threshold", "--score", "entropy"),
-        ("entropies are not",),
-    ),
-    "fewer steps than blocks": (
-        ("--tokens", "1", "--max-new-tokens", 64, "--block-length", 16, "--steps", 3),
-        ("steps = 3 is fewer than the 4 blocks of 16 tokens",),
-    ),
-    "a draw at no temperature": (
-        ("--tokens", "1", "--set", "select=sample"),
-        ("needs a temperature above 0",),
-    ),
-    "argmax at a temperature": (
-        ("--tokens", "1", "--set", "select=argmax", "--temperature", 0.7),
-        ('temperature = 0.7 needs select = "sample"',),
-    ),
-    "top_p above one": (("--tokens", "1", "--set", "top_p=1.5"), ("top_p = 1.5 is outside 0..1",)),
 }
 
 
@@ -906,8 +774,6 @@ def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
 ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "number beyond doubles": (("--set", "threshold=" + "9" * 400), "threshold"),
     "score is a list": (("--set", "score=[1]"), "score"),
-    "commit is half a character": (("--set", 'commit="\\ud800"'), "commit"),
-    "preset is a number": (("--set", "preset=5"), "preset"),
     "preset is half a character": (("--preset", "\udcff"), "preset"),
     "field that is an argument": (("--set", "self=1"), "self"),
 }
@@ -940,14 +806,6 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_prompts_to_verify_with_need_a_tokenizer(
-    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "prompts.txt").write_text("hello\n")
-    options = ("--checkpoint", llada_checkpoint, "--prompts", tmp_path / "prompts.txt")
-    _fails("verify", llada_bundle, *options, code=2, says=("prompts.txt: there is no tokenizer",))
-
-
 # ---- The machine ----
 
 
@@ -965,13 +823,6 @@ def test_a_missing_engine_is_named_with_what_to_do(
     )
     _fails("run", llada_bundle, "--tokens", "1", code=1, says=says)
     _build_fails(llada_checkpoint, out, code=1, says=says)
-
-
-def test_a_library_that_is_no_engine_is_named(
-    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DLM_ONNXRUNTIME", "libm.so.6")
-    _fails("run", llada_bundle, "--tokens", "1", code=1, says=("libm.so.6 is not ONNX Runtime",))
 
 
 def test_a_process_of_its_own_prints_one_line_and_no_traceback(tmp_path: Path) -> None:

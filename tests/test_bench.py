@@ -27,7 +27,6 @@ import dlm_runtime
 from dlm_calibration.recipes import FORMATS
 from dlm_export import families, machine
 from dlm_export.build import BuildOptions, build
-from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
@@ -117,17 +116,6 @@ def test_passes_are_counted_as_the_loop_counts_them(llada_bundle: Path, preset: 
     assert made["nfe"] == wanted.nfe == 10, "random weights are never sure of more than one token"
 
 
-@pytest.mark.usefixtures("known_machine")
-def test_fields_of_the_policy_are_set_as_run_sets_them(llada_bundle: Path) -> None:
-    options = ("--preset", "fast-dllm", "--set", "threshold=0.0", "--set", "block_length=5")
-    made = json.loads(invoke(llada_bundle, *SMALL, *options, "--json").stdout)["generation"]
-    assert (made["nfe"], made["changes"]) == (2, {"threshold": 0.0, "block_length": 5}), (
-        "every block commits in one pass"
-    )
-    printed = invoke(llada_bundle, *SMALL, *options).stdout
-    assert "preset fast-dllm, threshold 0.0, block_length 5: 2 passes" in printed
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -189,15 +177,6 @@ def test_medians_are_taken_and_warm_ups_left_out(
         (len(request["tokens"][0]), request["new_tokens"], request["stop"]) for request in asked
     ] == [(3, 18, "none")] * 3
     assert all(len(request["tokens"]) == request["max_batch"] == 1 for request in asked)
-
-
-@pytest.mark.usefixtures("known_machine")
-def test_limits_are_those_of_the_counted_work(llada_bundle: Path) -> None:
-    result = json.loads(invoke(llada_bundle, *SMALL, "--json").stdout)
-    network = network_of(json.loads((llada_bundle / "manifest.json").read_text()))
-    work = work_of(network, {}, 4, 8, 3)
-    assert result["passes"][0]["limit_ms"] == pytest.approx(limit_s(work, MACHINE.rates()) * 1e3)
-    assert result["roofline"]["fp32_macs_per_s"] == 1e9
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -372,15 +351,6 @@ def test_diffusion_pays_from_as_many_tokens_a_pass_as_the_peer_makes_in_its_time
     assert peer.verdict(found) == (
         "Diffusion does not pay on this device: it is faster than an autoregressive model of 20 ms "
         "a token from 2.50 tokens a pass on, but data.jsonl gave 2.00, 0.80 times as fast."
-    )
-
-
-def test_without_prompts_only_the_break_even_is_told() -> None:
-    found = peer.compare_with_peer(40.0, GENERATION, None)
-    assert (found["tokens_per_pass"], found["speedup"]) == (None, None)
-    assert found["break_even_tokens_per_pass"] == 1.5
-    assert peer.verdict(found).startswith(
-        "Diffusion is faster than an autoregressive model of 40 ms a token from 1.50 tokens a pass"
     )
 
 
@@ -639,22 +609,6 @@ def test_a_pass_that_scores_nothing_pays_for_no_head(
         make_network(**LARGE_SIZES | {"vocab_size": 4}), {}, tokens, cached, 0, batch
     )
     assert work_of(LARGE, {}, tokens, cached, 0, batch) == no_vocabulary
-
-
-@settings(max_examples=100)
-@given(size=sizes, layers=formats)
-def test_formats_change_bytes_and_arithmetic_but_not_the_count(
-    size: tuple[int, int, int, int], layers: dict[str, str]
-) -> None:
-    plain, quantised = work_of(LARGE, {}, *size), work_of(LARGE, layers, *size)
-    assert (
-        sum(plain.macs.values())
-        == sum(quantised.macs.values())
-        == sum(quantised.by_arithmetic().values())
-    )
-    assert quantised.weight_bytes <= plain.weight_bytes
-    assert quantised.cache_bytes == plain.cache_bytes
-    assert quantised.macs["attention.full"] == plain.macs["attention.full"]
 
 
 def test_the_limit_is_the_larger_of_reading_and_multiplying() -> None:

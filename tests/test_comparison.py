@@ -142,23 +142,6 @@ def test_a_difference_is_found_prompt_by_prompt(judged: Judged, tmp_path: Path) 
     assert rows[1]["right_answers_interval"][1] > rows[0]["right_answers_interval"][0]
 
 
-def test_bundles_of_two_checkpoints_and_one_alone_are_refused(
-    llada_bundle: Path, dream_bundle: Path, tmp_path: Path
-) -> None:
-    page = tmp_path / "page.html"
-    refused = _run(llada_bundle, dream_bundle, "-o", page)
-    assert refused.exit_code == 2
-    assert f"{dream_bundle}: built from another checkpoint than {llada_bundle}" in refused.stderr
-    refused = _run(llada_bundle, "-o", page)
-    assert (refused.exit_code, "two or more bundles" in refused.stderr) == (2, True)
-    refused = _run(llada_bundle, llada_bundle, "--rounds", 3, "-o", page)
-    assert (refused.exit_code, "is for timing, which --speed asks for" in refused.stderr) == (
-        2,
-        True,
-    )
-    assert not page.exists()
-
-
 def test_the_command_times_bundles_and_replaces_no_page(
     llada_bundle: Path, judged: Judged, tmp_path: Path
 ) -> None:

@@ -35,8 +35,6 @@ from dlm_export.doctor.machine import (
 )
 from dlm_export.doctor.system import FILE_LIMIT_BYTES, System, run_bounded
 from dlm_export.targets import find
-from dlm_runtime.abi import native as _native
-from dlm_runtime.errors import EngineError
 
 if sys.version_info >= (3, 11):
     pass
@@ -294,27 +292,6 @@ def _judged(
     return told(report.judge(machine, bundle))
 
 
-def test_a_block_causal_bundle_reuses_prompts_where_kernels_run(
-    several_bundle: Path, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = "bundle", "reuse of prompts"
-    runs = replace(BARE, native=replace(BARE.native, kernels={"avx2": None}))
-    none_runs = replace(BARE, native=replace(BARE.native, kernels={"avx2": "no AVX2"}))
-    found = told(report.judge(runs, several_bundle))[key]
-    assert (found.state, found.said) == (OK, "yes, in pages of 16 tokens")
-    found = told(report.judge(none_runs, several_bundle))[key]
-    assert (found.state, found.said) == (NOTE, "no: it needs kernels")
-    assert key not in told(report.judge(runs, llada_bundle))
-    manifest = json.loads((several_bundle / "manifest.json").read_text())
-    del manifest["loop"]["graph"]["ports"]["segments"]
-    monkeypatch.setattr(report, "read_manifest", lambda folder, check_hashes: manifest)
-    found = told(report.judge(runs, several_bundle))[key]
-    assert (found.state, found.said) == (
-        NOTE,
-        "no: its graph cannot compute several requests in one pass",
-    )
-
-
 def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_says(
     llada_bundle: Path,
 ) -> None:
@@ -559,17 +536,6 @@ def test_memory_gpus_on_the_bus_headers_and_a_containers_limit_are_read(tmp_path
     machine = look(there, tmp_path)
     assert machine.memory_limit_bytes is None
     assert not machine.has_nvidia_hardware
-
-
-def test_a_native_library_that_does_not_load_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> None:
-        raise EngineError("libdlm_runtime.so is not there")
-
-    monkeypatch.setattr(_native, "library", missing)
-    made = report.judge(look(Elsewhere(tmp_path), tmp_path))
-    assert told(made)["base", "native library"].said == "libdlm_runtime.so is not there"
 
 
 # ---- The command ----

@@ -40,7 +40,6 @@ from dlm_export.building.request import check_job, check_request
 from dlm_export.cli import main
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.masked import masked_canvases
-from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
@@ -113,11 +112,6 @@ def test_only_tokens_of_one_block_become_random(
     assert abs(is_noised.sum() - max(1, ratio * (len(canvas) - start))) <= 0.5
 
 
-def test_noise_needs_a_block_length() -> None:
-    with pytest.raises(ValueError, match="block_length 0 is below 1"):
-        noise_block(np.arange(8), 0.5, VOCAB, 0, np.random.default_rng(0))
-
-
 CLEAN = 5  # the only token of the samples whose random tokens are examined
 
 
@@ -147,13 +141,6 @@ def test_states_contain_random_tokens_at_every_noise_ratio(source: Source) -> No
     assert len(np.unique(random)) > VOCAB / 2
     assert (random.min(), random.max()) == (0, VOCAB - 1)
     assert all(state.draft and len(state.canvas) - state.draft.start == BLOCK for state in noised)
-
-
-def test_some_states_are_like_first_passes_over_a_block(source: Source) -> None:
-    """The blocks are long, so that the other ratios are not rounded to 1."""
-    states = states_of(source, samples=make_samples(22, answer=32), block_length=32, mix=(1, 0, 0))
-    whole = [state for state in states if state.mask_ratio == 1]
-    assert len(whole) == len(states) // len(NOISE_RATIOS)
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +184,6 @@ def test_soft_embeddings_have_the_temperature_of_the_loop(source: Source) -> Non
     torch.testing.assert_close(ours, soft, rtol=2e-3, atol=2e-3)
 
 
-def test_no_layer_is_loaded_if_no_state_needs_a_soft_embedding(source: Source) -> None:
-    layered = families.layered(source.parameters, source.network)
-    layered.block = layered.head = None  # type: ignore[assignment]
-    clean = states_of(source, mix=(0, 0, 1))
-    policy = source.presets["diffusion-gemma"]
-    assert samples.with_conditioning(clean, layered, policy, None, None) == clean
-
-
 def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None:
     write_states(conditioned, tmp_path / "states.npz")
     found = read_states(tmp_path / "states.npz")
@@ -217,11 +196,8 @@ def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None
     [
         ("is_conditioned", lambda array: array[1:]),
         ("is_conditioned", np.logical_not),
-        ("is_updated", lambda array: array[1:]),
         ("conditioning", lambda array: array[1:]),
-        ("conditioning", lambda array: array[:, 0]),
         ("draft_starts", lambda array: array + 1000),
-        ("draft_starts", lambda array: array[1:]),
     ],
 )
 def test_damaged_files_of_states_are_refused(
@@ -487,23 +463,6 @@ def test_random_tokens_after_an_end_token_are_not_judged(source: Source) -> None
         assert abs(each.draft.temperature - temperature_before(policy, ratio, BLOCK)) < 0.1
 
 
-@pytest.mark.slow
-def test_both_sides_generate_texts_if_asked(built: Callable[[str], Built], source: Source) -> None:
-    policy = replace(source.presets["diffusion-gemma"], steps_per_block=3, stable_entropy=0.0)
-    with dlm_runtime.open(built("int4").report.output, threads=1) as bundle:
-        judged = judge_source(
-            *(source, bundle, make_samples(2), "int4", policy),
-            JudgingOptions(effort=Effort("full", judged=2)),
-            lambda: None,
-        )
-    assert judged.free_running is not None
-    assert judged.free_running["prompts"] == 2
-    # One pass over the prompt, three over each of two blocks, and one that stores the first block.
-    assert judged.free_running["candidate_nfe"] == [8, 8]
-    assert judged.free_running["reference_nfe"] == [8, 8]
-    assert judged.frontier is None
-
-
 def test_the_memory_for_judging_includes_the_graph(
     built: Callable[[str], Built], source: Source
 ) -> None:
@@ -563,11 +522,3 @@ def test_effort_levels_are_refused(built: Callable[[str], Built]) -> None:
     refused = invoke("effort", built("int4").report.output)
     assert refused.exit_code == 2
     assert "has no mask token, and effort levels cannot be fitted" in refused.stderr
-
-
-def test_budgets_of_texts_need_texts(built: Callable[[str], Built], checkpoint: Path) -> None:
-    bundle = built("int4").report.output
-    given = ("verify", bundle, "--checkpoint", checkpoint, "--max-nfe-ratio", 1.5)
-    refused = invoke(*given, "--judged", 1)
-    assert refused.exit_code == 2
-    assert "generated with --judge full" in refused.stderr

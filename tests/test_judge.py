@@ -133,16 +133,6 @@ def test_both_see_the_same_canvases_and_prompts_are_never_masked() -> None:
             assert canvas[:3].tolist() == [1, 2, 3]
 
 
-def test_masks_depend_on_the_seed_and_a_samples_place_alone() -> None:
-    def canvases(seed: int, samples: Sequence[Sample]) -> list[list[int]]:
-        reference = Scripted()
-        judged(reference, Scripted(), samples, seed=seed)
-        return [canvas.tolist() for canvas in reference.seen[: len(MASK_RATIOS)]]
-
-    assert canvases(0, [text_sample(20)]) == canvases(0, [text_sample(20), answered()])
-    assert canvases(0, [text_sample(20)]) != canvases(1, [text_sample(20)])
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_row_is_scored_for_the_position_that_it_predicts(shift: int) -> None:
     sample = text_sample(30)
@@ -639,13 +629,6 @@ def test_a_budget_is_kept_up_to_its_limit(
     assert "blocks.1." not in bad.misses[2]
 
 
-def test_a_bucket_whose_loss_may_be_chance_is_not_called_the_worst(judgement: Judgement) -> None:
-    by_chance = replace(judgement, buckets=judgement.buckets[2:]).with_budgets(
-        Budgets(min_top1=0.96)
-    )
-    assert not [miss for miss in by_chance.misses if "worst bucket" in miss]
-
-
 def test_no_budget_is_no_miss_and_all_are_measured(judgement: Judgement) -> None:
     assert judgement.with_budgets(Budgets()).passed
     everything = judgement.with_budgets(Budgets(0.5, 0.99, 1.0, 0.5))
@@ -778,29 +761,6 @@ def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
     assert found.refitted == found.original
 
 
-def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """The reference gives four right answers, and the candidate gives three.
-
-    With only four samples, this difference may be chance.
-    """
-    samples = [answered() for _ in range(4)]
-    lost = samples[2].tokens[: samples[2].prompt_length].tolist()
-    lost[0] += 1
-    samples[2] = replace(
-        samples[2], tokens=np.array([*lost, *samples[2].tokens[samples[2].prompt_length :]])
-    )
-
-    def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
-        return writer(2.0 if list(tokens) == lost and policy.threshold <= 0.9 else 0.1)(
-            tokens, count, policy
-        )
-
-    found = fit(Scripted(write=writer(0.1)), Scripted(write=write), samples)
-    assert (found.verdict, found.reached) == ("kept", False)
-    assert found.difference == -0.25
-    assert found.interval[0] < -0.25 < found.interval[1]
-
-
 @pytest.mark.parametrize("commit", ["static", "factor"])
 def test_a_policy_without_threshold_is_refused(commit: str) -> None:
     with pytest.raises(RequestError, match=f"'{commit}' has no threshold .* fast-dllm"):
@@ -823,11 +783,3 @@ def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_tex
     assert found.quality == "agreement"
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original == found.reference
-
-
-def test_fitting_on_agreement_takes_few_samples_where_runs_of_one_token_a_pass_are_long() -> None:
-    samples = [text_sample(40)] * 8
-    found = refit_threshold(
-        Scripted(write=writer(0.1)), Scripted(write=writer(0.1)), samples, POLICY, 20, decode, GRID
-    )
-    assert found.samples == len(samples) * len(MASK_RATIOS) // 20

@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from torch_side import TorchPredictor
 
 import dlm_runtime
-from dlm_calibration.errors import CalibrationError
-from dlm_calibration.metrics import compare_rows
 from dlm_calibration.recipes import RECIPES
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
@@ -40,15 +38,13 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
 from dlm_export.cli import main
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.frontier import meet, predict_commitment
-from dlm_export.judging.accuracy.masked import Masked, MaskedCanvas, masked_canvases
+from dlm_export.judging.accuracy.masked import MaskedCanvas, masked_canvases
 from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.precision_search import sensitivity
-from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, JudgeError, View, finite_logits
-from dlm_export.judging.tuning.effort_levels import CAREFUL, variants
 from dlm_export.network import lockstep, reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried
@@ -115,12 +111,6 @@ def test_only_positions_of_one_block_are_masked(
     assert abs(is_masked.sum() - max(1, ratio * (len(canvas) - start - 1))) <= 0.5
 
 
-def test_blocks_of_one_token_are_refused() -> None:
-    rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="block_length 1 is below 2"):
-        mask_draft_block(np.arange(8), 0.5, MASK, 1, rng)
-
-
 def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
     c = source.network
     given: dict[str, Any] = {
@@ -151,14 +141,6 @@ def test_every_masked_state_is_a_draft_pass(source: Source) -> None:
     assert len(buckets) >= 6
     # Ranges of activations must be observed in the draft passes of self-speculation too.
     assert {state.draft.is_updated for state in states if state.draft is not None} == {True, False}
-
-
-def test_states_that_have_no_draft_pass_are_refused(source: Source) -> None:
-    with pytest.raises(CalibrationError, match="blocks of at least 2 tokens, not 1: choose"):
-        states_of(source, block_length=1)
-    short = [Sample(np.array([3]), 0, None, None)]
-    with pytest.raises(CalibrationError, match="sample 1: its text has only one token"):
-        states_of(source, samples=short)
 
 
 @pytest.fixture(scope="module")
@@ -407,15 +389,6 @@ def test_predicted_commitments_are_those_of_the_loop(source: Source, exact: Bund
     assert max(counts) > 1
 
 
-def test_self_speculation_is_compared_by_its_texts(source: Source, exact: Bundle) -> None:
-    found = judged(source, exact, "self-speculation", count=2)
-    assert found.frontier is None
-    assert found.free_running is not None
-    assert found.free_running["prompts"] == 2
-    assert found.free_running["exact_match"] == 1
-    assert found.free_running["reference_nfe"] == found.free_running["candidate_nfe"]
-
-
 def test_a_preset_without_draft_passes_cannot_be_judged(source: Source, exact: Bundle) -> None:
     with pytest.raises(JudgeError, match="makes no draft passes: choose another preset"):
         judged(source, exact, "autoregressive")
@@ -473,18 +446,6 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], BuildReport], preci
     assert "a draft pass over this block predicts them" in page
 
 
-def test_the_loss_of_each_kind_of_pass_is_summarised_apart() -> None:
-    """Rows of one kind do not change the results of the other kinds."""
-    rng = np.random.default_rng(0)
-    kinds = np.array(["masked", "causal", "draft", "causal"])
-    logits = rng.normal(size=(2, 4, 12)).astype(np.float32)
-    rows = compare_rows(logits[0], logits[1], rng.integers(0, 9, 4), 11)
-    found = Masked(rows, np.arange(4), np.array([2, -1, -1, -1]), np.ones(4), kinds)
-    assert found.of("causal").sample.tolist() == [1, 3]
-    assert found.of("causal").rows.kl.tolist() == rows.kl[[1, 3]].tolist()
-    assert found.of("masked").ratio.tolist() == [2]
-
-
 def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
@@ -508,27 +469,7 @@ def test_verify_judges_a_bundle(built: Callable[[str], BuildReport], checkpoint:
     assert "makes no draft passes" in refused.stderr
 
 
-@pytest.mark.slow
-def test_a_search_measures_draft_passes_and_causal_passes(
-    source: Source, checkpoint: Path, tmp_path: Path
-) -> None:
-    side = SweptPredictor(families.layered(source.parameters, source.network), "swept")
-    loss = MaskedLoss(side, make_samples(2), source.presets["nemotron-diffusion"], 0)
-    assert {seen.kind for seen in loss.canvases} == {"masked", "draft", "causal"}
-    report = building.build(checkpoint, tmp_path / "bundle", options("auto", max_ce_increase=0.5))
-    assert report.judgement is not None
-    assert report.judgement.passed
-
-
 # ---- Effort levels ----
-
-
-def test_variants_store_blocks_in_a_pass_of_their_own(source: Source) -> None:
-    """The causal pass that stores a block predicts the first token of the next block."""
-    tried = variants(source.presets["nemotron-diffusion"], source.network)
-    assert tried[0] == {}
-    assert tried[-1] == CAREFUL
-    assert not any("store" in changes for changes in tried)
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,8 +19,6 @@ from engine_bundles import SMALL as FEW
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import make_network
-from test_imports import BLOCKED
-from test_visibility import seeing
 
 import dlm_runtime
 from dlm_calibration.recipes import RECIPES
@@ -380,28 +375,8 @@ def test_requests_that_share_a_prompt_run_together_in_the_planned_memory(
     assert has_shared == (missing_bytes == 0)
 
 
-def test_a_reused_prompt_takes_less_time_to_the_first_tokens(measured_file: Path) -> None:
-    shape = replace(TINY, network=seeing(TINY.network, [("block", 16)]))
-    measured = read_measured(measured_file)
-
-    def first_ms(**changes: Any) -> float:
-        request = Request(prompt_tokens=200, new_tokens=32, **changes)
-        found = make_plan([shape], [CPU], request, ["int8"], measured).predictions[0]
-        assert found.first_tokens_ms is not None
-        return found.first_tokens_ms
-
-    parts = [first_ms(), first_ms(reused_tokens=100), first_ms(reused_tokens=200)]
-    assert parts == sorted(parts, reverse=True)
-    assert len(set(parts)) == 3
-
-
 def dual(block_length: int) -> Loop:
     return Loop(Policy(cache="dual", block_length=block_length), None, 0)
-
-
-def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:
-    rows = [each.size.rows for each in list_passes(8, 6, 1.5, dual(6))]
-    assert rows == [6, 5, 3, 2]  # the passes commit 1, 2, 1 and 2 tokens
 
 
 @given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
@@ -602,13 +577,6 @@ def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
     assert got.fits is True
 
 
-def test_a_gpu_known_by_its_sm_alone_is_unknown_throughout() -> None:
-    (target,) = plan.find_targets("sm89")
-    got = prediction(target=target, precision="fp8")
-    assert got.missing == ("bandwidth", "fp8 rate", "fp16 rate")
-    assert (got.fits, got.speeds, got.full_pass.bytes_ms) == (None, (), None)
-
-
 def test_the_cpu_is_unknown_until_it_is_measured() -> None:
     got = prediction(target=CPU, precision="int8")
     assert got.missing == ("this machine's bandwidth and rates: pass --measured",)
@@ -717,15 +685,6 @@ def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_fil
         assert elsewhere["generation"] is None
 
 
-def test_growth_on_the_cpu_compares_only_what_is_calibrated(measured_file: Path) -> None:
-    made = make_plan(
-        [TINY], [CPU], Request(prompt_tokens=8, new_tokens=8), None, read_measured(measured_file)
-    )
-    points = [point for growth in made.growth for point in growth.lines["cpu"] if point is not None]
-    assert points
-    assert {point.precision for point in points} == {"int8"}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -803,40 +762,6 @@ def test_json_has_every_combination_and_no_number_that_is_none(measured_file: Pa
         assert all((cost is None) == (each["target"] == "cpu") for cost in costs)
         assert each["full_pass"]["tokens"] == 256
     assert [each["axis"] for each in told["growth"]] == ["canvas", "batch", "size"]
-
-
-def test_a_bundle_is_planned_without_torch_in_its_own_precision_too(
-    llada_bundle: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "bundle"
-    shutil.copytree(llada_bundle, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (fp32,), _ = precisions_of(
-        read_shape(llada_bundle, lambda path: pytest.fail("this is a bundle")), CPU, ["fp32"]
-    )
-    assert fp32.layers == ()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            BLOCKED,
-            "plan",
-            folder,
-            "--targets",
-            "cpu,l4",
-            "--json",
-            "--new-tokens",
-            "16",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert {each["target"] for each in told["predictions"]} == {"cpu", "l4"}
-    assert manifest["precision"]["name"] == "fp32"
 
 
 def test_a_quantised_bundles_own_formats_are_planned() -> None:

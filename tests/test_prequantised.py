@@ -329,23 +329,6 @@ def test_scales_and_codes_that_are_no_numbers_are_refused(tmp_path: Path, name: 
     assert np.isfinite(weights.read("blocks.0.mlp.down.weight", FLOAT32)).all()
 
 
-def test_a_group_of_zeros_with_a_zero_scale_is_zeros(tmp_path: Path) -> None:
-    path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
-    _retensor(path, lambda t: t[f"{RELEASED}.weight_scale"].view(torch.uint8)[5].zero_())
-    assert not _weights(path).read(f"{LAYER}.weight", FLOAT32)[:, 5].any()
-
-
-def test_inputs_that_groups_do_not_divide_are_named(tmp_path: Path) -> None:
-    path = write_quantised(tmp_path, dream_config(intermediate_size=104), "FP8")
-    names = [name for name in load_file(path / WEIGHTS) if name.endswith("down_proj.weight")]
-    _say(path, quant_algo="NVFP4")
-    with pytest.raises(
-        CheckpointError,
-        match=f"2 tensors whose inputs are not a multiple of NVFP4's group size: {names[0]} has 104 inputs",
-    ):
-        _weights(path)
-
-
 SAYS: dict[str, tuple[dict[str, Any], str]] = {
     "an algorithm that is not read": (
         {"quant_algo": "W4A16_AWQ"},

@@ -325,39 +325,6 @@ def test_a_section_without_results_says_so(tmp_path: Path, section: str, sentenc
     assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_full_precision_bundle_with_parity_has_a_report_too(tmp_path: Path) -> None:
-    manifest = {**made_up_manifest(), "precision": {"name": "fp16"}}
-    graph = {
-        "mask_ratio": 0.5,
-        "rows": 64,
-        "worst_difference": 0.01,
-        "logit_range": 20.0,
-        "relative": 5e-4,
-        "argmax_equal": 63,
-    }
-    loop = {
-        "name": "llada",
-        "canvases": 3,
-        "canvases_equal": 3,
-        "nfe": 96,
-        "nfe_equal": True,
-        "first_difference": None,
-    }
-    tolerance = {"relative": 0.02, "agreement": 0.8}
-    parity = {
-        "precision": "fp16",
-        "tolerance": tolerance,
-        "graph": [graph],
-        "loop": [loop],
-        "passed": True,
-        "misses": [],
-    }
-    text = Page(rendered(tmp_path, manifest, {"parity": parity})).text
-    assert "Within the tolerance of fp16" in text
-    assert "No layer is quantised: the bundle holds its weights in fp16." in text
-
-
 def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
     accuracy = made_up_accuracy()
     row = accuracy["judgement"]["buckets"][4]
@@ -388,12 +355,6 @@ def test_missing_key_is_an_error_that_names_it_and_leaves_the_old_report(tmp_pat
             rendered(tmp_path, accuracy=accuracy)
         assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
         assert (tmp_path / "report.html").read_text(encoding="utf-8") == "old"
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="cannot write the report"):
-        rendered(tmp_path / "absent")
 
 
 def test_without_matplotlib_the_error_names_the_extra(
