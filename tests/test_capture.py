@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -233,20 +231,6 @@ def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
     kept = golden.load(file)
     assert again.provenance == kept.provenance
     np.testing.assert_array_equal(np.concatenate(again.logits), np.concatenate(kept.logits))
-
-
-def test_capturing_needs_no_onnx(tmp_path: Path) -> None:
-    """``capture`` runs in the Python environment of the released code.
-
-    The environment of the released code may lack most packages that this project needs.
-    """
-    checkpoint = write_checkpoint(tmp_path / "dream", dream_config())
-    script = "import sys; sys.modules.update(dict.fromkeys(('onnx', 'onnx_ir', 'onnxscript', 'matplotlib')))\n"
-    script += "from dlm_export.cli import main; main()"
-    arguments = ("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1)
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:

@@ -180,17 +180,6 @@ def test_a_stream_may_be_left_and_the_bundle_used_again(demo: Bundle) -> None:
     assert demo.generate(prompt=COMMAND, max_new_tokens=16).nfe > 0
 
 
-def test_masked_positions_in_the_middle_are_filled(demo: Bundle) -> None:
-    assert demo.tokenizer is not None
-    whole = demo.generate(prompt=COMMAND, max_new_tokens=32, preset="fast-dllm").tokens
-    start = len(demo.tokenizer.encode(COMMAND))
-    holes = [start + 1, start + 4]
-    punched = [demo.mask_token_id if i in holes else token for i, token in enumerate(whole)]
-    filled = demo.generate(tokens=punched, max_new_tokens=0, preset="fast-dllm")
-    assert filled.tokens == whole
-    assert filled.nfe <= 2
-
-
 def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) -> None:
     from constrained import call_schema
     from evaluate import same_call

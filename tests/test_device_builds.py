@@ -288,17 +288,6 @@ def test_a_layer_that_the_inspector_shows_in_another_type_fails_the_audit(
     }
 
 
-def test_an_engine_of_another_size_than_its_weights_is_not_written(
-    bundle: Path, on_device: Callable[..., Any]
-) -> None:
-    weights = (bundle / "denoiser.onnx.data").stat().st_size
-    on_device(device=Device(engine_bytes=2 * weights + (48 << 20)))
-    before = contents(bundle)
-    says = ["was not written", f"{2 * weights + (48 << 20):,} bytes", f"{weights:,}"]
-    refused(dlm_export("engine", bundle, "--target", "thor"), 3, says)
-    assert contents(bundle) == before
-
-
 @pytest.mark.parametrize(
     ("severity", "text"),
     [
@@ -313,15 +302,6 @@ def test_what_tensorrt_logs_as_wrong_stops_the_build(
     before = contents(bundle)
     refused(dlm_export("engine", bundle, "--target", "thor"), 1, [f"TensorRT {VERSION}", text])
     assert contents(bundle) == before
-
-
-def test_a_warning_is_shown_and_the_engine_built(
-    bundle: Path, on_device: Callable[..., Any]
-) -> None:
-    on_device(device=Device(logs=[("WARNING", "clocks are not locked"), ("INFO", "a detail")]))
-    result = dlm_export("engine", bundle, "--target", "thor")
-    assert result.exit_code == 0, result.output
-    assert result.stderr.splitlines() == ["Warning: TensorRT: clocks are not locked"]
 
 
 def test_the_timing_cache_is_read_and_written(

@@ -89,14 +89,6 @@ ORIN = replace(
     board=Board("NVIDIA Jetson AGX Orin Developer Kit", 87, "36.4.3", "6.2", "MAXN"),
     tensorrt_headers="/usr/include/aarch64-linux-gnu",
 )
-THOR = replace(
-    ORIN,
-    native=Native("/venv/libdlm_runtime.so", "0.1.0", None, {"neon-dotprod": None}),
-    driver=Driver("13.0", (Gpu("NVIDIA Thor", 110, 122 * GIB),)),
-    tensorrt={"tensorrt": Library("libnvinfer.so.10", "10.13.3.9"), "tensorrt_rtx": NO_LIBRARY},
-    builders={"tensorrt": "10.13.3.9", "tensorrt_rtx": None},
-    board=Board("NVIDIA Jetson AGX Thor Developer Kit", 110, "38.2", "7", "120W"),
-)
 RTX = replace(
     BARE,
     native=Native("/venv/libdlm_runtime.so", "0.1.0", "tensorrt_rtx", {"avx2": None}),
@@ -217,23 +209,6 @@ def test_an_orin_runs_what_it_builds() -> None:
     assert found["board", "power mode"].state == OK
     assert found["target agx-orin", "is built here"].state == OK
     assert "gpu" not in {name for part, name in found if part == "extras"}
-
-
-def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -> None:
-    found = of(THOR, "thor")
-    lacking = found["target thor", "runs here"]
-    assert lacking.state == MISSING
-    assert lacking.remedy.startswith(
-        "pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR=/usr/include/aarch64-linux-gnu"
-    )
-    assert found["GPU", "running engines"].state == NOTE
-    assert found["board", "power mode"].said == "120W: clocks are capped"
-    bare = of(replace(THOR, builders={"tensorrt": None, "tensorrt_rtx": None}))
-    assert "python3-libnvinfer" in bare["GPU", "engines"].remedy
-    older = replace(
-        THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),))
-    )  # CUDA 12 uses this number for Thor
-    assert ("board", "GPU") not in of(older)
 
 
 def test_a_jetson_in_a_container_without_the_hosts_files_is_still_judged() -> None:
@@ -416,21 +391,6 @@ def test_what_is_no_jetsons_device_tree_is_no_jetson(tmp_path: Path, model: byte
     there = Elsewhere(tmp_path)
     there.write("/proc/device-tree/model", model)
     assert find_board(there) is None
-
-
-def test_hostile_files_of_a_jetson_come_out_as_one_short_line(tmp_path: Path) -> None:
-    there = Elsewhere(tmp_path)
-    there.write("/proc/device-tree/model", b"NVIDIA Jetson \x1b[31m\x00\n" + b"x" * 5000)
-    there.write("/etc/nv_tegra_release", b"# R99999 (release), REVISION: " + b"9" * 5000)
-    there.script("nvpmodel", "yes 'NV Power Mode:'")  # prints without end
-    board = find_board(there)
-    assert board is not None
-    assert board.model.isprintable()
-    assert len(board.model) <= 100
-    assert (board.sm, board.linux, board.jetpack, board.power_mode) == (None, None, None, None)
-    os.mkfifo(tmp_path / "pipe")
-    assert there.text("/pipe") is None
-    assert there.text("/proc") is None
 
 
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ The reference for draft rows is transformers' Ministral 3 with the adapter in it
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from checkpoints import (
     nemotron_config,
     write_adapter,
     write_checkpoint,
-    write_headers,
     write_quantised,
 )
 from denoisers import load
@@ -44,7 +42,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.planning.roofline import kinds_of, weights_bytes
 from dlm_export.quantising.numbers import Folded, by_site
-from dlm_export.sources import open_source, open_source_of
+from dlm_export.sources import open_source
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native
 from dlm_runtime.presets import PRESETS
@@ -296,47 +294,6 @@ def fit(denoiser: Denoiser, texts: torch.Tensor, start: int) -> Weights:
     return found
 
 
-@pytest.mark.slow
-def test_an_adapter_that_is_fitted_to_texts_raises_their_acceptance_length(
-    bundles: tuple[Bundle, Bundle], tmp_path: Path
-) -> None:
-    plain, _ = bundles
-    prompts = [(tokens * 12)[:12] for tokens in random_prompts(24)]
-    options: dict[str, Any] = {"max_new_tokens": 24, "stop": "none"}
-    before = [plain.generate(tokens=tokens, **options) for tokens in prompts]
-    config, changes = nemotron_config(), {"target_modules": ADAPTED, "r": 16, "lora_alpha": 16}
-    path = write_checkpoint(tmp_path / "checkpoint", config)
-    write_adapter(path, config, **changes)
-    tensors = fit(load(path), torch.tensor([out.tokens for out in before]), 12)
-    write_adapter(path, config, tensors, **changes)
-    build(path, tmp_path / "bundle", BuildOptions(check_parity=False))
-    with dlm_runtime.open(tmp_path / "bundle", threads=1) as fitted:
-        after = [fitted.generate(tokens=tokens, **options) for tokens in prompts]
-    assert [out.tokens for out in after] == [out.tokens for out in before]
-    lengths = [
-        sum(float(out.acceptance_length or 0) for out in each) / len(each)
-        for each in (before, after)
-    ]
-    assert lengths[1] > 1.3 * lengths[0], lengths
-
-
-def test_requests_with_and_without_the_adapter_share_passes(
-    bundles: tuple[Bundle, Bundle],
-) -> None:
-    _, adapted = bundles
-    presets = ("self-speculation", "nemotron-diffusion", "autoregressive")
-    prompts = random_prompts(4)
-    with adapted.scheduler(max_running=6) as scheduler:
-        jobs = {
-            (number, preset): scheduler.submit(tokens=tokens, preset=preset, max_new_tokens=20)
-            for number, tokens in enumerate(prompts)
-            for preset in presets
-        }
-        for (number, preset), job in jobs.items():
-            alone = adapted.generate(tokens=prompts[number], preset=preset, max_new_tokens=20)
-            assert (job.result().tokens, job.result().nfe) == (alone.tokens, alone.nfe)
-
-
 def stored(bundle: Path) -> dict[str, np.ndarray]:
     """Return the unquantised parameters of a bundle, by name."""
     model = ir.load(bundle / "denoiser.onnx")
@@ -404,22 +361,6 @@ def test_folded_scales_leave_the_update_as_it_was(folders: tuple[Path, Path]) ->
         assert changed == ({"a", "b"} if path.endswith((".v", ".up")) else {"a"})
 
 
-@pytest.mark.slow
-def test_an_int4_build_scales_updates_with_its_layers(
-    folders: tuple[Path, Path], built: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """A norm is divided by the scales that the rows of an update are multiplied by."""
-    build(folders[1], tmp_path / "bundle", BuildOptions(precision="int4-awq", check_parity=False))
-    found, plain = stored(tmp_path / "bundle"), stored(built[1])
-    is_scaled = []
-    for i, (part, role) in itertools.product(range(2), (("attention", "q"), ("mlp", "gate"))):
-        norm, update = f"blocks.{i}.{part}_norm.weight", f"blocks.{i}.{part}.draft_updates.{role}.a"
-        ours, theirs = (each[norm][:, None] * each[update] for each in (found, plain))
-        assert np.allclose(ours, theirs, rtol=1e-5)
-        is_scaled.append(not np.allclose(found[update], plain[update], rtol=1e-2))
-    assert any(is_scaled)  # AWQ leaves a layer as it is if no scales reduce its loss
-
-
 def test_an_update_that_does_not_fit_fp16_is_refused(tmp_path: Path) -> None:
     config = nemotron_config()
     path = write_checkpoint(tmp_path, config)
@@ -466,14 +407,6 @@ def test_an_adapter_can_be_left_out(folders: tuple[Path, Path], tmp_path: Path) 
     path = write_checkpoint(tmp_path / "checkpoint", nemotron_config())
     config_with(use_dora=True)(path, nemotron_config())
     assert json.loads(_invoke("inspect", path, "--no-adapter", "--json"))["parameters"]
-
-
-@pytest.mark.slow
-def test_a_bundle_without_the_adapter_belongs_to_its_checkpoint(
-    folders: tuple[Path, Path], built: tuple[Path, Path]
-) -> None:
-    manifest = json.loads((built[0] / "manifest.json").read_text())
-    assert not open_source_of(built[0], manifest, folders[1]).network.has_draft_updates
 
 
 def test_a_quantised_checkpoint_says_nothing_about_the_precision_of_its_adapter(
@@ -553,16 +486,6 @@ def test_a_network_with_updates_survives_a_round_trip(folders: tuple[Path, Path]
         NetworkSpec.from_dict(values)
 
 
-def test_a_release_with_its_adapter_is_planned_from_the_headers(tmp_path: Path) -> None:
-    """The rank and the adapted module are those of the releases."""
-    config = nemotron_config(hidden_size=256, head_dim=64, intermediate_size=512)
-    write_headers(tmp_path, config)
-    write_adapter(tmp_path, config, r=128, lora_alpha=512)
-    (update,) = read(tmp_path).layers[0].draft_updates
-    assert (update.role, update.rank) == ("out", 128)
-    assert json.loads(_invoke("plan", tmp_path, "--targets", "h100", "--json"))
-
-
 Change = Callable[[Path, dict[str, Any]], None]
 
 
@@ -594,31 +517,19 @@ OF = "base_model.model.encoder.layers.1.self_attn.o_proj"
 A, B = f"{OF}.lora_A.weight", f"{OF}.lora_B.weight"
 HOSTILE: dict[str, tuple[Change, str]] = {
     "no config": (without("adapter_config.json"), "adapter_config.json: the file is missing"),
-    "no tensors": (without("adapter_model.safetensors"), "safetensors: the file is missing"),
-    "no JSON": (with_text("adapter_config.json", "{"), "adapter_config.json"),
-    "a damaged file": (with_text("adapter_model.safetensors", "x" * 99), "damaged or truncated"),
-    "rank 0": (config_with(r=0), "r must be an integer in 1..16777216, found 0"),
     "no rank": (config_with(r=None), "r must be an integer in 1..16777216, found None"),
-    "alpha 0": (config_with(lora_alpha=0), "lora_alpha must be a positive number, found 0"),
     "an endless alpha": (config_with(lora_alpha=1e39), "lora_alpha 1e+39 give the scale 2.5e+38"),
     "another method": (config_with(peft_type="LOHA"), 'peft_type = "LOHA" is not supported'),
-    "ranks by layer": (config_with(rank_pattern={"q": 2}), 'rank_pattern = {"q": 2} is not'),
     "alphas by layer": (config_with(alpha_pattern={"q": 2}), "alpha_pattern"),
     "a rank above the size": (
         config_with(r=65),
         "r is 65, but o_proj has 64 inputs and 64 outputs; r must not be above either number. To leave",
-    ),
-    "some layers": (
-        config_with(layers_to_transform=[0]),
-        "layers_to_transform = [0] is not supported, only []. To leave the adapter out, pass --no-adapter.",
     ),
     "a pattern of layers": (
         config_with(layers_pattern="h"),
         'layers_pattern = "h" is not supported, only null. To leave the adapter out',
     ),
     "DoRA": (config_with(use_dora=True), "use_dora = true is not supported, only false"),
-    "biases": (config_with(bias="all"), 'bias = "all" is not supported, only "none"'),
-    "PiSSA": (config_with(init_lora_weights="pissa"), 'init_lora_weights = "pissa"'),
     "a pattern of modules": (
         config_with(target_modules="all-linear"),
         "target_modules must be a list of names of modules, found 'all-linear'",
@@ -626,10 +537,6 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "the head": (
         config_with(target_modules=["diffusion_head"]),
         "target_modules contains 'diffusion_head', but only these modules can be adapted: q_proj",
-    ),
-    "another rank": (
-        tensors_with(lambda t: t.update({A: torch.zeros(3, 64)})),
-        f"of the wrong shape: linear_spec_lora/{A} is [3, 64], expected [4, 64]",
     ),
     "another network": (
         tensors_with(lambda t: t.update({B: torch.zeros(128, 4)})),
@@ -640,17 +547,9 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         tensors_with(lambda t: t.update({A.replace("s.1.", "s.2."): t[A].clone()})),
         f"1 tensors not known: linear_spec_lora/{A.replace('s.1.', 's.2.')}",
     ),
-    "a module too many": (
-        tensors_with(lambda t: t.update({A.replace("o_proj", "q_proj"): t[A].clone()})),
-        f"1 tensors not known: linear_spec_lora/{A.replace('o_proj', 'q_proj')}",
-    ),
     "a module twice": (
         tensors_with(lambda t: t.update({f"other.{A}": t[A].clone()})),
         "belong to the same module",
-    ),
-    "integers": (
-        tensors_with(lambda t: t.update({A: torch.zeros(4, 64, dtype=torch.int32)})),
-        f"linear_spec_lora/{A} is stored as I32",
     ),
     "NaN": (
         tensors_with(lambda t: t[A].fill_(float("nan"))),

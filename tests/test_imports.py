@@ -125,12 +125,6 @@ def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_calibration_package_does_not_import_the_exporter() -> None:
-    done = _python("-X", "importtime", "-c", "import dlm_calibration.states")
-    modules = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert not modules & {*HEAVY, "dlm_export"}
-
-
 def test_run_needs_only_the_base_install(llada_bundle: Path) -> None:
     done = _python(
         "-c",
@@ -146,18 +140,6 @@ def test_run_needs_only_the_base_install(llada_bundle: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 6
-
-
-def test_a_command_that_needs_the_export_extra_says_so(
-    llada_checkpoint: Path, tmp_path: Path
-) -> None:
-    done = _python("-c", BLOCKED, "build", str(llada_checkpoint), "-o", str(tmp_path / "bundle"))
-    assert done.returncode == 1
-    assert (
-        "this command needs the export extra: pip install 'dlm-export[export]'. Without a GPU"
-        in done.stderr.splitlines()[-1]
-    )
-    assert not (tmp_path / "bundle").exists()
 
 
 MISSING = {

@@ -158,18 +158,6 @@ def test_a_bundle_with_files_that_are_not_its_own_is_never_replaced(out: Path, n
     assert (out / name).read_text() == "mine"
 
 
-def test_force_is_offered_only_where_it_is_taken(out: Path) -> None:
-    fake_build(out, "old", False)
-    with pytest.raises(TakenError, match="Pass --force"):
-        fake_build(out, "new", False)
-    shutil.rmtree(out)
-    _put_folder(out)
-    for force in (False, True):
-        with pytest.raises(TakenError, match="is not a bundle, so it is never replaced") as refused:
-            fake_build(out, "new", force)
-        assert "--force" not in str(refused.value)
-
-
 def test_files_that_are_no_plain_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder.npz").mkdir()
     (tmp_path / "link.npz").symlink_to(tmp_path / "elsewhere")
@@ -282,14 +270,6 @@ def test_a_folder_in_the_claims_place_that_is_not_ours_is_left_alone(out: Path) 
     claim.symlink_to(out.parent / "nowhere")
     with pytest.raises(OutputError, match="is in the way"):
         fake_build(out, "new", False)
-
-
-def test_a_file_that_somebody_put_into_a_claim_is_left_alone(out: Path) -> None:
-    claim = _leave(out)
-    (claim / "thesis.tex").write_text("years of work")
-    fake_build(out, "new", False)
-    assert fake_name(out) == "new"
-    assert os.listdir(claim) == ["thesis.tex"]
 
 
 def test_nothing_is_cleared_where_the_file_system_has_no_locks(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from referencing import Registry
 from safetensors.torch import load_file, save_file
 
 import dlm_runtime
-from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_runtime.manifest import schema
 
@@ -91,21 +89,6 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(
     assert printed["parity"]["passed"]
     with dlm_runtime.open(folder, threads=1) as bundle:
         assert bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, preset="fast-dllm").nfe > 0
-
-
-def test_levels_of_effort_are_fitted_again_and_the_report_shows_them(
-    int8: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(int8[0], tmp_path / "bundle"))
-    assert "No effort levels were fitted." in (folder / "report.html").read_text()
-    result = _run("effort", folder, "--samples", 2, "--threads", 1, "--json")
-    assert result.exit_code == 0, result.output
-    manifest = read_manifest(folder)
-    assert manifest["effort"] == json.loads(result.stdout)
-    page = (folder / "report.html").read_text()
-    assert "No effort levels were fitted." not in page
-    assert "Speed while judging" in page
-    assert sorted(os.listdir(folder)) == sorted([*manifest["files"], "manifest.json"])
 
 
 def test_the_same_seed_gives_the_same_bundle(
@@ -476,49 +459,6 @@ def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     assert _run("compare", out, out, "--judged", 2).exit_code == 0
 
 
-@pytest.mark.slow
-def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
-    """With random weights, all answers are wrong, at every threshold from 0.5 to 0.995."""
-    checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
-    weights = load_file(checkpoint / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    noise = {
-        name: torch.randn(each.shape, generator=generator).to(each.dtype) * 0.05
-        for name, each in weights.items()
-    }
-    save_file(noise, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    result = _run(
-        "build",
-        checkpoint,
-        "--precision",
-        "int8",
-        "-o",
-        out,
-        "--judge",
-        "full",
-        "--judged",
-        2,
-        "--calib-samples",
-        4,
-        "--calib-states",
-        2,
-    )
-    assert result.exit_code == 0, result.output
-    told = " ".join(result.stdout.split())
-    assert re.search(r"stays at 0\.9: the reference gets no sample of [12] right", told), told
-    manifest = json.loads((out / "manifest.json").read_text())
-    found = manifest["precision"]["threshold"]
-    assert (found["verdict"], found["reached"], found["reference"]["quality"]) == (
-        "untold",
-        False,
-        0,
-    )
-    assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == 0.9
-    effort = manifest["effort"]
-    assert (effort["preset"], effort["samples"]) == ("fast-dllm", found["samples"])
-    assert manifest["loop"]["effort"]["levels"].keys() == effort["levels"].keys()
-
-
 def test_data_that_nothing_would_read_is_refused(llada_checkpoint: Path, out: Path) -> None:
     options = ("build", llada_checkpoint, "--no-verify", "--calib", HELD_OUT)
     _fails(
@@ -556,21 +496,3 @@ def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path,
     accuracy = json.loads((out / "accuracy.json").read_text())
     assert "parity" in accuracy
     assert "judgement" not in accuracy
-
-
-def test_verify_says_on_how_many_samples_it_judged_and_full_compares_more_canvases(
-    int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path
-) -> None:
-    arguments = ("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2)
-    shown = _run(*arguments)
-    assert shown.exit_code == 0, shown.output
-    assert shown.stdout.startswith("What quantisation cost: ")
-    assert "Judged on 2 samples (--judge default); intervals are 95% intervals" in shown.stdout
-    assert int8[1]["judgement"]["effort"] == "default"
-    assert "judge" in int8[1]["stages_s"]
-    assert not {"fit threshold", "fit effort"} & {*int8[1]["stages_s"]}
-    full = json.loads(_run(*arguments, "--judge", "full", "--json").stdout)
-    assert full["effort"] == "full"
-    default = json.loads(_run(*arguments, "--json").stdout)
-    assert full["free_running"] == default["free_running"]
-    assert full["overall"]["positions"] > default["overall"]["positions"]

@@ -245,18 +245,6 @@ def test_a_feature_that_is_not_built_is_refused_by_its_layer() -> None:
         Denoiser(make_network(layers=(layer, other)))
 
 
-def test_blocks_of_no_tokens_are_refused() -> None:
-    attention = make_network().layers[0].attention
-    for visibility, block_length in (
-        ("block", 0),
-        ("block", None),
-        ("causal", 4),
-        ("sideways", None),
-    ):
-        with pytest.raises(ValueError, match="block_length"):
-            replace(attention, visibility=visibility, block_length=block_length)
-
-
 def test_experts_are_described_and_counted() -> None:
     """Each token uses 8 of 64 experts.
 

@@ -210,15 +210,6 @@ def test_activations_of_another_size_than_the_tables_rows_are_refused(
         session.run(["y"], {"x": np.ones((1, 2, inputs), np.float32)})
 
 
-def test_scales_that_are_not_one_a_row_are_refused(llada_bundle: Path) -> None:
-    if choices(llada_bundle) == ["none"]:
-        pytest.skip("this processor has no kernels")
-    table, scales = np.ones((40, 32), TABLES["fp8"]), np.ones((39, 1), np.float32)
-    session = session_of(head_model(table, scales), has_kernels=True)
-    with pytest.raises(Exception, match="the table does not have 40 scales"):
-        session.run(["y"], {"x": np.ones((1, 2, 32), np.float32)})
-
-
 @pytest.fixture(scope="module")
 def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = sdar_config(tie_word_embeddings=True)
@@ -369,25 +360,6 @@ def test_auto_chooses_the_format_of_a_tied_table(
     assert manifest["precision"]["layers"]["head"] == table
     graph = ir.load(tmp_path / "bundle" / "denoiser.onnx").graph
     assert "embed.weight" not in graph.initializers
-
-
-def test_auto_counts_a_tied_table_in_the_type_that_it_was_released_in(
-    tied_checkpoint: Path, tmp_path: Path
-) -> None:
-    quantise = replace(
-        SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=("int8-dynamic",))
-    )
-    report = build_bundle(
-        tied_checkpoint,
-        tmp_path / "bundle",
-        BuildOptions(precision="auto", quantise=quantise, check_parity=False),
-    )
-    network = open_source(tied_checkpoint).network
-    layers = sum(
-        4 * layer.inputs * layer.outputs for layer in network.linear_layers() if not layer.is_tied
-    )
-    full = max(point["weight_bytes"] for point in report.as_dict()["curve"])
-    assert full == layers + 2 * network.vocab_size * network.hidden_size
 
 
 def test_inspect_tells_where_a_tied_table_lies_and_counts_it_once(
