@@ -28,7 +28,8 @@ from checkpoints import (
 from denoisers import load
 from safetensors.torch import load_file
 from slow_cases import slow_except
-from test_nemotron import _invoke, ministral, random_config, random_prompts
+from test_families import invoke
+from test_nemotron import ministral, random_config, random_prompts
 
 import dlm_runtime
 from dlm_calibration.formats import FP32
@@ -399,14 +400,14 @@ def test_a_build_for_gpus_contains_standard_operators_for_updates(tmp_path: Path
 
 def test_an_adapter_can_be_left_out(folders: tuple[Path, Path], tmp_path: Path) -> None:
     plain, adapted = folders
-    told = json.loads(_invoke("inspect", adapted, "--no-adapter", "--json"))
+    told = json.loads(invoke("inspect", adapted, "--no-adapter", "--json"))
     assert told["notes"] == ["the adapter linear_spec_lora is left out"]
     assert told["parameters"] == read(plain).parameter_count()
     opened = Checkpoint(adapted)
     assert families.read_network(opened, Overrides(no_adapter=True)) == read(plain)
     path = write_checkpoint(tmp_path / "checkpoint", nemotron_config())
     config_with(use_dora=True)(path, nemotron_config())
-    assert json.loads(_invoke("inspect", path, "--no-adapter", "--json"))["parameters"]
+    assert json.loads(invoke("inspect", path, "--no-adapter", "--json"))["parameters"]
 
 
 def test_a_quantised_checkpoint_says_nothing_about_the_precision_of_its_adapter(
@@ -463,7 +464,7 @@ def test_sizes_include_the_adapter(folders: tuple[Path, Path]) -> None:
     assert adapted.parameter_count() == plain.parameter_count() + elements
     sizes = [weights_bytes(each, kinds_of(each, {}, 2), 2) for each in (plain, adapted)]
     assert sizes[1] - sizes[0] == 2 * elements
-    told = [json.loads(_invoke("inspect", folder, "--json")) for folder in folders]
+    told = [json.loads(invoke("inspect", folder, "--json")) for folder in folders]
     assert told[1]["stored_bytes"] - told[0]["stored_bytes"] == 4 * elements
     assert told[1]["memory"]["fp16"]["weights_bytes"] == sizes[1]
     (note,) = told[1]["notes"]
