@@ -358,7 +358,7 @@ def policies(draw: st.DrawFn) -> Policy:
     return Policy(**fields)
 
 
-@examples(40)
+@examples(20)
 @given(policy=policies())
 def test_every_policy_of_the_schema_survives_the_round_trip(
     shared_bundle: Path, llada_bundle: Path, policy: Policy
@@ -503,7 +503,7 @@ def _damage(data: st.DataObject, manifest: dict[str, Any]) -> Any:
     return manifest
 
 
-@examples(300)
+@examples(150)
 @given(data=st.data())
 def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -519,7 +519,7 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     assert not (opened and faults), faults
 
 
-@examples(200)
+@examples(100)
 @given(data=st.data())
 def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -542,7 +542,7 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
             network_of(damaged)
 
 
-@examples(150)
+@examples(60)
 @given(data=st.data())
 def test_flipped_bytes_in_the_manifest_raise_or_open_and_never_crash(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -610,7 +610,7 @@ def _edges(rule: dict[str, Any]) -> list[Any]:
     if "enum" in rule or "const" in rule:
         return ["", "FULL", 7, None]
     if rule["type"] == "boolean":
-        return [0, 1, "true", [], {}, None]
+        return [1, "true", None]
     largest = max((abs(rule[key]) for key in ("minimum", "maximum") if key in rule), default=0)
     step = 1 if "integer" in rule["type"] else 1e-6 * max(1, largest)
     outside = [7] if rule["type"] == "string" else []
@@ -619,7 +619,7 @@ def _edges(rule: dict[str, Any]) -> list[Any]:
         for key, way in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0))
         if key in rule
     ]
-    return [*outside, True, [], {}] + ([] if "null" in rule["type"] else [None])
+    return [*outside, True, []] + ([] if "null" in rule["type"] else [None])
 
 
 def _rules(
@@ -1108,7 +1108,7 @@ def test_an_engine_without_a_device_graph_or_with_a_strange_target_is_refused(bu
     assert not VALIDATOR.is_valid(written)
 
 
-@examples(150)
+@examples(80)
 @given(data=st.data())
 def test_a_damaged_engine_is_refused_where_the_schema_refuses_and_never_crashes(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
