@@ -85,22 +85,6 @@ def test_probes_ask_paths_that_need_no_key() -> None:
     assert set(paths) <= set(OPEN_PATHS)
 
 
-def test_threads_are_as_many_as_cpus() -> None:
-    values = check_arguments(container()["args"])
-    assert str(values["threads"]) == container()["resources"]["limits"]["cpu"]
-    cpu = yaml.safe_load((SERVE / "compose.yaml").read_text())["services"]["cpu"]
-    values = check_arguments(cpu["command"])
-    assert str(values["threads"]) == cpu["deploy"]["resources"]["limits"]["cpus"]
-
-
-def test_the_service_finds_the_pods() -> None:
-    labels = manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert manifests()["Service"]["spec"]["selector"].items() <= labels.items()
-    assert manifests()["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
-    (port,) = manifests()["Service"]["spec"]["ports"]
-    assert port["targetPort"] in [one["name"] for one in container()["ports"]]
-
-
 def test_compose_services_build_files_that_exist_and_stop_gracefully() -> None:
     services = yaml.safe_load((SERVE / "compose.yaml").read_text())["services"]
     for one in services.values():

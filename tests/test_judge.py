@@ -729,19 +729,6 @@ def test_a_candidate_that_loses_quality_gets_the_lowest_threshold_that_gives_it_
     assert (found.original.quality, found.refitted.quality) == (0, 1)
 
 
-def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold_and_is_run_once() -> None:
-    calls: list[int] = []
-    found = fit(
-        Scripted(write=writer(0.9)),
-        Scripted(write=writer(0.1)),
-        [answered()] * 2,
-        on_done=lambda: calls.append(1),
-    )
-    assert (found.verdict, found.reached) == ("kept", False)
-    assert found.refitted == found.original
-    assert len(calls) == 4
-
-
 def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged() -> None:
     found = fit(Scripted(write=writer(0.2)), Scripted(write=writer(2.0)), [answered()] * 2)
     assert (found.verdict, found.reached) == ("lost", False)

@@ -236,13 +236,8 @@ def test_a_request_that_ends_early_keeps_the_drafted_tokens(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sampling": ({"temperature": 0.5}, 'cannot be combined with sampling: use select = "argmax"'),
-    "margins": ({"score": "margin"}, 'this score: use score = "confidence"'),
     "edits": ({"remask": "edit"}, 'edits: use remask = "none"'),
-    "no cache": ({"cache": "none"}, 'this cache: use cache = "block"'),
     "an open store": ({"store": "open"}, 'this store: use store = "pass"'),
-    "a reserved end": ({"reserve": "end"}, 'a reserved end: use reserve = "none"'),
-    "guidance": ({"cfg_scale": 1.0}, "guidance: use cfg_scale = 0"),
-    "sub-blocks": ({"sub_block_length": 2}, "sub-blocks: use sub_block_length = 0"),
     "planned passes": ({"steps_per_block": 2}, "a number of steps: use steps_per_block = 0"),
     "steps": ({"steps": 4}, "steps = 4, but with commit"),
 }

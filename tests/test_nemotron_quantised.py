@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch_side import TorchPredictor
 
 import dlm_runtime
-from dlm_calibration.recipes import RECIPES
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
     MASK_RATIOS,
@@ -50,7 +49,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of
 from dlm_export.network.turns import Canvas, start_canvas
-from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising import samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 from dlm_runtime import Bundle
@@ -233,27 +232,6 @@ def test_losses_of_layers_are_measured_in_draft_passes_and_causal_passes(
             assert rows.tolist() == list(range(len(state.canvas) - 1))
     masked = [state for state in drafted if state.draft is not None]
     assert len(sensitivity.swept(masked, source.network, 6)) == 6
-
-
-@pytest.mark.slow
-def test_the_estimate_of_layers_is_near_the_exact_loss(
-    source: Source, drafted: list[State]
-) -> None:
-    recipe = RECIPES["int4-rtn"]
-    formats = recipe.formats(list(source.network.quantisable()))
-    done = calibrate.calibrate(
-        source.parameters, source.network, recipe, formats, drafted, lambda: None
-    )
-    (found,), (exact,) = (
-        sensitivity.losses(
-            done.parameters, source.network, [done], drafted, lambda: None, exact=is_exact
-        )
-        for is_exact in (False, True)
-    )
-    assert found.keys() == exact.keys()
-    ratios = [kl / exact[layer][0] for layer, (kl, _) in found.items()]
-    assert 0.7 < np.median(ratios) < 1.4
-    assert all(1 / 3 < ratio < 3 for ratio in ratios)
 
 
 # ---- Sides of a comparison ----
@@ -470,19 +448,6 @@ def test_verify_judges_a_bundle(built: Callable[[str], BuildReport], checkpoint:
 
 
 # ---- Effort levels ----
-
-
-@pytest.mark.slow
-def test_a_full_build_fits_levels_and_keeps_self_speculation(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    report = building.build(
-        checkpoint, tmp_path / "bundle", options("int8", Effort("full", judged=1))
-    )
-    assert report.levels is not None
-    manifest = json.loads((report.output / "manifest.json").read_text())
-    assert manifest["loop"]["default_preset"] == "self-speculation"
-    assert manifest["effort"]["preset"] == "nemotron-diffusion"
 
 
 def test_effort_levels_are_fitted_and_self_speculation_stays_the_default(

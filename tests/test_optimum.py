@@ -24,7 +24,6 @@ import pytest
 from dlm_export.cli.building import build
 
 ROOT = Path(__file__).parent.parent
-REGISTER = Path("optimum", "commands", "register", "register_dlm_export.py")
 
 
 def _has_optimum() -> bool:
@@ -130,23 +129,6 @@ def test_folders_that_look_like_options_are_folders(command: ModuleType) -> None
         Path("--force"),
         False,
     )
-
-
-def test_the_help_names_every_option(command: ModuleType) -> None:
-    parser = ArgumentParser(prog="optimum-cli")
-    command.DlmExportCommand.parse_args(parser)
-    text = parser.format_help()
-    assert all(
-        name in text for option in OPTIONS for name in (*option.opts, *option.secondary_opts)
-    )
-
-
-def test_the_namespace_stays_a_namespace_and_is_in_the_wheel() -> None:
-    folder = ROOT / "exporter" / "optimum"
-    assert [path.relative_to(folder.parent) for path in folder.rglob("*.py")] == [
-        REGISTER
-    ]  # a package without __init__.py (PEP 420)
-    assert '"exporter/optimum"' in (ROOT / "pyproject.toml").read_text()
 
 
 # ---- With optimum ----

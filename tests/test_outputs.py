@@ -9,12 +9,10 @@ import errno
 import fcntl
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from typing import Any
 import pytest
 from interrupted import fake_build, fake_name, in_child
 
-import dlm_runtime
 from dlm_export import outputs
 from dlm_export.bundle.folder import staged
 from dlm_export.outputs import OutputError, TakenError, claimed_file, locked
@@ -373,60 +370,3 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
     for each in found:
         _check(each)
     assert {each["stands"] for each in found} == {None, "old", "new", "second"}
-
-
-@pytest.mark.slow
-def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
-    tmp_path: Path, llada_checkpoint: Path
-) -> None:
-    """The test starts the command in another process and kills this process.
-
-    One run in three is killed at a random time. The other runs are killed while the bundle is moved
-    to its final path.
-    """
-    out = tmp_path / "out" / "bundle"
-    claim = out.with_name(".bundle.dlm-export")
-    draw = random.Random(7)
-
-    def start(length: int) -> subprocess.Popen[bytes]:
-        options = ("--force", "--no-verify", "--max-canvas-length", length)
-        command = [
-            sys.executable,
-            "-m",
-            "dlm_export.cli",
-            "build",
-            llada_checkpoint,
-            "-o",
-            out,
-            *options,
-        ]
-        return subprocess.Popen(
-            [*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    def stands() -> int:
-        with dlm_runtime.open(out, engine="none") as bundle:  # opening checks every hash
-            return bundle.max_canvas_length
-
-    began = time.monotonic()
-    assert start(64).wait() == 0
-    seconds, came = time.monotonic() - began, []
-    for length in range(65, 97):
-        before, process = stands(), start(length)
-        if length % 3 == 0:
-            time.sleep(draw.uniform(0, seconds))
-        else:
-            while (
-                process.poll() is None and not (claim / "new" / "bundle" / "manifest.json").exists()
-            ):
-                time.sleep(0.0003)
-            time.sleep(draw.uniform(0, 0.02))
-        process.kill()
-        process.wait()
-        came.append("old" if stands() == before else "new")
-        assert stands() in (before, length), came
-        assert {*os.listdir(out.parent)} <= {out.name, claim.name}
-    assert len(came) >= 30
-    assert start(64).wait() == 0
-    assert os.listdir(out.parent) == ["bundle"]
-    print(came.count("old"), "times the old one,", came.count("new"), "times the new one")

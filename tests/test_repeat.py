@@ -15,7 +15,7 @@ import pytest
 from networks import make_network
 from traces import trace_once
 
-from dlm_export.graph import LAYER_KEY, definitions, experts, repeat
+from dlm_export.graph import LAYER_KEY, definitions, repeat
 from dlm_export.graph.trace import Graph, trace_pass
 from dlm_export.network.spec import (
     AttentionSpec,
@@ -188,17 +188,6 @@ def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
     few = described(trace_once(EVERY, "bf16", is_plain=is_plain).model.graph)
     monkeypatch.setattr(definitions, "few", contextlib.nullcontext)
     assert described(trace_pass(EVERY, "bf16", is_plain=is_plain).model.graph) == few
-
-
-@pytest.mark.slow
-def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
-    """The audit of an engine uses the paths of the nodes to find the experts' matrices."""
-    model = trace_once(EVERY, "bf16", is_plain=True).model
-    experts.spread(model, EVERY)
-    paths = {node.metadata_props[LAYER_KEY] for node in model.graph}
-    stacks = {stack.path for stacks in EVERY.mixtures() for stack in stacks}
-    assert len(stacks) == 6
-    assert stacks <= paths
 
 
 @pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -25,7 +25,7 @@ from dlm_export.build import build
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.sources import open_source
-from dlm_runtime.presets import PRESETS, presets_for
+from dlm_runtime.presets import PRESETS
 
 
 def moved_logits(checkpoint: Path, like: str, ids: torch.Tensor, mask: int) -> torch.Tensor:
@@ -105,13 +105,6 @@ def test_the_cache_is_exact_and_the_native_loop_equals_the_reference(seed: int) 
         outputs.append(out.tokens)
     assert outputs[0] == outputs[1] == outputs[2]
     assert MASK not in outputs[0]
-
-
-def test_blocks_start_after_the_prompt_and_only_causal_denoisers_get_the_preset() -> None:
-    assert presets_for(1, 0)["wedlm"].block_length == 16
-    assert "wedlm" not in presets_for(4, 0)
-    assert "wedlm" not in presets_for(None, 0)
-    assert "wedlm" not in presets_for(1, 0, 32)
 
 
 RELEASES = {
