@@ -206,7 +206,7 @@ def test_a_layer_of_a_full_precision_bundle_that_was_widened_is_named(bundle: Pa
     assert contents(bundle) == before
 
 
-@_parameters([MUTATIONS[1], MUTATIONS[2], MUTATIONS[5]])
+@_parameters([MUTATIONS[1], MUTATIONS[5]])
 def test_an_allowed_fallback_is_in_the_manifest_and_told(
     bundle: Path, edit: Edit, layer: str, held: str
 ) -> None:
