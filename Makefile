@@ -3,7 +3,8 @@
 #   make several  build the second demo, which is block-causal, into build/several
 #   make demos  build the bundles of all three demos: build/demo, build/several, build/sudoku
 #   make bench  measure this machine, beside torch and llama.cpp
-#   make test   lint, types, and all tests but the slow ones
+#   make test   lint, types, and all tests but the slow and the native ones
+#   make test-native  the native tests, the fuzz targets' known inputs, and C programs, under sanitizers
 #   make docs   build the documentation site into build/site
 #   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
 #   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist; the latter needs a cross compiler
@@ -32,7 +33,7 @@ C_SOURCES := $(shell find runtime examples benchmarks -type f \( -name '*.c' -o 
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo several demos test test-slow docs fuzz aarch64 wheels lint format bench clean
+.PHONY: demo several demos test test-native test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
@@ -57,7 +58,11 @@ build/sudoku/manifest.json: $(STAMP) $(wildcard examples/demo-sudoku/*) $(PACKAG
 
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint $(CLIENTS)
-	$(BIN)/python -m pytest -m "not slow" $(WORKERS) --durations=40
+	$(BIN)/python -m pytest -m "not slow and not native" $(WORKERS) --durations=40
+
+# Only the files with such tests are collected. One build is shared by all of them. It uses ccache if that is installed.
+test-native: $(STAMP)
+	$(BIN)/python -m pytest -m "native and not slow" $(WORKERS) --durations=20 $$(grep -l sanitized tests/test_*.py)
 
 # Clients of other projects, which tests run against the server. Without them, those tests are skipped.
 $(CLIENTS): $(STAMP) tests/requirements.txt

@@ -50,10 +50,12 @@ GROUPS = {
 
 @pytest.hookimpl(tryfirst=True)  # this hook must run before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Assign each test to a group for pytest-xdist's ``--dist loadgroup``."""
+    """Assign each test to a group for pytest-xdist's ``--dist loadgroup``, and mark native tests."""
     of = {name: group for group, names in GROUPS.items() for name in names}
     for item in items:
         item.add_marker(pytest.mark.xdist_group(of.get(item.path.stem, item.path.stem)))
+        if "sanitized" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.native)
 
 
 DEMO_CHECKPOINT = Path(__file__).parent.parent / "examples" / "demo-denoiser"

@@ -6,13 +6,8 @@ limit.
 
 from __future__ import annotations
 
-import io
 import json
-import struct
-import zipfile
 from typing import Any
-
-import numpy as np
 
 WORDS = {f"w{i}": i for i in range(160)} | {"<mask>": 150, "<end>": 151, "e": 152, "ee": 153}
 for taken in range(150, 154):
@@ -463,51 +458,3 @@ def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
         "too large": b" " * (2 << 20),
     }
     return made | raw | {"no passes": changed("passes", value=[])}
-
-
-def goldens() -> dict[str, bytes]:
-    """Return golden files whose arrays have the right names but invalid contents."""
-
-    def archive(
-        provenance: bytes, compression: int = zipfile.ZIP_STORED, said: int | None = None
-    ) -> bytes:
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", compression) as made:
-            for name in (
-                "provenance",
-                "mask_ratios",
-                "tokens",
-                "lengths",
-                "rows",
-                "row_counts",
-                "logits",
-            ):
-                array = io.BytesIO()
-                np.save(
-                    array,
-                    np.frombuffer(provenance, np.uint8) if name == "provenance" else np.zeros(1),
-                )
-                made.writestr(f"{name}.npy", array.getvalue())
-        data = out.getvalue()
-        if said is not None:  # the first entry's sizes in the central directory
-            at = data.index(b"PK\1\2")
-            data = data[: at + 20] + struct.pack("<II", said, said) + data[at + 28 :]
-        return data
-
-    bomb = io.BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as made:
-        made.writestr("provenance.npy", bytes(64 << 20))
-    return {
-        "no archive": b"PK\3\4" + bytes(99),
-        "a bomb": bomb.getvalue(),
-        "compressed": archive(b"{}", zipfile.ZIP_DEFLATED),
-        "larger inside than outside": archive(b"{}", said=2**31 - 1),
-        "provenance is deep": archive(DEEP.encode()),
-        "provenance is no JSON": archive(b"\xff"),
-        "provenance is a number": archive(b"9" * 5000),
-        "provenance is half a character": archive(b'{"format": "\\ud800"}'),
-        "of another version": archive(
-            b'{"format": {"name": "dlm-export golden logits", "version": "\\u001b[2J"}}'
-        ),
-        "nothing": b"",
-    }

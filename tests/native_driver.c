@@ -1,5 +1,5 @@
 /* Tests the C ABI of libdlm_runtime from C99: calls that the library must reject, errors that it
- * must survive, and the decoding loop with a fake denoiser.
+ * must survive, and requests with a fake denoiser.
  *
  * Usage: native_driver BUNDLE. tests/test_native.py runs it under AddressSanitizer and
  * UndefinedBehaviorSanitizer. $DLM_ONNXRUNTIME is the path of ONNX Runtime. Prints a line for each
@@ -62,11 +62,7 @@ typedef struct {
   int is_token_bad, is_prob_bad, is_entropy_bad;
   int32_t bad_token;
   float bad_value;
-  float top_prob; /* probability of the best candidate in all other rows; 0: about 0.9, different in
-                     each row */
   dlm_session* re_entered;
-  /* run() writes these fields under the lock, because two threads may share a denoiser */
-  pthread_mutex_t lock;
   int32_t passes, broken_promises;
   int32_t written[LONGEST]; /* for each position, the last pass (counted from 1) that wrote its keys
                                and values */
@@ -80,7 +76,6 @@ static fake make_fake(void) {
   f.element_bytes = 4;
   f.eos_at = NOWHERE;
   f.bad_at = -1;
-  pthread_mutex_init(&f.lock, NULL);
   return f;
 }
 
@@ -148,7 +143,6 @@ static int32_t broken_promises(const fake* f, const dlm_pass* p) {
 
 static dlm_status run(void* user, const dlm_pass* p) {
   fake* f = user;
-  pthread_mutex_lock(&f->lock);
   const int is_bad = f->passes++ == f->bad_at;
   f->last[0] = p->batch, f->last[1] = p->tokens, f->last[2] = p->cached, f->last[3] = p->rows;
   f->broken_promises += broken_promises(f, p);
@@ -160,7 +154,6 @@ static dlm_status run(void* user, const dlm_pass* p) {
       write_rows(f, layer, 1, p, p->present_values[layer]);
     }
   }
-  pthread_mutex_unlock(&f->lock);
   if (f->re_entered != NULL) {
     const dlm_step* step;
     if (dlm_session_step(f->re_entered, &step) != DLM_INVALID_ARGUMENT) ++f->broken_promises;
@@ -176,7 +169,7 @@ static dlm_status run(void* user, const dlm_pass* p) {
     const int is_bad_row = is_bad && i == p->batch * p->rows - 1;
     p->top_tokens[2 * i] = is_bad_row && f->is_token_bad ? f->bad_token : token_at(f, predicted);
     p->top_tokens[2 * i + 1] = 47;
-    p->top_probs[2 * i] = f->top_prob != 0 ? f->top_prob : 0.9f - 0.001f * (float)(predicted % 13);
+    p->top_probs[2 * i] = 0.9f - 0.001f * (float)(predicted % 13);
     p->top_probs[2 * i + 1] = 0.05f;
     if (is_bad_row && f->is_prob_bad) p->top_probs[2 * i] = f->bad_value;
     if (p->entropy != NULL)
@@ -593,40 +586,12 @@ static void test_wrong_requests_are_refused(void) {
     policy.field = (value);                                          \
     refuse_request(session, &f, &good, prompt, 3, wanted, __LINE__); \
   } while (0)
-#define REFUSE_VALUE(field)                         \
-  REFUSE_POLICY(field, NULL, DLM_INVALID_ARGUMENT); \
-  REFUSE_POLICY(field, "", DLM_INVALID_ARGUMENT);   \
-  REFUSE_POLICY(field, "no such", DLM_INVALID_ARGUMENT)
-  REFUSE_VALUE(select);
-  REFUSE_VALUE(score);
-  REFUSE_VALUE(commit);
-  REFUSE_VALUE(compare);
-  REFUSE_VALUE(remask);
-  REFUSE_VALUE(cache);
-  REFUSE_VALUE(stop);
+  /* test_loop.py tests the values of each field. */
+  REFUSE_POLICY(cache, NULL, DLM_INVALID_ARGUMENT);
+  REFUSE_POLICY(cache, "no such", DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(struct_size, 0, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(block_length, -1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(block_length, INT32_MAX, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(steps_per_block, -1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(refresh, -1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(refresh, 1, DLM_INVALID_ARGUMENT); /* there is no cache */
-  REFUSE_POLICY(threshold, 1.5, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(threshold, (double)NAN, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(factor, -1.0, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(entropy_bound, -0.1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(timestep_eps, 0.0, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* argmax does not allow a temperature */
-  REFUSE_POLICY(temperature, (double)NAN, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(select, "sample", DLM_INVALID_ARGUMENT);      /* at temperature 0 */
-  REFUSE_POLICY(temperature_drop, 0.1, DLM_INVALID_ARGUMENT); /* for remask "noise" only */
-  REFUSE_POLICY(stable_entropy, 0.1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(stable_passes, -1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(cache_delay, 1, DLM_INVALID_ARGUMENT); /* for next_block below 1 only */
-  REFUSE_POLICY(refresh_interval, 1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(remask, "noise", DLM_INVALID_ARGUMENT); /* commit is "static" */
-  REFUSE_POLICY(top_p, 1.5, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(top_k, -1, DLM_INVALID_ARGUMENT);
-  REFUSE_VALUE(score_of);
   good = options_of(&policy, 8);
   policy.commit = "threshold";
   policy.score = "entropy";
@@ -904,92 +869,6 @@ static void test_failing_passes_end_the_request(void) {
 }
 
 /* ---- The loop ---- */
-
-static void fill(dlm_session* session, const fake* f, const dlm_request* options,
-                 const int32_t* given, size_t count, int line) {
-  int32_t tokens[LONGEST];
-  dlm_stats stats;
-  size_t length = 0;
-  const int32_t before = f->passes;
-  const size_t expected = count + (size_t)options->max_new_tokens;
-  if (count > 0) memcpy(tokens, given, count * sizeof *given);
-  const dlm_status status = generate(session, options, tokens, count, &stats, &length);
-  if (!has_status(status, DLM_OK, session, line)) return;
-  claim(length == expected && stats.nfe == f->passes - before,
-        "the canvas' length, and passes as counted", line);
-  claim(f->broken_promises == 0,
-        "passes are as the header says, and cached rows are those of the last pass that wrote them",
-        line);
-  for (size_t i = 0; i < length; ++i) {
-    const int is_given = i < count && given[i] != MASK;
-    /* Row 0 of a shifted denoiser predicts position 0, and also position 1. */
-    const int is_right = tokens[i] == (is_given ? given[i] : token_at(f, (int64_t)i));
-    if (!is_right && !(f->shift == 1 && i <= 1))
-      claim(0, "every mask token became its prediction, nothing else changed", line);
-  }
-}
-
-static void test_canvases_of_every_kind_are_filled(void) {
-  static const char* const caches[] = {"none", "prefix", "dual"};
-  static const char* const commits[] = {"static",        "threshold", "dynamic",   "factor",
-                                        "entropy_bound", "timestep",  "sequential"};
-  static const char* const scores[] = {"confidence", "margin", "random", "entropy"};
-  static const int32_t blocks[] = {0, 1, 5, 8, LONGEST, 1 << 24};
-  const int32_t gaps[] = {1, MASK, MASK, 4, MASK, 6, 7, 8, 9, 10, 11, 12, 13, MASK, 15},
-                masks[] = {MASK, MASK, MASK};
-  for (int32_t variant = 0; variant < 6; ++variant) {
-    fake f = make_fake();
-    f.shift = variant & 1;
-    f.element_bytes = variant < 4 ? 4 : 2;
-    f.top_prob = variant == 2 || variant == 3
-                     ? 7.5f
-                     : 0; /* a softmax never gives this value, but a wrong graph can */
-    dlm_bundle* bundle = open_fake(&f);
-    dlm_session* session = open_session(bundle);
-    for (size_t cache = 0; cache < 3; ++cache) {
-      for (size_t commit = 0; commit < 7; ++commit) {
-        for (size_t block = 0; block < 6; ++block) {
-          dlm_policy policy;
-          dlm_request options = options_of(&policy, 17);
-          policy.cache = caches[cache];
-          policy.commit = commits[commit];
-          policy.score = scores[commit >= 1 && commit <= 3 ? block % 3 : block % 4];
-          policy.block_length = blocks[block];
-          policy.refresh = cache > 0 ? variant / 2 * 6 : 0;
-          fill(session, &f, &options, prompt, 3, __LINE__);
-          fill(session, &f, &options, gaps, 15, __LINE__);
-          fill(session, &f, &options, masks, 3, __LINE__);
-          fill(session, &f, &options, NULL, 0, __LINE__); /* no given tokens */
-          options.max_new_tokens = 0;
-          fill(session, &f, &options, gaps, 15, __LINE__);  /* only infilling */
-          fill(session, &f, &options, prompt, 3, __LINE__); /* there is nothing to fill */
-          options.max_new_tokens = 1;
-          fill(session, &f, &options, prompt, 3, __LINE__);
-          options.max_new_tokens = LONGEST;
-          fill(session, &f, &options, NULL, 0, __LINE__); /* the longest possible canvas */
-        }
-      }
-    }
-    dlm_session_destroy(session);
-    dlm_bundle_destroy(bundle);
-  }
-}
-
-static void test_a_new_session_takes_a_canvas_of_masks_alone(void) {
-  static const char* const caches[] = {"none", "prefix", "dual"};
-  fake f = make_fake();
-  dlm_bundle* bundle = open_fake(&f);
-  for (size_t cache = 0; cache < 3;
-       ++cache) { /* the whole canvas is one block, so there is nothing to cache */
-    dlm_session* session = open_session(bundle);
-    dlm_policy policy;
-    const dlm_request options = options_of(&policy, 4);
-    policy.cache = caches[cache];
-    fill(session, &f, &options, NULL, 0, __LINE__);
-    dlm_session_destroy(session);
-  }
-  dlm_bundle_destroy(bundle);
-}
 
 static void test_counts(void) {
   fake f = make_fake();
@@ -1326,57 +1205,6 @@ static void test_wrong_batches_are_refused_by_number(void) {
   dlm_bundle_destroy(bundle);
 }
 
-/* In a batch, every request gets the same result and number of passes as when it runs alone. The
- * fake denoiser checks every row of the cache. */
-static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
-  static const char* const caches[] = {"none", "prefix", "dual"};
-  static const char* const commits[] = {"static", "factor", "timestep"};
-  for (int32_t variant = 0; variant < 2 * 3 * 3 * 3 * 2; ++variant) {
-    fake f = make_fake();
-    f.shift = variant % 2;
-    f.eos_at = variant / 54 == 1
-                   ? 12
-                   : NOWHERE; /* in some requests, position 12 is given, so eos_at has no effect */
-    dlm_bundle* bundle = open_fake(&f);
-    dlm_session* session = open_session(bundle);
-    dlm_policy policy;
-    const dlm_request options = options_of(&policy, 5);
-    several s;
-    int32_t alone[MOST][LONGEST];
-    dlm_stats single;
-    policy.cache = caches[variant / 2 % 3];
-    policy.commit = commits[variant / 6 % 3];
-    policy.refresh = variant / 2 % 3 == 0 ? 0 : variant / 18 % 3 * 8;
-    policy.factor = 0.2;
-    policy.score = "random";
-    prepare(&s, 40);
-    memcpy(alone, s.canvases, sizeof alone);
-    int32_t nfe[MOST], most = 0;
-    for (int32_t i = 0; i < MOST; ++i) {
-      size_t length = 0;
-      SESSION_STATUS(generate(session, &options, alone[i], 40, &single, &length), DLM_OK);
-      nfe[i] = single.nfe;
-      most = nfe[i] > most ? nfe[i] : most;
-    }
-    memset(f.batches, 0, sizeof f.batches);
-    f.passes = 0;
-    if (SESSION_STATUS(generate_batch(session, &options, &s, MOST, MOST), DLM_OK)) {
-      for (int32_t i = 0; i < MOST; ++i) {
-        CLAIM(s.lengths[i] == 45 && s.stats[i].nfe == nfe[i]);
-        CLAIM(memcmp(s.canvases[i], alone[i], 45 * sizeof(int32_t)) == 0);
-      }
-      CLAIM(f.batches[MOST] > 0 && f.passes >= most && f.passes < nfe[0] + nfe[1]);
-      if (variant / 2 % 3 == 0)
-        CLAIM(f.passes == most); /* without a cache, no request waits for another */
-      if (variant / 2 % 3 > 0) CLAIM(s.stats[MOST - 1].cache_bytes == single.cache_bytes);
-    }
-    CLAIM(f.broken_promises == 0);
-    is_usable(session, &f, __LINE__);
-    dlm_session_destroy(session);
-    dlm_bundle_destroy(bundle);
-  }
-}
-
 static void test_requests_are_together_where_they_fit(void) {
   fake f = make_fake();
   dlm_bundle* bundle = open_fake(&f);
@@ -1412,93 +1240,6 @@ static void test_requests_are_together_where_they_fit(void) {
   dlm_bundle_destroy(bundle);
 }
 
-static void test_requests_that_are_done_leave_at_the_next_full_pass(void) {
-  fake f = make_fake();
-  dlm_bundle* bundle = open_fake(&f);
-  dlm_session* session = open_session(bundle);
-  dlm_policy policy;
-  const dlm_request options = options_of(&policy, 0);
-  several s;
-  policy.cache = "dual";
-  f.eos_at = 5;
-  for (policy.refresh = 0; policy.refresh <= 8; policy.refresh += 8) {
-    memset(f.batches, 0, sizeof f.batches);
-    prepare(&s, 27);
-    s.canvases[1][5] = 7; /* request 1 has no end token and fills three blocks; request 0 fills only
-                             the first */
-    memcpy(s.canvases[1] + 6, s.canvases[0] + 6, 21 * sizeof(int32_t));
-    SESSION_STATUS(generate_batch(session, &options, &s, 2, 2), DLM_OK);
-    CLAIM(s.stats[0].nfe == 8 && s.canvases[0][26] == EOS && s.stats[1].nfe == 23 &&
-          s.canvases[1][26] != EOS);
-    CLAIM(f.batches[2] == (policy.refresh == 0 ? 8 : 24) &&
-          f.batches[1] == (policy.refresh == 0 ? 16 : 0));
-  }
-  CLAIM(f.broken_promises == 0);
-  dlm_session_destroy(session);
-  dlm_bundle_destroy(bundle);
-}
-
-/* ---- Threads ---- */
-
-typedef struct {
-  dlm_session* session;
-  const int32_t* expected;
-  int32_t given, length, wrong;
-} worker;
-
-static void* work(void* argument) {
-  worker* w = argument;
-  dlm_request options;
-  dlm_request_init(&options, sizeof options);
-  options.max_new_tokens = w->length - w->given;
-  for (int round = 0; round < 8; ++round) {
-    int32_t tokens[LONGEST] = {1, 2, 3, 4};
-    size_t length = 0;
-    /* Every second request fails. Its error must not affect other sessions. */
-    if (round % 2 == 1) tokens[0] = -1;
-    const dlm_status wanted = round % 2 == 1 ? DLM_INVALID_ARGUMENT : DLM_OK;
-    if (generate(w->session, &options, tokens, (size_t)w->given, NULL, &length) != wanted)
-      ++w->wrong;
-    if ((dlm_session_last_error(w->session)[0] == '\0') != (wanted == DLM_OK)) ++w->wrong;
-    if (wanted == DLM_OK)
-      w->wrong += memcmp(tokens, w->expected, (size_t)w->length * sizeof *tokens) != 0;
-  }
-  return NULL;
-}
-
-static void test_two_threads_get_what_one_gets(dlm_bundle* bundle) {
-  int32_t expected[2][LONGEST] = {{1, 2, 3, 4}, {1, 2, 3, 4}};
-  worker workers[2] = {{NULL, expected[0], 3, 20, 0}, {NULL, expected[1], 4, 40, 0}};
-  pthread_t threads[2];
-  for (size_t i = 0; i < 2; ++i) {
-    dlm_request options;
-    dlm_request_init(&options, sizeof options);
-    options.max_new_tokens = workers[i].length - workers[i].given;
-    dlm_session* session = workers[i].session = open_session(bundle);
-    size_t length = 0;
-    SESSION_STATUS(
-        generate(session, &options, expected[i], (size_t)workers[i].given, NULL, &length), DLM_OK);
-  }
-  for (size_t i = 0; i < 2; ++i) CLAIM(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
-  for (size_t i = 0; i < 2; ++i) {
-    CLAIM(pthread_join(threads[i], NULL) == 0);
-    CLAIM(workers[i].wrong == 0);
-    dlm_session_destroy(workers[i].session);
-  }
-}
-
-static void test_threads(const char* path) {
-  fake f = make_fake();
-  dlm_bundle* bundle = open_fake(&f);
-  test_two_threads_get_what_one_gets(bundle);
-  CLAIM(f.broken_promises == 0);
-  dlm_bundle_destroy(bundle);
-  bundle = NULL;
-  if (STATUS(dlm_bundle_open(path, NULL, NULL, 0, &bundle), DLM_OK))
-    test_two_threads_get_what_one_gets(bundle);
-  dlm_bundle_destroy(bundle);
-}
-
 int main(int argc, char** argv) {
   if (argc != 2) {
     fprintf(stderr, "usage: native_driver BUNDLE\n");
@@ -1517,16 +1258,11 @@ int main(int argc, char** argv) {
   test_step_callbacks();
   test_every_call_asks_before_each_of_its_passes();
   test_failing_passes_end_the_request();
-  test_canvases_of_every_kind_are_filled();
-  test_a_new_session_takes_a_canvas_of_masks_alone();
   test_counts();
   test_timed_passes_are_those_that_were_asked_for();
   test_results_and_what_ends_requests();
   test_wrong_batches_are_refused_by_number();
-  test_batches_of_every_kind_give_what_one_by_one_gives();
   test_requests_are_together_where_they_fit();
-  test_requests_that_are_done_leave_at_the_next_full_pass();
-  test_threads(argv[1]);
   printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;
 }

@@ -112,7 +112,7 @@ def test_kernels_for_aarch64_agree_with_plain_loops(emulator: list[str]) -> None
 def test_native_tests_pass_on_aarch64(emulator: list[str], name: str) -> None:
     assert re.search(
         r"^[1-9]\d* passed, 0 failed$",
-        succeed(*emulator, compiled(name) / name),
+        succeed(*emulator, compiled("native_tests") / "native_tests", name),
         flags=re.MULTILINE,
     )
 

@@ -343,44 +343,6 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
     assert worst < 1e-4
 
 
-@settings(max_examples=40)
-@given(
-    block=st.integers(1, 5),
-    shift=st.integers(0, 1),
-    name=st.sampled_from(BLOCK_CAUSAL),
-    cache=st.sampled_from(("block", "open", "block-dual")),
-    prompts=st.lists(st.integers(5, 9), min_size=2, max_size=5),
-    most=st.integers(1, 4),
-)
-def test_a_batch_gives_each_request_what_it_gets_alone(
-    block: int, shift: int, name: str, cache: str, prompts: list[int], most: int
-) -> None:
-    """The requests of the batch have canvases of the same length, but their prompts end at
-    different positions within blocks.
-
-    The torch denoiser attends to every cached row, so a wrong row would change the results.
-    """
-    policy = preset(name, block, shift)
-    if policy is None:
-        return
-    if cache == "open" and not shift:
-        policy = policy.with_fields({"store": "open"})
-    elif cache == "block-dual" and policy.remask == "none":
-        policy = policy.with_fields({"cache": cache})
-    denoiser, length = seeded(network_of(block, shift), block), 20
-    tokens = [[*range(8, 8 + prompt), *[99] * (length - prompt)] for prompt in prompts]
-    with under_native_loop(denoiser) as bundle:
-        alone = [
-            bundle.generate(tokens=one, max_new_tokens=0, **policy.as_dict()) for one in tokens
-        ]
-        out = bundle.generate_batch(
-            tokens=tokens, max_new_tokens=0, max_batch=most, **policy.as_dict()
-        )
-    assert [(one.tokens, one.nfe, one.passes) for one in out] == [
-        (one.tokens, one.nfe, one.passes) for one in alone
-    ]
-
-
 def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() -> None:
     denoiser = seeded(network_of(4), 0)
     policy = PRESETS["sdar"].with_fields({"store": "reuse", "threshold": 0.1, "stop": "none"})

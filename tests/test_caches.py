@@ -463,7 +463,6 @@ def test_a_call_of_another_row_size_is_refused(kernels: str) -> None:  # noqa: F
 
 HEADS: dict[str, dict[str, Any] | None] = {
     "llada": None,
-    "dream, 2 of 4": {},
     "dream, 1 of 6": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1},
 }
 

@@ -182,27 +182,31 @@ def text_of(tokens: list[int]) -> bytes:
     return b"".join(WORDS.tokens[token] or b"?" for token in tokens[:end])
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("name", EXPRESSIONS)
-@pytest.mark.parametrize("family", ["shift 0", "shift 1"])
+@pytest.mark.parametrize(
+    ("family", "name", "loop"),
+    [
+        *(("shift 0", "words", loop) for loop in LOOPS),
+        *(("shift 1", "a key", loop) for loop in LOOPS if "edits" not in loop),
+        *(("shift 0", name, "few drawn from") for name in EXPRESSIONS),
+    ],
+)
 def test_native_canvases_equal_the_reference_and_match_the_expression(
     denoisers: dict[str, Denoiser],
     bundles: dict[str, Bundle],
     automata: dict[str, Automaton],
     family: str,
     name: str,
-    loop: dict[str, Any],
+    loop: str,
 ) -> None:
-    if family == "shift 1" and loop.get("remask") == "edit":
-        pytest.skip("a denoiser that predicts the next position edits nothing")
-    canvas, policy = start_canvas(PROMPT, NEW, MASK), policy_of(loop)
+    fields = LOOPS[loop]
+    canvas, policy = start_canvas(PROMPT, NEW, MASK), policy_of(fields)
     proposer = Constrained(MASK, ENDS[0], policy, automata[name], canvas)
     wanted = reference.fill(
-        denoisers[family], canvas, policy, loop.get("steps", 0), proposer=proposer
+        denoisers[family], canvas, policy, fields.get("steps", 0), proposer=proposer
     )
     constraint = automata[name].constraint
     out = bundles[family].generate(
-        tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, **fields_of(loop)
+        tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, **fields_of(fields)
     )
     assert out.tokens == wanted.tokens
     assert out.nfe == wanted.nfe
@@ -266,9 +270,7 @@ def test_given_tokens_between_masks_are_part_of_the_text(
         bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint)
 
 
-@pytest.mark.parametrize(
-    "loop", ["llada", "random order", "margins", "threshold, refresh", "dream", "blocks go on"]
-)
+@pytest.mark.parametrize("loop", ["random order", "threshold, refresh", "dream"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_requests_that_end_early_are_completed_to_a_whole_text(
     denoisers: dict[str, Denoiser],

@@ -161,7 +161,6 @@ def _hostile_cases(cases: Cases) -> None:
             ".json",
             lambda p: ("plan", "--sizes", "1B", "--targets", "cpu", "--measured", p),
         ),
-        "golden": (hostile.goldens(), ".npz", lambda p: ("verify", cases.bundle, "--golden", p)),
         "prompts": (
             {"nothing": b"", "not UTF-8": b"\xff", "a long line": b"w1 " * 10**5},
             ".txt",

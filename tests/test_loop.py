@@ -27,7 +27,6 @@ from dlm_export.network.turns import (
 )
 from dlm_runtime import (
     CallbackPass,
-    CancelledError,
     DenoiserInfo,
     EngineError,
     Policy,
@@ -466,54 +465,6 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
     assert spans_of(tokens, 0, block_length=2, cache="dual", refresh=1) == [(0, 8), (1, 3), (1, 8)]
 
 
-@settings(max_examples=150)
-@given(policy=policies.filter(lambda policy: policy.cache != "none"), request=requests())
-def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
-    policy: Policy, request: dict[str, Any]
-) -> None:
-    """The fake denoiser writes the position of a row into its key, and the token into its value.
-
-    Keys and values also contain the layer and the head. In every pass, each position must be either
-    computed or cached, and cached rows must contain the current tokens of the canvas.
-    """
-    mask, seen = 39, []
-
-    def run(p: CallbackPass) -> None:
-        canvas = dict(zip(p.position_ids.tolist(), p.input_ids.tolist(), strict=True))
-        rows = [(layer, head) for layer in range(2) for head in range(3)]
-        for layer, head in rows if p.past else []:
-            keys, values = p.past[layer][0][head], p.past[layer][1][head]
-            assert (keys[:, 1] == 10 * layer + head).all()
-            assert (values[:, 1] == 100 + 10 * layer + head).all()
-            cached = dict(
-                zip(keys[:, 0].astype(int).tolist(), values[:, 0].astype(int).tolist(), strict=True)
-            )
-            assert len(cached) == len(keys)
-            assert not cached.keys() & set(p.position_ids.tolist())
-            if (layer, head) == (0, 0):
-                canvas |= cached
-            assert all(canvas[position] == token for position, token in cached.items())
-        seen.append([canvas[position] for position in range(len(canvas))])
-        for layer, head in rows if p.present else []:
-            p.present[layer][0][head, :, 0], p.present[layer][0][head, :, 1] = (
-                p.position_ids,
-                10 * layer + head,
-            )
-            p.present[layer][1][head, :, 0], p.present[layer][1][head, :, 1] = (
-                p.input_ids,
-                100 + 10 * layer + head,
-            )
-        p.top_tokens[:] = np.stack((p.score_rows % 30, p.score_rows % 30 + 1), 1)
-        p.top_probs[:] = [0.5, 0.1]
-
-    info = DenoiserInfo(40, mask, 512, layers=2, kv_heads=3, head_size=2, has_cache=True)
-    before = request["tokens"] + [mask] * request["max_new_tokens"]
-    with dlm_runtime.from_callback(info, run) as bundle:
-        for event in bundle.stream(**request, **policy.as_dict()) if mask in before else []:
-            assert seen[-1] == before
-            before = event.canvas
-
-
 def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> None:
     state = {"fail": True}
 
@@ -529,27 +480,6 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
         assert isinstance(caught.value.__cause__, RuntimeError)
         state["fail"] = False
         assert bundle.generate(tokens=[1], max_new_tokens=4).tokens == [1, 3, 3, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("token", "prob", "sentence"),
-    [
-        (7, 0.5, "predicted the invalid token"),
-        (8, 0.5, "predicted the invalid token"),
-        (-1, 0.5, "invalid token -1"),
-        (0, float("nan"), "not finite"),
-    ],
-)
-def test_impossible_predictions_are_engine_errors(token: int, prob: float, sentence: str) -> None:
-    def run(p: CallbackPass) -> None:
-        p.top_tokens[:] = token
-        p.top_probs[:] = prob
-
-    with (
-        dlm_runtime.from_callback(DenoiserInfo(8, 7, 64), run) as bundle,
-        pytest.raises(EngineError, match=sentence),
-    ):
-        bundle.generate(tokens=[1], max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -651,34 +581,6 @@ def golden_runs() -> dict[str, dict[str, Any]]:
 
 def test_canvases_are_those_of_the_golden_file() -> None:
     assert golden_runs() == json.loads(GOLDEN.read_text())
-
-
-def test_a_step_callback_can_cancel() -> None:
-    """This test calls the C ABI directly.
-
-    The Python API has no step callback. Its users leave the loop over ``stream`` instead.
-    """
-    import ctypes as C
-
-    from dlm_runtime.abi import native as _native
-
-    denoiser = ArithmeticDenoiser()
-    seen: list[int] = []
-
-    def on_step(_: int, step: Any) -> int:
-        seen.append(step.contents.nfe)
-        return len(seen) == 3
-
-    given = (C.c_int32 * 1)(1)
-    request = _native.initialised(_native.Request)
-    request.tokens, request.token_count = C.cast(given, _native.i32p), 1
-    request.max_new_tokens, request.on_step = 8, _native.StepFn(on_step)
-    handle = denoiser.bundle._handle
-    with handle.session() as session:
-        status = _native.library().dlm_session_generate(session, C.byref(request), None)
-        with pytest.raises(CancelledError, match="after 3 passes"):
-            handle.check(status, session)
-    assert seen == [1, 2, 3]
 
 
 if __name__ == "__main__":

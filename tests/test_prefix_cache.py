@@ -96,23 +96,6 @@ def test_a_rounded_cache_reuses_exactly(cache: str, tmp_path: Path) -> None:
     assert [each.cached_tokens for each in made] == [SHARED] * len(wanted)
 
 
-def test_a_small_budget_forgets_the_oldest_start(bundle: Bundle) -> None:
-    row = network_of(bundle.manifest).cache_bytes(4)
-    first, second = prompts(1, own=5)[0], [7, *prompts(1, own=5)[0][1:]]
-    with bundle.scheduler(prefix_cache_bytes=row * SHARED) as scheduler:
-
-        def cached(tokens: list[int]) -> int:
-            made = scheduler.submit(tokens=tokens, **CHANGES).result(60)
-            assert scheduler.stats.prefix_bytes <= row * SHARED
-            return made.cached_tokens
-
-        assert cached(first) == 0
-        assert cached(first) > 0
-        assert cached(second) == 0
-        assert cached(second) > 0
-        assert cached(first) < SHARED
-
-
 def test_groups_of_requests_reuse_nothing_of_each_other(bundle: Bundle) -> None:
     tokens = prompts(1)[0]
     with bundle.scheduler() as scheduler:
@@ -128,25 +111,6 @@ def test_groups_of_requests_reuse_nothing_of_each_other(bundle: Bundle) -> None:
             assert [job.result(60).cached_tokens > 0 for job in jobs] == [False, False, True]
     with pytest.raises(RequestError, match="prefix_group = -1"):
         bundle.generate(tokens=tokens, prefix_group=-1)
-
-
-def test_without_a_budget_nothing_is_reused(bundle: Bundle) -> None:
-    tokens = prompts(1)[0]
-    with bundle.scheduler(prefix_cache_bytes=0) as scheduler:
-        made = [scheduler.submit(tokens=tokens, **CHANGES).result(60) for _ in range(2)]
-        stats = scheduler.stats
-    assert [each.cached_tokens for each in made] == [0, 0]
-    assert (stats.prefix_hits, stats.prefix_tokens, stats.prefix_bytes) == (0, 0, 0)
-
-
-def test_seeds_give_the_same_tokens_with_and_without_reuse(bundle: Bundle) -> None:
-    tokens = prompts(1)[0]
-    sampled = {**CHANGES, "temperature": 1.0, "select": "sample", "seed": 3}
-    alone = bundle.generate(tokens=tokens, **sampled)
-    with bundle.scheduler() as scheduler:
-        made = [scheduler.submit(tokens=tokens, **sampled).result(60) for _ in range(2)]
-    assert made[1].cached_tokens == SHARED + BLOCK
-    assert [each.tokens for each in made] == [alone.tokens] * 2
 
 
 def test_a_budget_that_is_no_number_is_refused(bundle: Bundle) -> None:

@@ -91,25 +91,23 @@ def bundle(tmp_path: Path) -> Path:
 
 
 @needs_mocks
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"infill": 1, "given": 17},
-        {"commit": "threshold", "new": 30, "block": 32},
-        {"refresh": 9, "given": 3, "new": 29, "block": 7},
-        {"batch": 3, "max_batch": 3},
-        {"batch": 4, "max_batch": 2, "refresh": 8, "infill": 1, "given": 17},
+        {"cache": "none", "commit": "threshold", "new": 30, "block": 32},
+        {"cache": "none", "batch": 3, "max_batch": 3},
+        {"cache": "prefix", "given": 0, "new": 40, "block": 16},
+        {"cache": "prefix", "refresh": 9, "given": 3, "new": 29, "block": 7},
+        {"cache": "dual", "score": "entropy", "commit": "entropy_bound", "given": 1, "new": 3},
+        {"cache": "dual", "given": 1, "new": 1},
+        {"cache": "dual", "batch": 4, "max_batch": 2, "refresh": 8, "infill": 1, "given": 17},
     ],
-    ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
+    ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
 )
 def test_canvases_are_those_of_the_callback_engine(
-    bundle: Path, drive: Drive, cache: str, options: dict[str, Any]
+    bundle: Path, drive: Drive, options: dict[str, Any]
 ) -> None:
-    if cache == "none":
-        options = {key: value for key, value in options.items() if key != "refresh"}
-    told = drive(bundle, cache=cache, rounds=3, **CUDA, **options)
+    told = drive(bundle, rounds=3, **CUDA, **options)
     assert told.opened == ("OK", "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0)")
     assert told.all_same(), told.rounds
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes as C
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,6 @@ from test_loop import policies, requests
 
 import dlm_runtime
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, RequestError
-from dlm_runtime.abi import native as _native
 
 EOS, MASK = 5, 39
 
@@ -144,16 +141,6 @@ def test_what_is_undecided_stays_masked_without_an_end_token_and_is_no_text() ->
     assert out.completion_tokens == 20
 
 
-def test_no_pass_starts_behind_a_deadline() -> None:
-    with scripted(steady, lambda _: time.sleep(0.6)) as bundle:
-        out = bundle.generate(tokens=[1], max_new_tokens=20, deadline_ms=500)
-        assert (out.finish, out.nfe, sum(out.undecided)) == ("deadline", 1, 19)
-        outs = bundle.generate_batch(tokens=[[1], [1, 2]], max_new_tokens=20, deadline_ms=500)
-        assert [(out.finish, out.nfe) for out in outs] == [("deadline", 1), ("deadline", 0)]
-    with scripted(steady) as bundle:
-        assert bundle.generate(tokens=[1], max_new_tokens=20, deadline_ms=1e9).finish == "length"
-
-
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) -> None:
@@ -217,47 +204,6 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
             assert [
                 out.nfe for out in bundle.generate_batch(tokens=tokens, cancel=both, **fields)
             ] == [0, 0, 0]
-
-
-def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
-    library = _native.library()
-    handle: list[C.c_void_p] = []
-
-    def on_pass(number: int) -> None:
-        if number == 3 and handle:
-            other = threading.Thread(target=library.dlm_session_cancel, args=(handle[0], 0))
-            other.start()
-            other.join()
-
-    given = (C.c_int32 * 1)(1)
-    request = _native.initialised(_native.Request)
-    request.tokens, request.token_count = C.cast(given, _native.i32p), 1
-    request.max_new_tokens = 8
-    with scripted(steady, on_pass) as bundle, bundle._handle.session() as session:
-        handle.append(session)
-        result = C.POINTER(_native.Result)()
-        library.dlm_session_cancel(session, 0)  # no request is running, so this has no effect
-        for passes, finish in ((3, 5), (8, 2)):
-            assert not library.dlm_session_generate(session, C.byref(request), C.byref(result))
-            found = result.contents
-            assert (found.finish, found.stats.contents.nfe, found.length) == (finish, passes, 9)
-        assert library.dlm_session_result(session, 1, C.byref(result)) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"max_steps": -1}, "max_steps = -1 is not an integer in 0"),
-        ({"deadline_ms": -1.0}, "deadline_ms = -1 is outside 0"),
-        ({"deadline_ms": float("nan")}, "deadline_ms = nan is outside 0"),
-        ({"deadline_ms": "soon"}, "deadline_ms = 'soon' is not a number of milliseconds"),
-        ({"stop_strings": ["a"]}, "stop_strings need a tokenizer"),
-        ({"stop_strings": "ab"}, "give a list of texts"),
-    ],
-)
-def test_limits_that_make_no_sense_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    with scripted(steady) as bundle, pytest.raises(RequestError, match=sentence):
-        bundle.generate(tokens=[1], max_new_tokens=4, **changes)
 
 
 def test_lists_of_a_batch_have_an_entry_for_each_request() -> None:

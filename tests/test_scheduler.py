@@ -218,34 +218,6 @@ def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
         scheduler.submit(prompt="go")
 
 
-@pytest.mark.parametrize("at_once", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_soak_of_cancels_and_deadlines_keeps_memory_flat(demo: Bundle, at_once: int) -> None:
-    draw = random.Random(6)
-
-    def resident() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
-
-    sizes = []
-    with demo.scheduler(max_running=8) as scheduler:
-        for _ in range(5):
-            jobs = []
-            for _ in range(at_once):
-                limit = {"deadline_ms": draw.uniform(1, 30)} if draw.random() < 0.3 else {}
-                jobs.append(
-                    scheduler.submit(
-                        prompt="play jazz", max_new_tokens=draw.choice((16, 32, 64)), **limit
-                    )
-                )
-                if draw.random() < 0.3:
-                    jobs[-1].cancel()
-            finishes = {job.result(120).finish for job in jobs}
-            assert finishes <= {"stop", "length", "cancelled", "deadline"}
-            sizes.append(resident())
-        assert scheduler.stats.finished == 5 * at_once
-    assert sizes[-1] - sizes[1] < 8 << 10, f"KiB: {sizes}"
-
-
 def test_what_cannot_be_is_said(demo: Bundle) -> None:
     with pytest.raises(RequestError, match=r"max_running = 0 is outside 1\.\.4096"):
         demo.scheduler(max_running=0)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +24,7 @@ from constraints import one_class
 from denoisers import ArithmeticDenoiser
 
 import dlm_runtime
-from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Generation, Job
+from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Job
 
 WAIT_S = 30  # limit for waiting in seconds; the tests need far less time
 
@@ -79,28 +77,6 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
 
 # ---- The thread ends ----
 
-FAILING_NEW = """
-#include <atomic>
-#include <cstdlib>
-#include <new>
-// Fails one allocation of the thread that armed it.
-static thread_local long left = -1;
-static std::atomic<long> failed{0};
-extern "C" void arm(long allocations) { left = allocations; }
-extern "C" long failures() { return failed; }
-static void* take(std::size_t bytes) {
-  if (left >= 0 && left-- == 0) { ++failed; return nullptr; }
-  return std::malloc(bytes == 0 ? 1 : bytes);
-}
-void* operator new(std::size_t bytes) { if (void* found = take(bytes)) return found; throw std::bad_alloc(); }
-void* operator new[](std::size_t bytes) { return operator new(bytes); }
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return take(bytes); }
-void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept { return take(bytes); }
-void operator delete(void* pointer) noexcept { std::free(pointer); }
-void operator delete[](void* pointer) noexcept { std::free(pointer); }
-void operator delete(void* pointer, std::size_t) noexcept { std::free(pointer); }
-void operator delete[](void* pointer, std::size_t) noexcept { std::free(pointer); }
-"""
 
 TINY = """
     import ctypes, os, sys, threading, time
@@ -115,87 +91,6 @@ TINY = """
     def tiny():
         return dlm_runtime.from_callback(DenoiserInfo(vocab_size=40, mask_token_id=39, max_canvas_length=512), run)
 """
-
-SWEEP = (
-    TINY
-    + """
-    shim = ctypes.CDLL(sys.argv[1])
-    bundle, options = tiny(), dict(max_new_tokens=5)
-    alone = {start: bundle.generate(tokens=[start], **options).tokens for start in range(4)}
-    ended = failed = stopped = 0
-
-    def is_out_of_memory(action):
-        try:
-            action()
-        except ClosedError:
-            return False
-        except DlmError as err:
-            assert "out of memory" in str(err), err
-            return True
-        return False
-
-    for allocation in range(int(sys.argv[2]), int(sys.argv[3])):
-        scheduler = bundle.scheduler(max_running=2)
-        first = scheduler.submit(tokens=[0], events=True, **options)
-        step, armed = first._step, threading.Event()
-
-        def arm(view):
-            step(view)
-            if not armed.is_set():
-                armed.set()
-                shim.arm(allocation)
-
-        first._step = arm
-        jobs = {0: first}
-        for start in range(1, 4):
-            is_out_of_memory(lambda: jobs.update({start: scheduler.submit(tokens=[start], **options)}))
-        for start, job in jobs.items():
-            if is_out_of_memory(lambda: job.result(30)):
-                failed += 1
-            else:
-                assert job.result(0).tokens == alone[start]
-                ended += 1
-        if is_out_of_memory(scheduler.close):
-            stopped += 1
-            assert is_out_of_memory(lambda: scheduler.submit(tokens=[1]))
-    print(shim.failures(), ended, failed, stopped)
-"""
-)
-
-
-@pytest.fixture(scope="module")
-def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a library for LD_PRELOAD. It makes one memory allocation of the native library fail."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    folder = tmp_path_factory.mktemp("new")
-    (folder / "new.cc").write_text(FAILING_NEW)
-    made = folder / "libnew.so"
-    subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            "-O1",
-            str(folder / "new.cc"),
-            "-o",
-            str(made),
-        ],
-        check=True,
-    )
-    return made
-
-
-def test_an_allocation_that_fails_in_the_thread_ends_jobs_with_the_cause(failing_new: Path) -> None:
-    done = run_script(SWEEP, str(failing_new), "0", "60", LD_PRELOAD=str(failing_new))
-    assert done.returncode == 0, done.stderr
-    failures, ended, failed, stopped = map(int, done.stdout.split())
-    assert failures > 20
-    assert failed >= failures / 2
-    assert stopped > 0, "allocations of no job are among them"
-    assert ended > 60
 
 
 def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,121 +333,3 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("7 {'")
     assert done.stderr == ""
-
-
-# ---- All of these events at the same time ----
-
-
-class _Failing:
-    """A step callback of a job that raises an error after ``steps`` calls."""
-
-    def __init__(self, job: Job, steps: int) -> None:
-        self._step, self._left = job._step, steps
-
-    def __call__(self, view: Any) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise ZeroDivisionError
-        self._step(view)
-
-
-def _same(one: Generation, other: Generation) -> bool:
-    names = ("tokens", "text", "nfe", "finish", "undecided", "prompt_tokens", "completion_tokens")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(
-    demo: Bundle, count: int
-) -> None:
-    draw = random.Random(count)
-    constraint = demo.constraint(enum=["yes", "no", "it depends"])
-    kinds: list[dict[str, Any]] = [
-        {"preset": "fast-dllm"},
-        {"preset": "llada", "steps": 8},
-        {"preset": "fast-dllm", "cache": "prefix", "block_length": 8},
-        {"temperature": 0.8, "top_p": 0.95, "seed": 7},
-        {"preset": "fast-dllm", "constraint": constraint},
-        {"preset": "fast-dllm", "stop_strings": ["arguments"]},
-    ]
-    prompts = ("turn on the kitchen lights", "play jazz", "go")
-    wanted = [(prompt, number) for prompt in prompts for number in range(len(kinds))]
-    alone = {
-        (prompt, number): demo.generate(prompt=prompt, max_new_tokens=24, **kinds[number])
-        for prompt, number in wanted
-    }
-    before, forks = threads(), 0
-    fates = ("whole",) * 5 + (
-        "cancelled at once",
-        "cancelled later",
-        "late",
-        "failing",
-        "dropped",
-        "forked",
-    )
-    tally: dict[str, int] = dict.fromkeys(fates, 0)
-    ended: dict[str, int] = {}
-    scheduler = demo.scheduler(max_running=6, max_tokens=200, max_waiting=count)
-    open_jobs: list[tuple[str, tuple[str, int], Job]] = []
-
-    def collect(is_closed: bool) -> None:
-        for fate, which, job in open_jobs:
-            try:
-                result = job.result(WAIT_S)
-            except DlmError as err:
-                assert fate == "failing", err  # noqa: PT017
-                ended["error"] = ended.get("error", 0) + 1
-                continue
-            ended[result.finish] = ended.get(result.finish, 0) + 1
-            if result.finish == "cancelled":
-                assert is_closed or fate == "cancelled at once" or fate == "cancelled later"
-            elif result.finish == "deadline":
-                assert fate == "late"
-            else:
-                assert _same(result, alone[which]), (fate, which)
-        open_jobs.clear()
-
-    for number in range(count):
-        which, fate = draw.choice(wanted), draw.choice(fates)
-        tally[fate] += 1
-        more: dict[str, Any] = {"deadline_ms": draw.uniform(0.01, 5)} if fate == "late" else {}
-        more |= {"events": True} if fate == "failing" or draw.random() < 0.2 else {}
-        job = scheduler.submit(prompt=which[0], max_new_tokens=24, **kinds[which[1]], **more)
-        if fate == "failing":
-            job._step = _Failing(job, draw.randrange(3))  # type: ignore[method-assign]
-        if fate == "cancelled at once":
-            job.cancel()
-        if fate == "cancelled later":
-            threading.Timer(draw.random() / 50, job.cancel).start()
-        if fate == "forked" and forks < 10:
-            forks += 1
-
-            def use(scheduler: Any = scheduler, job: Job = job) -> None:
-                for action in (
-                    lambda: scheduler.submit(prompt="go"),
-                    job.result,
-                    scheduler.close,
-                    lambda: demo.generate(prompt="go"),
-                ):
-                    with pytest.raises(ForkError):
-                        action()
-
-            assert in_fork(use) == 0
-        if fate != "dropped":
-            open_jobs.append((fate, which, job))
-        del job
-        if number % (count // 4) == count // 4 - 1:  # the scheduler still runs
-            if number % 2:
-                scheduler.close()
-                with pytest.raises(ClosedError):
-                    scheduler.submit(prompt="go")
-                collect(True)
-            else:
-                collect(False)
-                scheduler.close()
-            scheduler = demo.scheduler(max_running=6, max_tokens=200, max_waiting=count)
-    collect(False)
-    scheduler.close()
-    print(f"{count} requests {tally}, {forks} forks: {ended}")
-    assert sum(ended.values()) + tally["dropped"] == count
-    wait_for(lambda: threads() <= before)

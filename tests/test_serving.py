@@ -9,7 +9,6 @@ import concurrent.futures
 import json
 import re
 import shlex
-import signal
 import socket
 import sys
 import time
@@ -665,39 +664,6 @@ def test_a_request_ends_when_its_client_leaves(served: Served, is_streaming: boo
     while running() and time.monotonic() < end:
         time.sleep(0.01)
     assert running() == 0
-
-
-def test_sigterm_answers_what_runs_and_exits_with_0(demo_bundle: Path) -> None:
-    with serving(demo_bundle) as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(
-            served.client.post, "/v1/chat/completions", json={"model": served.model, **slow()}
-        )
-        while "dlm_scheduler_running" not in (text := served.client.get("/metrics").text) or (
-            f'dlm_scheduler_running{{model="{served.model}"}} 1.0' not in text
-        ):
-            assert not answer.done()
-        served.process.send_signal(signal.SIGTERM)
-        assert answer.result(60).status_code == 200
-        assert served.process.wait(60) == 0
-
-
-def test_sighup_opens_the_bundles_again_without_losing_a_request(demo_bundle: Path) -> None:
-    with serving(demo_bundle) as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        created = served.client.get("/v1/models").json()["data"][0]["created"]
-        time.sleep(1.1)  # the server reports a model's time in whole seconds
-        answers = [
-            pool.submit(
-                served.client.post, "/v1/chat/completions", json={"model": served.model, **slow()}
-            )
-            for _ in range(2)
-        ]
-        served.process.send_signal(signal.SIGHUP)
-        end = time.monotonic() + 60
-        while served.client.get("/v1/models").json()["data"][0]["created"] == created:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        assert [each.result(60).status_code for each in answers] == [200, 200]
-        assert chat(served).status_code == 200
 
 
 def test_a_key_is_needed_where_there_are_keys(demo_bundle: Path, tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "text": {name: bytes([len(spelled)]) + spelled + data for name, data in text.items()},
         "automaton": automata(),
         "compile": compiled_contents(),
-        "calls": {f"{number}": draw.randbytes(200 + 60 * number) for number in range(8)},
+        "calls": {f"{number}": draw.randbytes(200 + 15 * number) for number in range(64)},
     }
 
 

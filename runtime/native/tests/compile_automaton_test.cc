@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "compile/automata/automata.h"
+#include "tests.h"
 
 namespace {
 
@@ -342,7 +343,7 @@ void test_between() {
 }  // namespace
 
 // The argument is the number of random expressions.
-int main(int count, char** arguments) {
+int compile_automaton_test(int count, char** arguments) {
   std::mt19937 random(11);
   test_random_expressions(random, count > 1 ? std::atoi(arguments[1]) : 2000);
   test_characters(random);

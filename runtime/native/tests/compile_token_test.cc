@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "compile/automata/automata.h"
 #include "compile/tokens/token_automaton.h"
+#include "tests.h"
 
 namespace {
 
@@ -305,7 +306,7 @@ void test_refusals() {
 }  // namespace
 
 // The argument is the number of random automata.
-int main(int count, char** arguments) {
+int compile_token_test(int count, char** arguments) {
   std::mt19937 random(5);
   test_random_automata(random, count > 1 ? std::atoi(arguments[1]) : 150);
   test_words_beside_any_text();

@@ -23,6 +23,7 @@
 #include "constraints/viterbi.h"
 #include "decode/exact_sum.h"
 #include "dlm_runtime.h"
+#include "tests.h"
 
 namespace {
 
@@ -827,7 +828,7 @@ void test_requests(std::mt19937& random) {
 }  // namespace
 
 // The argument is the number of random constraints that are tested with extreme logits.
-int main(int count, char** arguments) {
+int constraint_test(int count, char** arguments) {
   std::mt19937 random(7);
   test_extreme_logits(random, count > 1 ? std::atoi(arguments[1]) : 600);
   test_files(random);

@@ -349,16 +349,15 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
           round_rows(cache, attention.new_values, D));
   };
   for (const CacheType cache : kCaches) {
-    for (const int64_t T : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 65})
-      for (const int64_t S : {0, 1, 7, 64, 131}) check(cache, 1, T, S, 2, 1, 20);
-    for (const int64_t D : {2, 4, 6, 10, 16, 32, 36, 64, 80, 96, 126, 128, 512})
-      check(cache, 1, 5, 9, 2, 2, D);
+    for (const int64_t T : {1, 5, 8, 16, 17, 33, 65})
+      for (const int64_t S : {0, 7, 131}) check(cache, 1, T, S, 2, 1, 20);
+    for (const int64_t D : {2, 10, 32, 36, 126, 512}) check(cache, 1, 5, 9, 2, 2, D);
     for (const int64_t G : {1, 2, 3, 6}) check(cache, 3, 9, 5, 6, G, 12);
     check(cache, 2, 33, 70, 4, 2, 64);
     check(cache, 1, 3, 70, 1, 1, 512);
     check(cache, 1, 65, 70, 142, 2, 6);  // a task has several tiles of queries
     is_normed = true;
-    for (const int64_t D : {2, 10, 20, 36, 128, 510, 512}) check(cache, 2, 9, 5, 4, 2, D);
+    for (const int64_t D : {2, 36, 510}) check(cache, 2, 9, 5, 4, 2, D);
     is_normed = false;
   }
 }
@@ -369,7 +368,7 @@ void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(12);
   InOrder in_order;
   for (const CacheType cache : kCaches)
-    for (const int64_t T : {1, 5, 16, 70, 200})
+    for (const int64_t T : {1, 16, 70})
       for (const int64_t window : {1, 7, 64}) {
         tally.about = std::string(kernels.name) + " window " + std::to_string(window) + " of " +
                       std::to_string(T);
@@ -389,7 +388,7 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
   Numbers numbers(11);
   InOrder in_order;
   constexpr int64_t kBlock = 8, kHeads = 8, kGroups = 2, kLeast = 24;
-  for (int round = 0; round < 24; ++round) {
+  for (int round = 0; round < 12; ++round) {
     const int64_t D = std::array<int64_t, 4>{20, 64, 128, 256}[static_cast<size_t>(round % 4)];
     const int64_t N = kBlock * (6 + numbers.below(30));
     const CacheType cache = kCaches[static_cast<size_t>(round / 4 % 3)];
@@ -480,9 +479,9 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
       }
     }
   };
-  for (const int64_t n : {1, 2, 4, 5, 8, 32, 49, 50, 64, INT32_MAX})
+  for (const int64_t n : {1, 5, 32, 50, INT32_MAX})
     for (const bool is_shuffled : {false, true}) {
-      for (const int64_t T : {1, 4, 17, 33, 50}) check(n, is_shuffled, T, 3, 2, 1, 20);
+      for (const int64_t T : {1, 17, 50}) check(n, is_shuffled, T, 3, 2, 1, 20);
       check(n, is_shuffled, 50, 0, 4, 4, 8);
     }
   check(5, true, 50, 3, 100, 2, 6);  // a task has several tiles of queries
@@ -537,7 +536,7 @@ void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Ker
   Numbers numbers(14);
   InOrder in_order;
   for (const CacheType cache : {CacheType::fp16, CacheType::int8})
-    for (const int64_t D : {2, 6, 20, 64, 130})
+    for (const int64_t D : {2, 20, 130})
       for (const float size : {0.0f, 1e-38f, 1e-31f, 1e-30f, 1e-7f, 6.1e-5f, 1.0f, 127.0f, 255.0f,
                                65519.0f, 65520.0f, 3.4e38f})
         for (const float bad : {0.0f, kNan, -kNan, kInfinity, -kInfinity}) {

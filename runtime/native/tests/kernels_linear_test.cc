@@ -146,9 +146,18 @@ void check_linear(Tally& tally, const dlm::Kernels& kernels, const Floats& x, in
     CHECK(same_numbers(y[i], multiply(x, rows, weights[i])));
 }
 
+// Returns all numbers from 1 to `last`, or only those around the sizes of the kernels' tiles.
+std::vector<int64_t> counts_up_to(int64_t last, bool all) {
+  std::vector<int64_t> found;
+  for (int64_t count = 1; count <= last; ++count)
+    if (all || count <= 5 || count % 6 <= 1 || count % 16 <= 1 || count == last)
+      found.push_back(count);
+  return found;
+}
+
 void test_int8(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(1);
-  for (int64_t rows = 1; rows <= 40; ++rows) {
+  for (const int64_t rows : counts_up_to(40, tally.all)) {
     for (const int64_t K : {4, 12, 16, 20, 68, 132}) {
       std::vector<Weight> weights;
       for (int64_t i = 0; i < 1 + rows % 3; ++i)
@@ -158,7 +167,7 @@ void test_int8(Tally& tally, const dlm::Kernels& kernels) {
       check_linear(tally, kernels, numbers.normals(rows * K), rows, weights);
     }
   }
-  for (int64_t columns = 1; columns <= 100; ++columns) {
+  for (const int64_t columns : counts_up_to(100, tally.all)) {
     tally.about = std::string(kernels.name) + ", " + std::to_string(columns) + " columns";
     for (const int64_t rows : {3, 18})
       check_linear(tally, kernels, numbers.normals(rows * 20), rows,
@@ -170,24 +179,14 @@ void test_int8(Tally& tally, const dlm::Kernels& kernels) {
   check_linear(tally, kernels, {}, 0, {make_weight(numbers, 20, 33)});
 }
 
-constexpr int64_t kGroupSizes[] = {8, 24, 32, 40, 64, 96, 128, 288};
-
-// Returns all numbers from 1 to `last`, or only those around the sizes of the kernels' tiles.
-std::vector<int64_t> counts_up_to(int64_t last, bool all) {
-  std::vector<int64_t> found;
-  for (int64_t count = 1; count <= last; ++count)
-    if (all || count <= 5 || count % 6 <= 1 || count % 16 <= 1 || count == last)
-      found.push_back(count);
-  return found;
-}
+constexpr int64_t kGroupSizes[] = {8, 32, 40, 128, 288};
 
 void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(13);
   for (const int64_t size : kGroupSizes) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
-    const bool all = tally.all || size == 32;
-    for (const int64_t rows : counts_up_to(40, all)) {
+    for (const int64_t rows : counts_up_to(40, tally.all)) {
       // Some of these numbers of inputs are not multiples of the group size.
       for (const int64_t K : {8, 32, 40, 136, 264}) {
         std::vector<Weight> weights;
@@ -197,7 +196,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
         check_linear(tally, kernels, numbers.normals(rows * K), rows, weights);
       }
     }
-    for (const int64_t columns : counts_up_to(100, all)) {
+    for (const int64_t columns : counts_up_to(100, tally.all)) {
       tally.about = about + std::to_string(columns) + " columns";
       for (const int64_t rows : {3, 18})
         check_linear(tally, kernels, numbers.normals(rows * 48), rows,

@@ -3,7 +3,7 @@
 // the processor does not support a kernel set, the program tests this set only if it can emulate
 // the missing instructions.
 //
-// With the argument `all`, INT4 layers are tested with every number of rows and columns.
+// With the argument `all`, INT8 and INT4 layers are tested with every number of rows and columns.
 //
 // Prints one line for each set, and "N passed, N failed". The exit status is 1 if a check failed.
 #include "kernels_test.h"

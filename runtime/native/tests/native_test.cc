@@ -23,6 +23,7 @@
 #include "engines/cuda/device_cache.h"
 #include "engines/engine.h"
 #include "engines/tensorrt/tensorrt_profiles.h"
+#include "tests.h"
 
 namespace {
 
@@ -736,7 +737,7 @@ void test_tensorrt_plans(Tally& tally) {
 
 }  // namespace
 
-int main() {
+int native_test(int, char**) {
   Tally tally;
   test_json_values(tally);
   test_json_accessors_name_the_path(tally);

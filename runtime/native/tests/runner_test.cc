@@ -34,6 +34,7 @@
 #include "decode/proposer.h"
 #include "decode/save_prompt.h"
 #include "summing_engine.h"
+#include "tests.h"
 
 namespace {
 
@@ -1281,7 +1282,7 @@ void test_many_jobs(bool shares, int count) {
 }  // namespace
 
 // With the argument `all`, the tests with random numbers run more often.
-int main(int argc, char** argv) {
+int runner_test(int argc, char** argv) {
   const bool all = argc > 1 && std::string(argv[1]) == "all";
   for (const bool shares : {true, false}) test_many_jobs(shares, all ? 10000 : 1000);
   for (uint32_t seed = 0; seed < (all ? 60u : 20u); ++seed) test_random_requests(seed, true);

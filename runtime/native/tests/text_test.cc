@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "base/utf8.h"
+#include "tests.h"
 #include "text/chat_template.h"
 #include "text/tokenizer.h"
 
@@ -153,7 +154,7 @@ void test_text_that_is_none(const std::string& whole) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int text_test(int argc, char** argv) {
   std::mt19937 random(7);
   test_utf8();
   for (int i = 1; i < argc; ++i) {

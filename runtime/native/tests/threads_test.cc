@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "dlm_runtime.h"
+#include "tests.h"
 
 namespace {
 
@@ -158,7 +159,7 @@ long resident_kib() {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int threads_test(int argc, char** argv) {
   const int requests = argc > 1 ? std::atoi(argv[1]) : 400;
   std::atomic<uint32_t> passes{0};
   dlm_denoiser denoiser;
