@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constraints import one_class
 from denoisers import ArithmeticDenoiser
 
 import dlm_runtime
-from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Job
+from dlm_runtime import Bundle, ClosedError, ForkError, Job
 
 WAIT_S = 30  # limit for waiting in seconds; the tests need far less time
 
@@ -121,26 +120,6 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(dlm_runtime.EngineError, match="the device fell off the bus"):
                 action()
         assert scheduler.stats.submitted == 1
-
-
-def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
-    """The constraint is invalid: its automaton has two next states for the same token."""
-    denoiser = ArithmeticDenoiser(eos=0)
-    try:
-        lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
-    except DlmError:
-        pytest.skip("ambiguous automata are rejected as they are read")
-    with denoiser.bundle as bundle, bundle.scheduler(max_running=4) as scheduler:
-        alone = bundle.generate(tokens=[5], max_new_tokens=8)
-        jobs = []
-        for number in range(12):
-            jobs.append(scheduler.submit(tokens=[5], max_new_tokens=8))
-            constrained = scheduler.submit(
-                tokens=[5], max_new_tokens=8, constraint=lost, deadline_ms=0.01 * (number + 1)
-            )
-            with contextlib.suppress(DlmError):
-                constrained.result(WAIT_S)
-        assert all(job.result(WAIT_S).tokens == alone.tokens for job in jobs)
 
 
 # ---- The interpreter, the garbage collector ----

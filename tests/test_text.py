@@ -528,17 +528,6 @@ def _text(bundle: Bundle) -> C.c_void_p:
     return text
 
 
-def test_a_bundle_without_a_tokenizer_says_so(llada_bundle: Path) -> None:
-    with (
-        dlm_runtime.open(llada_bundle, engine="none") as bundle,
-        pytest.raises(
-            RequestError,
-            match="this bundle has no compiled text: it has no tokenizer, or an old version",
-        ),
-    ):
-        _text(bundle)
-
-
 def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
@@ -555,99 +544,6 @@ def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(
         ),
     ):
         _text(bundle)
-
-
-@pytest.fixture(scope="module")
-def demo(demo_bundle: Path) -> Iterator[Bundle]:
-    with dlm_runtime.open(demo_bundle, threads=1) as bundle:
-        yield bundle
-
-
-class Run:
-    """Runs ``dlm_session_generate`` for a prompt or a chat, and contains the result."""
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        given: str | list[dict[str, str]],
-        stop_at: int | None = None,
-        **options: Any,
-    ) -> None:
-        library = _native.library()
-        self.deltas: list[str] = []
-
-        def on_step(_: int, pointer: Any) -> int:
-            step = pointer.contents
-            assert C.string_at(step.text, step.text_size + 1)[-1] == 0
-            if step.text_size:
-                self.deltas.append(C.string_at(step.text, step.text_size).decode())
-            return int(stop_at is not None and len(self.deltas) == stop_at)
-
-        request, policy = _native.initialised(_native.Request), options.pop("policy", None)
-        request.policy = None if policy is None else C.pointer(policy)
-        for name, value in options.items():
-            setattr(request, name, value)
-        if isinstance(given, str):
-            prompt = C.c_char_p(given.encode())
-            request.prompt = C.cast(prompt, C.POINTER(C.c_char))
-            request.prompt_size = len(given.encode())
-        else:
-            texts = [C.c_char_p(each["content"].encode()) for each in given]
-            array = (_native.Message * len(given))(
-                *(
-                    _native.Message(
-                        each["role"].encode(),
-                        C.cast(text, C.POINTER(C.c_char)),
-                        len(text.value or b""),
-                    )
-                    for each, text in zip(given, texts, strict=True)
-                )
-            )
-            request.messages, request.message_count = array, len(array)
-        request.text, request.on_step = _native.TEXT_STEPS, _native.StepFn(on_step)
-        result = C.POINTER(_native.Result)()
-        with bundle._handle.session() as session:
-            self.status = library.dlm_session_generate(session, C.byref(request), C.byref(result))
-            self.error = library.dlm_session_last_error(session).decode()
-            self.text = (
-                C.string_at(result[0].text, result[0].text_size).decode()
-                if self.status == 0
-                else None
-            )
-
-
-@pytest.mark.parametrize("preset", ["llada", "fast-dllm"])
-def test_text_comes_out_of_c_as_out_of_python(demo: Bundle, preset: str) -> None:
-    from dlm_runtime.generation.request import native_policy
-
-    policy = native_policy(demo.policy(preset))
-    for prompt in (
-        "turn on the kitchen lights",
-        "remind me on friday at nine to ask about the kayak 🛶",
-    ):
-        expected = demo.generate(prompt=prompt, max_new_tokens=48, preset=preset)
-        run = Run(demo, prompt, max_new_tokens=48, policy=policy)
-        assert (run.status, run.error, run.text) == (0, "", expected.text)
-        assert "".join(run.deltas) == run.text
-        chat = [{"role": "user", "content": prompt}]
-        expected = demo.generate(chat=chat, max_new_tokens=48, preset=preset)
-        assert Run(demo, chat, max_new_tokens=48, policy=policy).text == expected.text
-    assert run.text
-    assert len(run.deltas) > 1
-
-
-def test_a_request_for_text_is_stopped_and_refused_like_any_other(demo: Bundle) -> None:
-    stopped = Run(demo, "turn on the lights", stop_at=1, max_new_tokens=48)
-    assert (stopped.status, stopped.text, len(stopped.deltas)) == (7, None, 1)
-    assert "asked to stop" in stopped.error
-    too_long = Run(demo, "x", new_tokens=10**6)
-    assert too_long.status == 1
-    assert "longer than the denoiser's" in too_long.error
-    refused = Run(demo, [{"role": "critic", "content": "x"}], max_new_tokens=8)
-    assert refused.status == 1
-    assert 'role "critic"' in refused.error
-    ended = Run(demo, "turn on the lights", max_new_tokens=48, max_steps=1)
-    assert ended.status == 0
 
 
 # ---- Released tokenizers ----

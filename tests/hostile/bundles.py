@@ -324,12 +324,8 @@ LOOP: list[Case] = [
         ),
         "invalid UTF-8",
     ),
-    Case("a byte order mark", text(lambda found: "\ufeff" + found), "expected a value"),
-    Case("NULs", text(lambda _: "\0" * 5000), "expected a value"),
-    Case("a list", text(lambda _: "[]"), "the document: expected an object"),
     Case("deep nesting", text(lambda _: "[" * 10**6), "nested deeper than 64 levels"),
     Case("NaN", spelled('"schema_version": 2', '"schema_version": NaN'), "expected a value"),
-    Case("Infinity", spelled('"schema_version": 2', '"schema_version": -Infinity'), "not a number"),
     Case(
         "a number of 5000 digits",
         spelled('"schema_version": 2', '"schema_version": 2' + "0" * 5000),
@@ -343,7 +339,6 @@ LOOP: list[Case] = [
     Case(
         "something behind the end", text(lambda found: found + "{}"), "expected the end of the text"
     ),
-    Case("a comment", text(lambda found: "// bundle\n" + found), "expected a value"),
     Case("half a character", spelled('"schema_version": 2', '"\\ud800": 3'), "unpaired surrogate"),
     Case("a text that is not closed", text(lambda _: '{"' + "x" * 10**6), "a string is not closed"),
     Case("too large", text(lambda found: found + " " * (4 << 20)), "is too large for a manifest"),
@@ -362,36 +357,12 @@ LOOP: list[Case] = [
         put("schema_version", 1),
         "schema_version 1: this runtime reads version 2 only",
     ),
-    Case("a newer schema", put("schema_version", 1 << 30), "this runtime reads version 2 only"),
-    Case(
-        "a schema that is text", put("schema_version", "1"), "schema_version: expected an integer"
-    ),
-    Case(
-        "a schema with a fraction",
-        put("schema_version", 1.0),
-        "schema_version: expected an integer",
-    ),
-    Case(
-        "a schema of 64 bits", put("schema_version", 1 << 63), "schema_version: expected an integer"
-    ),
     Case("no loop", put("loop", GONE), 'the key "loop" is missing'),
-    Case("a loop that is a list", put("loop", []), "loop: expected an object"),
     Case("an unknown key", put("autorun", "sh"), "autorun: unknown key"),
     Case(
         "an unknown key of the loop",
         put("loop", "library", "/tmp/x.so"),
         "loop.library: unknown key",
-    ),
-    Case("no vocabulary", put("loop", "vocab_size", 0), "loop.vocab_size: expected an integer"),
-    Case(
-        "a vocabulary of 2^31",
-        put("loop", "vocab_size", 1 << 31),
-        "loop.vocab_size: expected an integer",
-    ),
-    Case(
-        "a vocabulary that is text",
-        put("loop", "vocab_size", "160"),
-        "loop.vocab_size: expected an integer",
     ),
     Case(
         "a mask outside the vocabulary",
@@ -403,17 +374,6 @@ LOOP: list[Case] = [
         put("loop", "eos_token_ids", [150]),
         "an end token is the mask token",
     ),
-    Case(
-        "ends that are texts",
-        put("loop", "eos_token_ids", ["1"]),
-        "loop.eos_token_ids[0]: expected an integer",
-    ),
-    Case(
-        "a canvas of 2^40",
-        put("loop", "max_canvas_length", 1 << 40),
-        "loop.max_canvas_length: expected an integer",
-    ),
-    Case("a shift of two", put("loop", "shift", 2), "loop.shift: expected an integer in 0..1"),
     Case(
         "draft passes without causal attention",
         put("loop", "draft_block", 8),
@@ -429,20 +389,13 @@ LOOP: list[Case] = [
         put("loop", "draft_updates", False),
         "loop.draft_updates: must be true if it is there",
     ),
-    Case(
-        "a number of updates for draft passes",
-        put("loop", "draft_updates", 1),
-        "loop.draft_updates: expected true or false",
-    ),
     Case("a mask token that is no token", put("loop", "unused_tokens", [[149, 152]]), "mask token"),
     Case(
         "three ends of a range",
         put("loop", "unused_tokens", [[3, 4, 5]]),
         "must be two ids, the first id and the id after the last",
     ),
-    Case("an empty range", put("loop", "unused_tokens", [[3, 3]]), "an integer in 4..160"),
     Case("unused ids past the vocabulary", put("loop", "unused_tokens", [[3, 161]]), "in 4..160"),
-    Case("unknown noise", put("loop", "noise", "pink"), 'loop.noise: "pink" is not known'),
     Case(
         "random tokens beside a mask token",
         put("loop", "noise", "uniform"),
@@ -469,7 +422,7 @@ LOOP: list[Case] = [
             put(*PORTS, "layers", 0, "window", window),
             "layers[0].window: expected an integer",
         )
-        for window in (0, -1, (1 << 24) + 1, "8")
+        for window in (0, (1 << 24) + 1)
     ),
     Case(
         "two different windows",
@@ -496,28 +449,7 @@ LOOP: list[Case] = [
         put(*PORTS, "window_segments", "window_segments"),
         "loop.graph.ports.window_segments: needs segments and a layer with a window",
     ),
-    Case(
-        "a block of nothing",
-        put("loop", "visible_block", 0),
-        "loop.visible_block: expected an integer",
-    ),
-    Case(
-        "one candidate", put("loop", "graph", "top_k", 1), "loop.graph.top_k: expected an integer"
-    ),
-    Case(
-        "an unknown cache type",
-        put("loop", "graph", "cache_dtype", "int4"),
-        "loop.graph.cache_dtype: expected",
-    ),
-    Case("no layers", put(*PORTS, "layers", []), "expected 1 to 1024 layers"),
     Case("ten thousand layers", put(*PORTS, "layers", [{}] * 10_000), "expected 1 to 1024 layers"),
-    Case("no heads", put(*PORTS, "layers", 0, "kv_heads", 0), "kv_heads: expected an integer"),
-    Case(
-        "heads of 2^31",
-        put(*PORTS, "layers", 0, "head_size", 1 << 31),
-        "head_size: expected an integer",
-    ),
-    Case("a port without a name", put(*PORTS, "logits", ""), "logits: expected a port's name"),
     Case(
         "a port that clears the screen",
         put(*PORTS, "logits", "\x1b[2J"),
@@ -535,18 +467,10 @@ LOOP: list[Case] = [
         "default_preset: is not one of presets",
     ),
     Case(
-        "an unknown commit",
-        _preset("commit", "magic"),
-        '"magic" is not known to this runtime',
-    ),
-    Case("a threshold above one", _preset("threshold", 1.5), "threshold = 1.5 is outside 0..1"),
-    Case(
         "a threshold beyond doubles",
         spelled('"default_preset"', '"x": 1e999, "default_preset"'),
         "out of range for a double",
     ),
-    Case("a negative block", _preset("block_length", -1), "block_length: expected an integer"),
-    Case("a block of 2^40", _preset("block_length", 1 << 40), "block_length: expected an integer"),
     Case(
         "effort without levels",
         put("loop", "effort", {"preset": "llada"}),
@@ -556,18 +480,6 @@ LOOP: list[Case] = [
         "a precision that nobody knows",
         put("precision", "layers", {"blocks.0.mlp.up": "int3"}),
         "'int3' is not one of",
-        engine=None,
-    ),
-    Case(
-        "a target that is a number",
-        put("targets", [7]),
-        "targets[0]: 7 is not of type 'string'",
-        engine=None,
-    ),
-    Case(
-        "parameters that are text",
-        put("network", "parameters", "many"),
-        "network.parameters",
         engine=None,
     ),
     Case(
@@ -600,20 +512,14 @@ NAMES = [
     )
 ]
 FILES: list[Case] = [
-    Case("a file of -1 bytes", put("files", DATA, "bytes", -1), "bytes: expected an integer"),
-    Case(
-        "a file of 2^60 bytes", put("files", DATA, "bytes", 1 << 60), "bytes: expected an integer"
-    ),
     Case(
         "a file of 2^64 bytes", put("files", DATA, "bytes", 1 << 64), "bytes: expected an integer"
     ),
-    Case("a file of half a byte", put("files", DATA, "bytes", 0.5), "bytes: expected an integer"),
     Case(
         "a hash that is short",
         put("files", DATA, "sha256", "ab"),
         "expected 64 lower-case hexadecimal digits",
     ),
-    Case("a hash that is none", put("files", DATA, "sha256", None), "sha256: expected a string"),
     Case(
         "another hash",
         put("files", DATA, "sha256", 64 * "0"),
@@ -621,7 +527,6 @@ FILES: list[Case] = [
         DATA,
     ),
     Case("no files", put("files", {}), "names a file that is not listed in files"),
-    Case("files that are a list", put("files", []), "files: expected an object"),
     Case(
         "a graph that is not listed",
         put("loop", "graph", "file", "../x.onnx"),
@@ -634,12 +539,6 @@ FILES: list[Case] = [
     Case(
         "weights that are cut off",
         lies(DATA, lambda data: data[:-1]),
-        "bytes, but the manifest says",
-        DATA,
-    ),
-    Case(
-        "weights that are longer",
-        lies(DATA, lambda data: data + b"\0"),
         "bytes, but the manifest says",
         DATA,
     ),
@@ -682,9 +581,7 @@ GRAPHS = [
     Case(name, change, says, GRAPH, "onnxruntime")
     for name, change, says in (
         ("a graph of no length", content(GRAPH, b""), ""),
-        ("a graph of zeros", content(GRAPH, bytes(1000)), ""),
         ("a graph that is a picture", content(GRAPH, b"\x89PNG\r\n\x1a\n" + bytes(99)), ""),
-        ("a graph that is a zip", content(GRAPH, b"PK\3\4" + bytes(99)), ""),
         ("a graph that is cut off", content(GRAPH, lambda data: data[: len(data) // 2]), ""),
         ("weights above the folder", external("location", "../outside"), ""),
         ("weights of the system", external("location", "/etc/passwd"), ""),
@@ -732,14 +629,8 @@ GRAPHS = [
     )
 ]
 ENGINES: list[Case] = [
-    Case(
-        "an engine of an unknown builder",
-        engine(builder="openvino"),
-        'expected "tensorrt" or "tensorrt_rtx"',
-    ),
     Case("an engine of no version", engine(version="latest"), "expected a version"),
     Case("an engine for no device", engine(sm=[]), "names no compute capability"),
-    Case("an engine for a device of 2^31", engine(sm=[1 << 31]), "expected an integer"),
     Case(
         "an engine that is elsewhere",
         engine(file="engines/../../x.engine"),
@@ -749,11 +640,6 @@ ENGINES: list[Case] = [
         "an engine of a target that is a path",
         engine(target="../x"),
         "not a plain file name|is not a target's name",
-    ),
-    Case(
-        "an engine with a profile of two sizes",
-        engine(profiles={"prefill": {}, "block": {}}),
-        "profiles",
     ),
 ]
 TEXTS = [
