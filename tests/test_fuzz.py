@@ -57,7 +57,7 @@ def allocations(folder: Path, *arguments: object) -> None:
 
 
 def test_calls_survive_the_failure_of_any_allocation(sanitized: Path, demo_bundle: Path) -> None:
-    allocations(sanitized, 61, demo_bundle)
+    allocations(sanitized, 101, demo_bundle)
 
 
 @pytest.mark.slow

@@ -54,14 +54,7 @@ FAKE = (
     "const void *OrtGetApiBase(void) { return &base; }\n"
 )
 # The tests of the program native_tests that need no files, and longer runs of these tests.
-NATIVE_TESTS = (
-    "native_test",
-    "runner_test",
-    "constraint_test",
-    "compile_automaton_test",
-    "compile_token_test",
-    "threads_test",
-)
+NATIVE_TESTS = ("native_test", "runner_test", "constraint_test", "threads_test")
 LONG_NATIVE_TESTS = (("runner_test", "all"), ("constraint_test", "10000"))
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
 # Search path for programs: first the Python environment (pip install cmake ninja), then $PATH.

@@ -225,7 +225,7 @@ class Partials {
 };
 
 void test_exact_sums(std::mt19937& random) {
-  for (int32_t round = 0; round < 2000; ++round) {
+  for (int32_t round = 0; round < 1000; ++round) {
     dlm::ExactSum sum;
     Partials wanted;
     for (int32_t i = 0; i < 20; ++i) {
@@ -308,7 +308,7 @@ void each_text(const Problem& problem, const std::vector<uint8_t>& ends,
 }
 
 void test_most_likely_text(std::mt19937& random) {
-  for (int32_t round = 0; round < 2000; ++round) {
+  for (int32_t round = 0; round < 1000; ++round) {
     const Problem problem = random_problem(random);
     const dlm::Automaton& automaton = problem.automaton;
     const std::vector<dlm::Place>& places = problem.places;
@@ -405,7 +405,7 @@ void test_all_texts(std::mt19937& random) {
     return std::fabs(a - b) <= 1e-9 * (1 + std::fabs(b));
   };
   const dlm::Sampling samplings[] = {{1, 1, 0}, {0.3, 1, 0}, {5, 1, 2}, {1, 0.6, 0}, {2, 0.8, 3}};
-  for (int32_t round = 0; round < 2000; ++round) {
+  for (int32_t round = 0; round < 1000; ++round) {
     Problem problem = random_problem(random);
     for (dlm::Place& place : problem.places) {
       // Only requests that edit decided tokens use `other`, and these requests do not sample.

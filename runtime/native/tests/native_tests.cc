@@ -8,8 +8,7 @@
 
 int main(int count, char** arguments) {
   const std::map<std::string, int (*)(int, char**)> tests = {
-      {"compile_automaton_test", compile_automaton_test},
-      {"compile_token_test", compile_token_test},
+
       {"constraint_test", constraint_test},
       {"native_test", native_test},
       {"runner_test", runner_test},

@@ -580,7 +580,7 @@ void test_a_window_with_few_idle_pages(int32_t window, int64_t most_idle) {
   dlm_policy policy = dlm::default_policy();
   policy.cache = "block", policy.remask = "noise", policy.commit = "entropy_bound";
   policy.block_length = 8, policy.steps_per_block = 1, policy.stop = "none";
-  for (int32_t most_tokens = 15; most_tokens < 50; ++most_tokens) {
+  for (int32_t most_tokens = 15; most_tokens < 50; most_tokens += 3) {
     Scheduler scheduler(of, engine, {3, 100, most_tokens}, 10 * kLongest, most_idle, 10 * kLongest);
     std::vector<Wish> wishes;
     std::vector<std::shared_ptr<dlm::Job>> jobs;
@@ -1284,7 +1284,7 @@ void test_many_jobs(bool shares, int count) {
 // With the argument `all`, the tests with random numbers run more often.
 int runner_test(int argc, char** argv) {
   const bool all = argc > 1 && std::string(argv[1]) == "all";
-  for (const bool shares : {true, false}) test_many_jobs(shares, all ? 10000 : 1000);
+  for (const bool shares : {true, false}) test_many_jobs(shares, all ? 10000 : 500);
   for (uint32_t seed = 0; seed < (all ? 60u : 20u); ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < (all ? 20u : 8u); ++seed) test_random_requests(seed, false);
   for (uint32_t seed = 0; seed < (all ? 40u : 20u); ++seed) test_costs(seed);
@@ -1297,8 +1297,8 @@ int runner_test(int argc, char** argv) {
   test_a_window_limits_the_cache();
   test_a_window_limits_reuse();
   test_guidance_and_a_window_limit_reuse();
-  for (const int32_t window : {1, 16, 17, 20, 33, 40})
-    for (const int64_t most_idle : {1, 16, 32, 48})
+  for (const int32_t window : {1, 17, 40})
+    for (const int64_t most_idle : {1, 16, 48})
       test_a_window_with_few_idle_pages(window, most_idle);
   for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);
   for (const int32_t shift : {0, 1}) {
@@ -1310,12 +1310,12 @@ int runner_test(int argc, char** argv) {
   test_admission_by_cost();
   for (const bool shares : {true, false}) {
     test_failures_stay_with_their_requests(shares);
-    test_threads(shares, all ? 250 : 100);
+    test_threads(shares, all ? 250 : 50);
     for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign,
                               Fault::end_memory, Fault::step})
       test_faults_stay_with_their_requests(shares, fault);
     test_an_error_of_nobody_ends_all(shares);
-    test_mixed_requests(shares, all ? 125 : 60);
+    test_mixed_requests(shares, all ? 125 : 40);
   }
   test_faults_as_a_scheduler_is_destroyed();
   test_limits();

@@ -2,8 +2,6 @@
 // prints "N passed, N failed" as its last line, and returns the exit status of the program.
 #pragma once
 
-int compile_automaton_test(int count, char** arguments);
-int compile_token_test(int count, char** arguments);
 int constraint_test(int count, char** arguments);
 int native_test(int count, char** arguments);
 int runner_test(int count, char** arguments);
