@@ -151,41 +151,6 @@ def test_a_canvas_grows_by_blocks_until_an_end_token_or_the_limit(
     assert len(grown.log_probs) == len(grown.undecided) == len(grown.tokens)
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> dict[str, Any]:
-    """Return a strategy for batches of requests. The given tokens may include mask tokens.
-
-    Requests of the same length can share passes.
-    """
-    lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    token = st.one_of(st.integers(0, 38), st.just(39))
-    tokens = [
-        draw(st.lists(token, min_size=6 + length // 3, max_size=6 + length // 3))
-        for length in lengths
-    ]
-    return {
-        "tokens": tokens,
-        "max_new_tokens": draw(st.integers(0, 40)),
-        "max_batch": draw(st.integers(1, 7)),
-    }
-
-
-@settings(max_examples=200)
-@given(policy=policies, requests=batches(), shift=st.integers(0, 1), trained=st.integers(1, 48))
-def test_a_batch_gives_each_request_what_it_gets_alone(
-    policy: Policy, requests: dict[str, Any], shift: int, trained: int
-) -> None:
-    """The end token is frequent, so requests of a batch end at different times."""
-    denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40, trained=trained)
-    new, fields = requests["max_new_tokens"], policy.as_dict()
-    together = denoiser.bundle.generate_batch(**requests, **fields)
-    alone = [
-        denoiser.bundle.generate(tokens=tokens, max_new_tokens=new, **fields)
-        for tokens in requests["tokens"]
-    ]
-    assert [(out.tokens, out.nfe) for out in together] == [(out.tokens, out.nfe) for out in alone]
-
-
 def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
     """Return the positions that the native loop commits in its first pass.
 

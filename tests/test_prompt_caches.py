@@ -83,17 +83,6 @@ def test_sessions_that_keep_prompts_give_the_same_tokens(
             assert made.cached_tokens <= length // BLOCK * BLOCK
 
 
-def test_a_conversation_of_one_session_computes_only_what_is_new(several_bundle: Path) -> None:
-    history: list[int] = []
-    with dlm_runtime.open(several_bundle, threads=1, prefix_cache_bytes=1 << 28) as bundle:
-        for turn in range(6):
-            before = len(history)
-            made = bundle.generate(tokens=history + prompt(19, turn), **CHANGES)
-            assert made.cached_tokens >= before // BLOCK * BLOCK - BLOCK
-            history = list(made.tokens)
-    assert before > 100
-
-
 def test_full_attention_reuses_a_prompt_only_if_asked(demo_bundle: Path) -> None:
     asked: dict[str, Any] = {
         "cache": "dual",
@@ -112,11 +101,6 @@ def test_full_attention_reuses_a_prompt_only_if_asked(demo_bundle: Path) -> None
             bundle.generate(tokens=first, reuse_prompt=1, cache="dual", refresh=0)
     assert [each.cached_tokens for each in made] == [0, 0, 0, 48, 48]
     assert made[0].tokens == made[2].tokens == made[3].tokens
-
-
-def test_without_a_limit_sessions_keep_nothing(plain: Bundle) -> None:
-    made = [plain.generate(tokens=prompt(70), **CHANGES) for _ in range(2)]
-    assert [each.cached_tokens for each in made] == [0, 0]
 
 
 def test_a_chat_that_a_user_continues_is_saved_up_to_the_users_message(
@@ -158,9 +142,7 @@ def flipped(content: bytes) -> bytes:
     [
         (flipped, "damaged: the checksum is wrong"),
         (lambda content: content[:-64], "damaged: the file has"),
-        (lambda content: content[:100], "the file is too short"),
         (lambda content: b"", "the file is too short"),
-        (lambda content: b"GGUF" + content[4:], "the first bytes are wrong"),
         (lambda content: content[:8] + b"\x07" + content[9:], "version 7"),
     ],
 )
@@ -234,12 +216,3 @@ def test_a_command_saves_a_prompt_for_run_and_serve(
         body = {"model": served.model, "prompt": text + "now", "max_tokens": 16}
         usage = served.client.post("/v1/completions", json=body).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == made["cached_tokens"]
-
-
-def test_a_server_without_a_prefix_cache_reuses_nothing(several_bundle: Path) -> None:
-    prompt = "play jazz in the kitchen and " * 6
-    with serving(several_bundle, "--no-log", "--prefix-cache", "0") as served:
-        for _ in range(2):
-            body = {"model": served.model, "prompt": prompt, "max_tokens": 16}
-            usage = served.client.post("/v1/completions", json=body).json()["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] == 0

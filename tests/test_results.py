@@ -176,36 +176,6 @@ def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) ->
         assert bundle.generate(**fields).finish == "length"
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
-    cancels = [None, threading.Event(), None]
-    fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
-
-    def on_pass(number: int) -> None:
-        if number == 3 * 5:  # pass 5; ``on_pass`` is called once for each of three requests
-            assert cancels[1] is not None
-            cancels[1].set()
-
-    tokens = [[1], [2], [3]]
-    with scripted(steady, on_pass) as bundle:
-        outs = bundle.generate_batch(tokens=tokens, cancel=cancels, **fields)
-        assert [(out.finish, out.nfe) for out in outs] == [
-            ("length", 24),
-            ("cancelled", 5),
-            ("length", 24),
-        ]
-        for out, given_tokens in zip(outs, tokens, strict=True):
-            assert (
-                out.finish == "cancelled"
-                or out.tokens == bundle.generate(tokens=given_tokens, **fields).tokens
-            )
-        for both in (threading.Event(), [threading.Event()] * 3):
-            (both if isinstance(both, threading.Event) else both[0]).set()
-            assert [
-                out.nfe for out in bundle.generate_batch(tokens=tokens, cancel=both, **fields)
-            ] == [0, 0, 0]
-
-
 def test_lists_of_a_batch_have_an_entry_for_each_request() -> None:
     with scripted(steady) as bundle:
         for changes in ({"policies": [{}]}, {"cancel": [None] * 3}):
