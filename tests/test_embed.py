@@ -138,7 +138,6 @@ def test_masked_residues_are_filled_as_in_python(
     [
         ([], 2, "usage: fill BUNDLE PASSES TEXT"),
         (["{bundle}", "-1", "Q"], 2, "usage: "),
-        (["{bundle}", "1 ", "Q"], 2, "usage: "),
         (["/no/such/bundle", "1", "Q"], 1, "fill: NOT_FOUND: /no/such/bundle"),
         (["{bundle}", "1", "Q" * 70], 1, "fill: INVALID_ARGUMENT: "),
     ],
@@ -565,28 +564,18 @@ def test_a_stream_tells_the_same_text_in_pieces(
 TEXT, CHATS = "/v1/completions", "/v1/chat/completions"
 WRONG: dict[str, tuple[str, str, Any, int, str]] = {
     "no JSON": ("POST", TEXT, b"{", 400, "the body is no JSON: "),
-    "no body": ("POST", TEXT, b"", 400, "the body is no JSON: "),
     "a key twice": ("POST", TEXT, b'{"prompt":"a","prompt":"b"}', 400, "duplicate object key"),
     "deep": ("POST", TEXT, b"[" * 4000, 400, "the body is no JSON: maximum parsing depth"),
-    "no UTF-8": ("POST", TEXT, b'{"prompt":"\xff"}', 400, "the body is no JSON: unable to decode byte 0xff"),
-    "no object": ("POST", TEXT, [1], 400, "no object"),
     "no prompt": ("POST", TEXT, {}, 400, "prompt is no string"),
-    "another prompt": ("POST", TEXT, {"prompt": ["x"]}, 400, "prompt is no string"),
     "an unknown field": ("POST", TEXT, {"prompt": "x", "n": 2}, 400, 'unknown field "n": this service takes prompt'),
-    "a chat's field": ("POST", TEXT, CHAT, 400, 'unknown field "messages"'),
     "no token": ("POST", TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is no whole number"),
-    "half a token": ("POST", TEXT, {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens is no whole number"),
     "a hot draw": ("POST", TEXT, {"prompt": "x", "temperature": 2.1}, 400, "temperature is no number in 0..2"),
-    "a seed below 0": ("POST", TEXT, {"prompt": "x", "seed": -1}, 400, "seed is no whole number"),
-    "no switch": ("POST", TEXT, {"prompt": "x", "stream": 1}, 400, "stream is neither true nor false"),
     "a long prompt": ("POST", TEXT, {"prompt": "go " * 600, "max_tokens": 9}, 400, "is longer than the denoiser's"),
     "no messages": ("POST", CHATS, {"messages": []}, 400, "messages is no list of messages"),
-    "a part": ("POST", CHATS, {"messages": [{"role": "user", "content": []}]}, 400, "a message is no object of"),
     "an unknown role": ("POST", CHATS, {"messages": [{"role": "x", "content": "y"}]}, 400, "role \"x\""),
     "a large body": ("POST", TEXT, {"prompt": "x" * 9000}, 413, "the body is larger than this service takes"),
     "another place": ("GET", "/", None, 404, "there are /v1/completions, "),
     "another method": ("GET", TEXT, None, 405, "asked for by POST"),
-    "a posted look": ("POST", "/health", {}, 405, "read by GET"),
 }  # fmt: skip
 
 
@@ -683,8 +672,6 @@ def test_what_is_under_way_is_finished_when_the_service_stops(started: Callable[
     [
         ([], 2, "usage: serve BUNDLE"),
         (["{bundle}", "--port", "70000"], 2, "serve: --port is no whole number in 0..65535"),
-        (["{bundle}", "--nothing", "1"], 2, "serve: --nothing is no option"),
-        (["{bundle}", "--port"], 2, "serve: --port has no value behind it"),
         (["/no/such/bundle"], 1, "serve: NOT_FOUND: /no/such/bundle"),
         (["{bundle}", "--preset", "x"], 1, 'serve: NOT_FOUND: preset "x"'),
         (["{bundle}", "--address", "x"], 1, "serve: cannot listen on x, port 8080"),
