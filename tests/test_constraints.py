@@ -172,60 +172,11 @@ def test_expressions_that_cannot_be_compiled_say_why(expression: str, message: s
     ],
 )
 def test_expressions_that_blow_up_meet_a_limit(limits: CompileLimits, message: str) -> None:
-    start = time.thread_time()
     with pytest.raises(RequestError, match=f"^regex: (compiling it )?{message}"):
         byte_automaton("(?:a|b)*a(?:a|b){40}", limits)
-    assert time.thread_time() - start < 2 * limits.seconds
 
 
 # ---- Schemas ----
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"not": {}}, "no value is valid by it"),
-        ({"type": "strin"}, '#/type: "strin" is not a type, or a list of types: array, boolean,'),
-        ('{"type": "string"}', "is not a schema: give an object or a boolean"),
-        (
-            {"$ref": "other.json"},
-            r'\$ref "other.json" is not in this schema, and other documents are never retrieved',
-        ),
-        ({"$ref": "#/$defs/x"}, r'\$ref "#/\$defs/x" leads nowhere'),
-        ({"$ref": "#"}, "refers to itself without a property or an item in between"),
-        (
-            {"type": "string", "pattern": "(a)\\1"},
-            "has a back-reference, which is not regular, at character 5",
-        ),
-        ({"type": "string", "pattern": "a$b"}, "no value is valid by it"),
-        ({"type": "integer", "minimum": 5, "maximum": 4}, "no value is valid by it"),
-        ({"enum": ["a"], "type": "integer"}, "no value is valid by it"),
-        (False, "no value is valid by it"),
-        ({"const": float("nan")}, "not JSON"),
-    ],
-)
-def test_what_a_schema_says_is_kept_or_refused_by_name(given: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=f"^schema: .*{message}"):
-        texts_of(given)
-
-
-def test_recursive_schemas_are_bounded() -> None:
-    tree = {
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {"v": {"const": 1}, "next": {"$ref": "#/$defs/node"}},
-                "required": ["v"],
-            }
-        },
-        "$ref": "#/$defs/node",
-    }
-    texts, by_default = texts_of(tree, 2), texts_of(tree)
-    chain: dict[str, Any] = {"v": 1}
-    for depth in range(5):
-        assert accepts(texts, chain) == (depth <= 2)
-        assert accepts(by_default, chain) == (depth <= 3)
-        chain = {"v": 1, "next": chain}
 
 
 def test_any_object_is_json_of_bounded_depth() -> None:

@@ -47,11 +47,16 @@ def validator(found: Any) -> Draft202012Validator:
 
 # ---- Lengths ----
 
-ADDRESSES = ("uri", "uri-reference", "iri", "iri-reference", "email", "idn-email", "hostname")
 
-
-@pytest.mark.parametrize("lengths", [{"maxLength": 2083, "minLength": 1}, {"maxLength": 254}])
-@pytest.mark.parametrize("name", [*ADDRESSES, "idn-hostname"])
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("uri", {"maxLength": 2083, "minLength": 1}),
+        ("iri-reference", {"maxLength": 2083, "minLength": 1}),
+        ("idn-email", {"maxLength": 254}),
+        ("idn-hostname", {"maxLength": 254}),
+    ],
+)
 def test_addresses_of_limited_length_compile(name: str, lengths: dict[str, int]) -> None:
     vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), None))
     urls = {f"url{i}": {"type": "string", "format": name, **lengths} for i in range(2)}
@@ -844,13 +849,3 @@ def test_schemas_that_are_too_large_are_rejected(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_large_schemas_with_few_states_are_compiled(name: str) -> None:
     byte_automaton(schema_content(SMALL[name]), CompileLimits(seconds=20))
-
-
-@pytest.mark.parametrize(
-    "found", [{"enum": [1], "allOf": [{"$ref": "#"}]}, {"allOf": [{"$ref": "#"}]}, {"$ref": "#"}]
-)
-def test_schemas_that_refer_to_themselves_alone_are_rejected(found: Any) -> None:
-    with pytest.raises(
-        RequestError, match="refers to itself without a property or an item in between"
-    ):
-        texts_of(found, 3)
