@@ -13,7 +13,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import dream_config, llada_config, write_checkpoint
-from shared import made_once
+from serving_process import Served, serving
 from traces import trace_once
 
 from dlm_export.graph import trace
@@ -38,6 +38,13 @@ settings.load_profile("fixed")
 GROUPS = {
     "gemma": ("test_diffusion_gemma", "test_gemma_quantised"),
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
+    "served": (
+        "test_serving_clients",
+        "test_serving_decisions",
+        "test_serving_edits",
+        "test_serving_public_clients",
+        "test_serving_responses",
+    ),
     "engines": (
         "test_engines",
         "test_audit",
@@ -113,5 +120,13 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The second demo, which is block-causal, as an fp32 bundle."""
-    checkpoint = DEMO_CHECKPOINT.parent / "demo-several"
-    return made_once(tmp_path_factory, "several", _build(checkpoint))
+    return _build(
+        DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several"
+    )
+
+
+@pytest.fixture(scope="session")
+def served(demo_bundle: Path) -> Iterator[Served]:
+    """A server of the demo bundle with default options."""
+    with serving(demo_bundle) as process:
+        yield process

@@ -24,8 +24,6 @@ import dlm_runtime
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-pytestmark = pytest.mark.xdist_group("serving")
-
 COMMAND = "turn on the kitchen lights"
 MESSAGES = [{"role": "user", "content": COMMAND}]
 JSON = {"content-type": "application/json"}

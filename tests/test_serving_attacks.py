@@ -25,8 +25,6 @@ from serving_process import Served, read_all, serving
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-pytestmark = pytest.mark.xdist_group("serving")
-
 WAIT_S = 60
 POST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

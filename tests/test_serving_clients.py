@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_process import Served, serving
+from serving_process import Served
 
 from dlm_runtime import Policy
 
 pytest.importorskip("uvicorn")
-
-pytestmark = pytest.mark.xdist_group("serving")
 
 MESSAGES: Any = [{"role": "user", "content": "turn on the kitchen lights"}]
 TOOLS: Any = [
@@ -35,12 +31,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "stop", "description": "Stop everything."}},
 ]
-
-
-@pytest.fixture(scope="module")
-def served(demo_bundle: Path) -> Iterator[Served]:
-    with serving(demo_bundle) as process:
-        yield process
 
 
 def clients() -> list[Any]:

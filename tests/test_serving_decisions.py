@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_process import Served, serving
+from serving_process import Served
 
 import dlm_runtime
 from dlm_runtime import Choice, Score, YesNo
 
 pytest.importorskip("uvicorn")
-
-pytestmark = pytest.mark.xdist_group("serving")
 
 STATE = "turn on the kitchen lights"
 QUESTIONS: dict[str, Any] = {
@@ -22,12 +19,6 @@ QUESTIONS: dict[str, Any] = {
     "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now"}},
     "size": {"type": "score", "criteria": ["small", {"about": "large"}]},
 }
-
-
-@pytest.fixture(scope="module")
-def served(demo_bundle: Path) -> Iterator[Served]:
-    with serving(demo_bundle) as process:
-        yield process
 
 
 def decide(served: Served, **fields: Any) -> Any:

@@ -6,21 +6,18 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving_process import Served, serving
+from serving_process import Served
 
 import dlm_runtime
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
-
-pytestmark = pytest.mark.xdist_group("serving")
 
 MESSAGE = """<|recently_viewed_code_snippets|>
 
@@ -65,12 +62,6 @@ open the door
 """
 AFTER = "\nclose the window\n<|/current_file_content|>"
 REGION = "turn on the lights"
-
-
-@pytest.fixture(scope="module")
-def served(demo_bundle: Path) -> Iterator[Served]:
-    with serving(demo_bundle) as process:
-        yield process
 
 
 def edit(served: Served, content: Any = MESSAGE, **fields: Any) -> Any:

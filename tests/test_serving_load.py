@@ -22,8 +22,6 @@ from serving_process import Served, serving
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-pytestmark = pytest.mark.xdist_group("serving")
-
 CLIENTS = 6
 BODY = {
     "messages": [{"role": "user", "content": "turn on the kitchen lights"}],

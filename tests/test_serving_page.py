@@ -26,8 +26,6 @@ pytest.importorskip("uvicorn")
 
 from dlm_serve import page_routes
 
-pytestmark = pytest.mark.xdist_group("serving")
-
 missing = browsers.missing()
 needs_browser = pytest.mark.skipif(missing is not None, reason=str(missing))
 

@@ -13,17 +13,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from serving_process import Served, serving
+from serving_process import Served
 
 pytest.importorskip("uvicorn")
-
-pytestmark = pytest.mark.xdist_group("serving")
 
 COMMAND = "turn on the kitchen lights"
 MESSAGES: Any = [{"role": "user", "content": COMMAND}]
@@ -40,12 +37,6 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "SetLights", "parameters": SetLights.model_json_schema()},
 }
-
-
-@pytest.fixture(scope="module")
-def served(demo_bundle: Path) -> Iterator[Served]:
-    with serving(demo_bundle) as process:
-        yield process
 
 
 @pytest.fixture

@@ -7,17 +7,13 @@ OpenAI's official client.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_process import Served, serving
+from serving_process import Served
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
-
-pytestmark = pytest.mark.xdist_group("serving")
 
 COMMAND = "turn on the kitchen lights"
 PARAMETERS: Any = {
@@ -30,12 +26,6 @@ TOOLS: Any = [
     {"type": "function", "name": "set_lights", "parameters": PARAMETERS, "strict": True},
     {"type": "function", "name": "stop", "description": "Stop everything."},
 ]
-
-
-@pytest.fixture(scope="module")
-def served(demo_bundle: Path) -> Iterator[Served]:
-    with serving(demo_bundle) as process:
-        yield process
 
 
 @pytest.fixture
