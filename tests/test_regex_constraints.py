@@ -199,6 +199,16 @@ def test_categories_are_those_of_unicode() -> None:
     assert changed <= 5, sys.version
 
 
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [(r"\a\f\t\n\r\v", "\x07\x0c\t\n\r\x0b"), (r"\p{gc=Lu}\p{gc!=Lu}", "Aa")],
+)
+def test_escapes_and_properties_have_their_meaning(expression: str, text: str) -> None:
+    made = byte_automaton(expression)
+    assert made.matches(text)
+    assert not made.matches(text[::-1])
+
+
 # ---- Control characters ----
 
 
