@@ -14,6 +14,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import dream_config, llada_config, write_checkpoint
 from serving_process import Served, serving
+from shared import made_once
 from traces import trace_once
 
 from dlm_export.graph import trace
@@ -120,9 +121,8 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The second demo, which is block-causal, as an fp32 bundle."""
-    return _build(
-        DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several"
-    )
+    checkpoint = DEMO_CHECKPOINT.parent / "demo-several"
+    return made_once(tmp_path_factory, "several", _build(checkpoint))
 
 
 @pytest.fixture(scope="session")

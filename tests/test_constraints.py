@@ -70,7 +70,7 @@ def small_expressions(draw: st.DrawFn, depth: int = 4) -> str:
     return f"(?:{first})" + {"many": "*", "maybe": "?", "twice": "{1,2}"}[kind]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     expression=small_expressions(),
     before=st.text("abcé", max_size=2),

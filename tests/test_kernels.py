@@ -186,7 +186,7 @@ def test_kernels_compute_what_the_functions_in_the_graph_say(
             assert agreeing == 1 or (name.endswith(BY_ROWS) and agreeing > 0.9)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_shape_of_a_pass_fits_the_kernels(
     bundles: dict[str, Path], kernels: str, data: st.DataObject
