@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,17 @@ from typing import Any
 REPOSITORY = "org/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CHUNK = 1 << 12
+
+
+class QuietServer(ThreadingHTTPServer):
+    """Prints no traceback if a client closes its connection early.
+
+    Tests run commands in this process, and compare what the commands print.
+    """
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class HubServer:
@@ -41,7 +53,7 @@ class HubServer:
         self.listed: bytes | None = None
         self.is_gated = False
         self.has_ranges = True
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = QuietServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
