@@ -6,6 +6,7 @@ texts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -297,7 +298,8 @@ VALUES = st.recursive(
 def test_no_value_of_an_option_raises_another_error_than_ours(
     unrun: Bundle, name: str, value: Any
 ) -> None:
-    with pytest.raises(DlmError):
+    """A value that allows only one text, such as an enum of one string, needs no pass and no error."""
+    with contextlib.suppress(DlmError):
         unrun.generate(
             **request_with(name, value), **({"max_steps": 1} if name != "max_steps" else {})
         )

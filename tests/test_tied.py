@@ -321,7 +321,7 @@ def test_rotary_tables_are_stored_once_for_all_layers_and_as_long_as_the_canvas(
 ) -> None:
     source = write_checkpoint(tmp_path / "source", sdar_config(num_hidden_layers=3))
     for name, options in {
-        "cpu": BuildOptions(precision="fp32"),
+        "cpu": BuildOptions(precision="fp32", check_parity=False),
         "cuda": BuildOptions(("cuda",), "fp16", check_parity=False),
     }.items():
         build_bundle(source, tmp_path / name, options)

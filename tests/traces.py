@@ -7,10 +7,11 @@ test runs. ``python tests/traces.py ARGUMENTS`` runs the command ``dlm-export`` 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pickle
+import sys
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dlm_export.graph import trace
 from dlm_export.network.spec import NetworkSpec
 
 FOLDER = Path(__file__).parent.parent / "build" / "test-traces"
+STACK_BYTES = 512 << 20
 PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
 
 _trace = trace.trace_pass
@@ -51,21 +53,33 @@ def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 
 
 def _read_or_trace(path: Path, network: NetworkSpec, precision: str, is_plain: bool) -> trace.Graph:
-    """Return the graph in the file ``path``. If there is no such file, trace and write the graph.
-
-    If the graph has too many nodes for pickle, no file is written.
-    """
+    """Return the graph in the file ``path``. If there is no such file, trace and write the graph."""
     if path.is_file():
         found: trace.Graph = pickle.loads(path.read_bytes())
         return found
     found = _trace(network, precision, is_plain=is_plain)
-    with contextlib.suppress(RecursionError):
-        content = pickle.dumps(found)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(content)
-        written.replace(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_bytes(_dumped(found))
+    written.replace(path)
     return found
+
+
+def _dumped(graph: trace.Graph) -> bytes:
+    """Pickle a graph. A thread with a large stack does this, because pickle follows each node to
+    the next one, and a graph has thousands of nodes.
+    """
+    done: list[bytes] = []
+    limit, size = sys.getrecursionlimit(), threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: done.append(pickle.dumps(graph)))
+    try:
+        sys.setrecursionlimit(1_000_000)
+        thread.start()
+        thread.join()
+    finally:
+        sys.setrecursionlimit(limit)
+        threading.stack_size(size)
+    return done[0]
 
 
 if __name__ == "__main__":

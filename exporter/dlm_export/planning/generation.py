@@ -2,9 +2,8 @@
 
 ``network.turns`` determines the passes of the loop. A scheduler changes the passes over the prompt
 in two ways: it skips the tokens whose keys and values it reuses, and it splits a long prompt into
-parts.
-In the native code, the functions ``skip_stored`` and ``split_prefill`` in ``decode/request.cc``
-make these changes.
+parts. In the native code, the functions ``skip_stored`` and ``split_prefill`` in
+``decode/request_reuse.cc`` make these changes.
 """
 
 from __future__ import annotations

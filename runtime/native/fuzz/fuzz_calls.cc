@@ -96,9 +96,13 @@ class World {
   dlm_policy policy() {
     dlm_policy made;
     dlm_policy_init(&made, sizeof made);
+    static const size_t fields = [] {
+      size_t count = 0;
+      while (dlm_policy_field_at(count) != nullptr) ++count;
+      return count;
+    }();
     for (size_t changes = input_.byte() % 6; changes-- > 0;) {
-      const dlm_policy_field* const field = dlm_policy_field_at(input_.byte() % 28);
-      if (field == nullptr) continue;
+      const dlm_policy_field* const field = dlm_policy_field_at(input_.byte() % fields);
       void* const at = reinterpret_cast<char*>(&made) + field->offset;
       const int32_t choices = field->choices == nullptr ? 0 : [&] {
         int32_t n = 0;

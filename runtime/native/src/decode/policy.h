@@ -4,7 +4,7 @@
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857), d3LLM
 // (arXiv:2601.07568) and the released code of DiffusionGemma.
-// exporter/dlm_export/network/reference.py implements the same rules in plain torch.
+// exporter/dlm_export/network/turns.py implements the same rules in Python.
 //
 // A policy is checked twice. check_policy checks the fields of the policy and the combinations of
 // fields. suit_policy (decode/plan.h) checks that the policy suits the denoiser.
