@@ -10,6 +10,7 @@ canvas in the part of the training that used no scaling. This module does not im
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ LOWEST, HIGHEST = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(ABC):
     """The base class of all kinds of scaling.
 
     A frequency is divided by at most ``factor``, which is at least ``lowest_factor``.
@@ -43,13 +44,13 @@ class Scaling:
                         f"{each.name} must be between {low:g} and {HIGHEST:g}, found {value:g}"
                     )
 
+    @abstractmethod
     def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Return a share between 0 and 1 for each of the unscaled ``frequencies``.
 
         A frequency with share 1 is not scaled. A frequency with share 0 is divided by ``factor``.
         For shares between 0 and 1, the result is interpolated linearly.
         """
-        raise NotImplementedError
 
     @property
     def magnitude(self) -> float:
