@@ -750,7 +750,8 @@ typedef struct dlm_request {
   /* The given tokens. Set at most one of `tokens`, `prompt` and `messages`. If `tokens` contains
    * mask tokens, the request fills them too. A prompt or a chat needs the bundle's text
    * (dlm_bundle_text). INVALID_ARGUMENT if one of these pointers or stop_strings is not NULL but
-   * its count is 0. The only exception is the empty prompt "", which has prompt_size 0. */
+   * its count is 0. The only exception is the empty prompt: `prompt_size` is 0, and `prompt` points
+   * to a NUL byte, as the literal "" does. */
   const int32_t* tokens;
   size_t token_count;
   const char* prompt;
