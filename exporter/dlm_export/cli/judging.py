@@ -300,11 +300,10 @@ def print_parity(parity: Parity) -> None:
             f"{row.worst_difference:.2e}",
             f"{row.relative:.1e}",
             f"{row.argmax_equal}/{row.rows}",
-            str(row.argmax_ties),
         ]
         for row in parity.graph
     ]
-    columns = ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"]
+    columns = ["mask ratio", "worst logit difference", "of range", "argmax equal"]
     print_table("Logits against the reference", columns, rows)
     rows = [
         [

@@ -102,9 +102,6 @@ class GraphRow:
     """The comparison of logits at one mask ratio.
 
     ``argmax_equal`` is the number of rows for which both denoisers predict the same token.
-    ``argmax_ties`` is the number of rows where rounding explains why the predicted tokens differ.
-    In these rows, the difference between the two best logits is less than twice the worst
-    difference between the denoisers.
     """
 
     mask_ratio: float
@@ -113,7 +110,6 @@ class GraphRow:
     logit_range: float
     relative: float
     argmax_equal: int
-    argmax_ties: int
 
 
 @dataclass(frozen=True)
@@ -194,10 +190,6 @@ class Parity:
             if row.logit_range == 0:
                 found.append(
                     f"mask ratio {row.mask_ratio}: all logits are equal, so the network predicts nothing"
-                )
-            if self.precision == "fp32" and row.argmax_equal + row.argmax_ties < row.rows:
-                found.append(
-                    f"mask ratio {row.mask_ratio}: argmax differs in {row.rows - row.argmax_equal} of {row.rows} rows"
                 )
         total = sum(row.canvases for row in self.loop)
         equal = sum(row.canvases_equal for row in self.loop)
@@ -293,9 +285,7 @@ def graph_rows(
 def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
     worst = float(np.abs(ours - theirs).max()) if np.isfinite(ours).all() else float("inf")
     span = float(theirs.max() - theirs.min())
-    best_two = np.partition(theirs, -2, axis=-1)[:, -2:]
     is_equal = ours.argmax(-1) == theirs.argmax(-1)
-    is_tie = ~is_equal & (best_two[:, 1] - best_two[:, 0] <= 2 * worst)
     return GraphRow(
         ratio,
         len(theirs),
@@ -303,7 +293,6 @@ def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
         span,
         worst / max(span, 1e-30),
         int(is_equal.sum()),
-        int(is_tie.sum()),
     )
 
 
