@@ -124,17 +124,20 @@ def test_alternatives_change_nothing_else(
             assert dict(alternatives)[token] == log_prob
 
 
-def test_a_small_vocabulary_has_few_alternatives() -> None:
+@pytest.mark.parametrize(("count", "tokens"), [(3, [2, 0, 1]), (20, [2, 0, 1, 3])])
+def test_a_small_vocabulary_has_few_alternatives_and_the_lowest_of_equal_ones_come_first(
+    count: int, tokens: list[int]
+) -> None:
     def run(p: CallbackPass) -> None:
-        p.top_tokens[:], p.top_probs[:] = (2, 0), (0.5, 0.25)
+        p.top_tokens[:], p.top_probs[:] = (2, 0), (0.4, 0.2)
         if p.logits is not None:
-            p.logits[:] = np.log([0.25, 0.25, 0.5, 1])
+            p.logits[:] = np.log([0.2, 0.2, 0.4, 0.2, 1])
 
-    with dlm_runtime.from_callback(DenoiserInfo(4, 3, 8), run) as bundle:
-        out = bundle.generate(tokens=[1], max_new_tokens=1, top_log_probs=20)
-    assert [token for token, _ in out.top_log_probs[1]] == [2, 0, 1]
+    with dlm_runtime.from_callback(DenoiserInfo(5, 4, 8), run) as bundle:
+        out = bundle.generate(tokens=[1], max_new_tokens=1, top_log_probs=count)
+    assert [token for token, _ in out.top_log_probs[1]] == tokens
     np.testing.assert_allclose(
-        [p for _, p in out.top_log_probs[1]], np.log([0.5, 0.25, 0.25]), rtol=1e-6
+        [p for _, p in out.top_log_probs[1]], np.log([0.4, 0.2, 0.2, 0.2][:count]), rtol=1e-6
     )
 
 

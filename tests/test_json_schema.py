@@ -136,6 +136,16 @@ for _ in range(5):
             None,
             "",
         ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {}},
+                "additionalProperties": False,
+                "not": {"anyOf": [{"required": ["a"]}, {"additionalProperties": {"const": 1}}]},
+            },
+            None,
+            "",
+        ),
         ({"type": "integer", "minimum": 5, "maximum": 4}, None, ""),
         ({"type": "string", "allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]}, None, ""),
     ],

@@ -633,8 +633,11 @@ def test_no_budget_is_no_miss_and_all_are_measured(judgement: Judgement) -> None
     assert judgement.with_budgets(Budgets()).passed
     everything = judgement.with_budgets(Budgets(0.5, 0.99, 1.0, 0.5))
     assert [row["passed"] for row in everything.budgets] == [True, False, False, True]
-    # The interval of the first two values excludes the limit. The third value has no interval.
+    # The intervals exclude the limits, but the third value has no interval.
     assert [row["is_clear"] for row in everything.budgets] == [True, True, False, True]
+    # The intervals contain the limits.
+    close = judgement.with_budgets(Budgets(0.03, 0.96, 1.0, 0.7))
+    assert [row["is_clear"] for row in close.budgets] == [False] * 4
 
 
 def test_a_loss_out_of_nothing_exceeds_every_budget(judgement: Judgement) -> None:

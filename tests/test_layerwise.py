@@ -6,7 +6,7 @@ The check must accept correct graphs, and find a single wrong value.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from dlm_export.graph import DATA_FILE, GRAPH_FILE, trace
 from dlm_export.graph.taps import find_taps
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.parity import by_layer
-from dlm_export.judging.parity.verdict import PART_TOLERANCES, Parity, ParityError, require_parity
+from dlm_export.judging.parity.verdict import (
+    PART_TOLERANCES,
+    LayerRow,
+    Parity,
+    ParityError,
+    require_parity,
+)
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
@@ -173,6 +179,24 @@ def test_one_wrong_value_is_found_and_the_message_names_where(
     assert len(sound) >= len(parity.layers) - 2, (
         "what lies behind is judged from equal inputs: the damage is not carried on"
     )
+
+
+@pytest.mark.parametrize(
+    ("format_", "name", "limit"),
+    [
+        ("fp8", "input_relative", 5e-3),
+        ("fp8", "output_relative", 5e-3),
+        ("fp32", "output_relative", 2e-5),
+    ],
+)
+def test_a_layer_may_differ_by_the_tolerance_and_not_by_more(
+    format_: str, name: str, limit: float
+) -> None:
+    exact = LayerRow("blocks.0.mlp.up", format_, 0.0, 0.0)
+    kept, missed = (replace(exact, **{name: limit * times}) for times in (1.0, 1.01))
+    parity = Parity("fp16", PART_TOLERANCES["fp16"], [], [], layers=[exact, kept, missed])
+    assert len(parity.misses) == 1
+    assert f"more than {limit:.1e}" in parity.misses[0]
 
 
 def test_slack_is_one_step_of_an_input_on_a_boundary_and_nothing_elsewhere(fp8: Made) -> None:

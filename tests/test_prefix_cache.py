@@ -113,6 +113,19 @@ def test_groups_of_requests_reuse_nothing_of_each_other(bundle: Bundle) -> None:
         bundle.generate(tokens=tokens, prefix_group=-1)
 
 
+def test_a_budget_keeps_the_start_of_a_prompt_that_is_too_long_for_it(bundle: Bundle) -> None:
+    tokens = prompts(1)[0]
+    with bundle.scheduler() as scheduler:
+        scheduler.submit(tokens=tokens[:SHARED], **CHANGES).result(60)
+        half = scheduler.stats.prefix_bytes // 2
+    with bundle.scheduler(prefix_cache_bytes=half) as scheduler:
+        made = [scheduler.submit(tokens=tokens, **CHANGES).result(60) for _ in range(2)]
+        assert 0 < scheduler.stats.prefix_bytes <= half
+    assert made[0].cached_tokens == 0
+    assert SHARED // 4 < made[1].cached_tokens <= SHARED
+    assert made[1].tokens == made[0].tokens
+
+
 def test_a_budget_that_is_no_number_is_refused(bundle: Bundle) -> None:
     with pytest.raises(RequestError, match="prefix_cache_bytes = -1"):
         bundle.scheduler(prefix_cache_bytes=-1)

@@ -174,17 +174,26 @@ def test_a_bundle_of_a_callback_takes_turns() -> None:
         assert scheduler.stats.shares == scheduler.stats.passes
 
 
-def test_more_than_may_wait_are_refused_and_nothing_is_lost(demo: Bundle) -> None:
-    with demo.scheduler(max_running=1, max_waiting=2) as scheduler:
-        jobs, refused = [], 0
-        for _ in range(30):
-            try:
-                jobs.append(scheduler.submit(prompt="go", max_new_tokens=32, preset="llada"))
-            except BusyError:
-                refused += 1
-        assert refused > 0
+def test_more_than_may_wait_are_refused_and_nothing_is_lost() -> None:
+    denoiser, begun, go_on = ArithmeticDenoiser(), threading.Event(), threading.Event()
+
+    def run(p: dlm_runtime.CallbackPass) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        denoiser._run(p)
+
+    with (
+        dlm_runtime.from_callback(denoiser.info, run) as bundle,
+        bundle.scheduler(max_running=1, max_waiting=2) as scheduler,
+    ):
+        jobs = [scheduler.submit(tokens=[5], max_new_tokens=4)]
+        assert begun.wait(30)
+        jobs += [scheduler.submit(tokens=[5], max_new_tokens=4) for _ in range(2)]
+        with pytest.raises(BusyError, match="2 requests are waiting, which is the limit"):
+            scheduler.submit(tokens=[5], max_new_tokens=4)
+        go_on.set()
         assert len({tuple(job.result(60).tokens) for job in jobs}) == 1
-        assert scheduler.stats.refused == refused
+        assert scheduler.stats.refused == 1
         assert scheduler.stats.finished == len(jobs)
 
 
@@ -209,8 +218,12 @@ def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
         late = scheduler.submit(**long, deadline_ms=1).result(30)
         assert late.finish == "deadline"
         assert late.nfe < 400
+        passes = scheduler.stats.passes
         with pytest.raises(TimeoutError):
             scheduler.submit(**long).result(0.001)  # the job is dropped at once, which cancels it
+        while scheduler.stats.finished < 3:
+            time.sleep(0.001)
+        assert scheduler.stats.passes < passes + 400
         abandoned = scheduler.submit(**long)
     assert abandoned.result(0).finish == "cancelled"
     assert scheduler.stats.submitted == 4
