@@ -33,7 +33,7 @@ import dlm_runtime
 from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
-from dlm_export.graph import attention, caches, functions, fuse, trace
+from dlm_export.graph import attention, caches, fuse, operators, trace
 from dlm_export.graph.attention import BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.effort import Effort
@@ -68,7 +68,7 @@ def _model(
         [helper.make_tensor_value_info(*port, None) for port in zip(*side, strict=True)]
         for side in ((names, kinds), (made, outputs))
     ]
-    body = ir.to_proto(functions._DEFINITIONS[op_type]())
+    body = ir.to_proto(operators._DEFINITIONS[op_type]())
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(
         helper.make_graph([call], "g", *ports),
@@ -156,9 +156,9 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     body = Body("Rows", "x")
     stored = attention._store_int8(body, body.inputs[0])
     function = body.function({"stored": stored, "read": attention._read_int8(body, stored)})
-    definitions = functions._DEFINITIONS | {"Rows": lambda: function}
+    definitions = operators._DEFINITIONS | {"Rows": lambda: function}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functions, "_DEFINITIONS", definitions)
+        patch.setattr(operators, "_DEFINITIONS", definitions)
         model = _model(
             "Rows", [onnx.TensorProto.FLOAT], [onnx.TensorProto.INT8, onnx.TensorProto.FLOAT]
         )
@@ -766,9 +766,9 @@ def test_rows_of_a_long_pass_do_not_depend_on_each_other(
     feeds = []
     for _ in range(2):
         codes = rng.integers(-127, 128, (inputs, columns)).astype(np.int8)
-        scales = np.zeros(functions.padded(columns), np.float32)
+        scales = np.zeros(operators.padded(columns), np.float32)
         scales[:columns] = rng.uniform(1e-4, 1e-3, columns)
-        feeds += [functions.panels(codes), scales]
+        feeds += [operators.panels(codes), scales]
     F, C = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8
     model = _model(
         name, [F, C, F, C, F], [F] * (2 if name == "Int8Linear2" else 1), columns=[columns] * 2

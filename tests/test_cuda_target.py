@@ -19,7 +19,7 @@ import dlm_runtime
 from dlm_calibration.formats import quantise_weight
 from dlm_export.building.writing import part_of
 from dlm_export.bundle.manifest import network_of
-from dlm_export.graph import cuda, functions
+from dlm_export.graph import cuda, operators
 from dlm_export.graph.quantise import Part
 from dlm_export.graph.write import data_bytes
 
@@ -165,7 +165,7 @@ def test_blocks_hold_every_code_where_the_operator_looks_for_it(
     generator = np.random.default_rng(seed)
     matrix = generator.normal(0, 1, (inputs, columns)).astype(np.float32)
     weight = quantise_weight(matrix, "int8" if size is None else "int4", group_size=size)
-    bits, length = functions.BITS[weight.format], size or functions.block_size(inputs)
+    bits, length = operators.BITS[weight.format], size or operators.block_size(inputs)
     read = part_of(weight, Part("layer", "blocks"))
     blocks = np.concatenate([read[(slice(i, i + 3),)] for i in range(0, columns, 3)])
     scales = np.asarray(part_of(weight, Part("layer", "block_scales")))

@@ -21,7 +21,7 @@ from dlm_calibration.formats import (
     quantise_activation,
     quantise_weight,
 )
-from dlm_export.graph import experts, functions
+from dlm_export.graph import experts, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import STACKS
 from dlm_runtime.abi import native as _native
@@ -72,8 +72,8 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
             weights: list[QuantisedWeight] = [
                 quantise_weight(each, "int8") for each in given[stack]
             ]
-            width = functions.padded(given[stack].shape[2])
-            found[stack] = np.stack([functions.panels(weight.codes) for weight in weights])
+            width = operators.padded(given[stack].shape[2])
+            found[stack] = np.stack([operators.panels(weight.codes) for weight in weights])
             found[f"{stack}_scales"] = np.stack(
                 [np.pad(each.scales, (0, width - each.scales.size)) for each in weights]
             )
@@ -82,9 +82,9 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
                 quantise_weight(each, "int4", group_size=32, scale_dtype=FP16)
                 for each in given[stack]
             ]
-            found[stack] = np.stack([functions.int4_panels(weight.codes) for weight in weights])
+            found[stack] = np.stack([operators.int4_panels(weight.codes) for weight in weights])
             found[f"{stack}_scales"] = np.stack(
-                [functions.panel_scales(weight.scales.T).astype(FP16) for weight in weights]
+                [operators.panel_scales(weight.scales.T).astype(FP16) for weight in weights]
             )
     return found, attributes | ({"group_size": 32} if name == "Int4Experts" else {})
 
@@ -114,9 +114,9 @@ def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
             found[stack] = np.stack([weight.codes.view(np.uint8) for weight in weights])
             found[f"{stack}_scales"] = np.stack([weight.scales for weight in weights])
             continue
-        found[stack] = np.stack([functions.nvfp4_panels(weight.codes) for weight in weights])
+        found[stack] = np.stack([operators.nvfp4_panels(weight.codes) for weight in weights])
         found[f"{stack}_scales"] = np.stack(
-            [functions.panel_scales(weight.scales).view(np.uint8) for weight in weights]
+            [operators.panel_scales(weight.scales).view(np.uint8) for weight in weights]
         )
         found[f"{stack}_global_scale"] = np.asarray(weights[0].global_scale)
     if name != "NVFP4WeightExperts":
@@ -144,7 +144,7 @@ def run(name: str, inputs: Arrays, attributes: dict[str, Any], *, has_kernels: b
     model = ir.Model(
         ir.Graph(ports, [y], nodes=[node], opset_imports={"": 23}, name="g"), ir_version=10
     )
-    functions.declare(model, name)
+    operators.declare(model, name)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if has_kernels:

@@ -32,7 +32,7 @@ from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.graph import LAYER_KEY, functions, fuse, quantise, trace
+from dlm_export.graph import LAYER_KEY, fuse, operators, quantise, trace
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import NetworkSpec
 
@@ -212,7 +212,7 @@ def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
     for layer, reason in fused.plain.items():
         assert reason.startswith(plain[layer.replace(".", "_")])
     assert fused.calls == {
-        name: count for name, count in calls.items() if name in functions.KERNELS
+        name: count for name, count in calls.items() if name in operators.KERNELS
     }
     return calls
 

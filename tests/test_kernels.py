@@ -34,7 +34,7 @@ from dlm_calibration.formats import FP16, quantise_weight
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle.folder import finish
-from dlm_export.graph import functions
+from dlm_export.graph import operators
 from dlm_export.graph.body import DOMAIN
 from dlm_runtime import RequestError
 from dlm_runtime.abi import native as _native
@@ -411,7 +411,7 @@ def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -
                 if value is not None:
                     node.attribute.append(helper.make_attribute(attribute, value))
                 node.input.extend(f"weight {i}" for i in range(len(weights)))
-        model.functions.append(ir.to_proto(functions._DEFINITIONS[name]()))
+        model.functions.append(ir.to_proto(operators._DEFINITIONS[name]()))
 
     return edit
 
@@ -661,8 +661,8 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
     groups: int, columns: int, seed: int
 ) -> None:
     codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
-    panels = functions.panels(codes)
-    assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
+    panels = operators.panels(codes)
+    assert panels.shape == (operators.padded(columns) // 32, groups, 32, 4)
     # Reorder the codes from panels (the layout that kernels read) to a matrix, as the ONNX function
     # Int8Linear does.
     whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
@@ -685,7 +685,7 @@ def _by_definition(
     graph = helper.make_graph(
         [call], "g", ports, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
     )
-    body = ir.to_proto(functions._DEFINITIONS[name]())
+    body = ir.to_proto(operators._DEFINITIONS[name]())
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, functions=[body], opset_imports=imports)
     return np.asarray(ReferenceEvaluator(model).run(["y"], given)[0])
@@ -698,7 +698,7 @@ def test_nvfp4_panels_hold_every_code_and_scale_where_the_function_looks_for_the
 ) -> None:
     w = np.random.default_rng(seed).normal(size=(16 * groups, columns)).astype(np.float32)
     weight = quantise_weight(w, "nvfp4")
-    panels, scales = functions.nvfp4_panels(weight.codes), functions.panel_scales(weight.scales)
+    panels, scales = operators.nvfp4_panels(weight.codes), operators.panel_scales(weight.scales)
     x = np.eye(16 * groups, dtype=np.float32)
     given = {
         "x": x,
@@ -725,8 +725,8 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     # Random codes include -8, which quantising never gives.
     weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)
     panels, scales = (
-        functions.int4_panels(weight.codes),
-        functions.panel_scales(weight.scales.T).astype(FP16),
+        operators.int4_panels(weight.codes),
+        operators.panel_scales(weight.scales.T).astype(FP16),
     )
     x = 127 * np.eye(8 * pairs, dtype=np.float32)
     found = _by_definition(

@@ -28,7 +28,7 @@ from dlm_export.build import build
 from dlm_export.building.options import BuildOptions
 from dlm_export.bundle.folder import sha256
 from dlm_export.cli import printing
-from dlm_export.graph import DATA_FILE, functions, write
+from dlm_export.graph import DATA_FILE, operators, write
 from dlm_export.sources import Source, open_source
 
 
@@ -96,12 +96,12 @@ def test_a_matrix_read_by_columns_quantises_to_the_same_codes(
 
 def test_panels_in_pieces_are_the_panels() -> None:
     codes = np.random.default_rng(0).integers(-127, 128, (64, 150)).astype(np.int8)
-    whole = functions.panels(codes)
+    whole = operators.panels(codes)
     shifted = np.pad(codes.astype(np.int16) + 128, ((0, 0), (0, 10)), constant_values=128).astype(
         np.uint8
     )
     assert np.array_equal(whole, shifted.reshape(16, 4, 5, 32).transpose(2, 0, 3, 1))
-    lazy = functions.lazy_panels("int8", codes)
+    lazy = operators.lazy_panels("int8", codes)
     assert lazy.shape == whole.shape
     assert np.array_equal(np.concatenate([lazy[(slice(i, i + 2),)] for i in (0, 2, 4)]), whole)
 

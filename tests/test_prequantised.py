@@ -28,7 +28,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, weight_fo
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.graph.functions import nvfp4_panels, panel_scales
+from dlm_export.graph.operators import nvfp4_panels, panel_scales
 
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 CONFIGS = {"llada": llada_config(n_kv_heads=2), "dream": dream_config()}

@@ -15,7 +15,7 @@ import pytest
 from networks import make_network
 from traces import trace_once
 
-from dlm_export.graph import LAYER_KEY, definitions, repeat
+from dlm_export.graph import LAYER_KEY, faster_tracing, repeat
 from dlm_export.graph.trace import Graph, trace_pass
 from dlm_export.network.spec import (
     AttentionSpec,
@@ -186,7 +186,7 @@ def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
     is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = described(trace_once(EVERY, "bf16", is_plain=is_plain).model.graph)
-    monkeypatch.setattr(definitions, "few", contextlib.nullcontext)
+    monkeypatch.setattr(faster_tracing, "few", contextlib.nullcontext)
     assert described(trace_pass(EVERY, "bf16", is_plain=is_plain).model.graph) == few
 
 

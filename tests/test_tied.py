@@ -38,9 +38,9 @@ from dlm_export import families
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.cli import main
-from dlm_export.graph import functions
+from dlm_export.graph import operators
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS
+from dlm_export.graph.tied_head import FP8_TIED_HEAD, TIED_HEADS
 from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.judging.sides.bundle import BundlePredictor
@@ -68,13 +68,13 @@ def lookup_model(weight: QuantisedWeight) -> bytes:
     if weight.group_size is None:
         name, attributes = "Int8Embedding", {}
         stored = {
-            "panels": functions.panels(weight.codes),
-            "scales": np.pad(weight.scales, (0, -VOCABULARY % functions.PANEL)),
+            "panels": operators.panels(weight.codes),
+            "scales": np.pad(weight.scales, (0, -VOCABULARY % operators.PANEL)),
         }
     else:
         name, attributes = "Int4Embedding", {"group_size": weight.group_size}
-        scales = functions.panel_scales(weight.scales.T).astype(FP16)
-        stored = {"panels": functions.int4_panels(weight.codes), "scales": scales}
+        scales = operators.panel_scales(weight.scales.T).astype(FP16)
+        stored = {"panels": operators.int4_panels(weight.codes), "scales": scales}
     held = [
         ir.Value(name=key, const_value=ir.tensor(value, name=key)) for key, value in stored.items()
     ]
@@ -89,7 +89,7 @@ def lookup_model(weight: QuantisedWeight) -> bytes:
         name="lookup",
     )
     model = ir.Model(graph, ir_version=10)
-    functions.declare(model, name)
+    operators.declare(model, name)
     return ir.to_proto(model).SerializeToString()
 
 
@@ -167,7 +167,7 @@ def head_model(table: np.ndarray, scales: np.ndarray | None) -> bytes:
         name="head",
     )
     model = ir.Model(graph, ir_version=10)
-    functions.declare(model, name)
+    operators.declare(model, name)
     return ir.to_proto(model).SerializeToString()
 
 

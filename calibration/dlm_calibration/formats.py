@@ -497,7 +497,7 @@ def _quantise_rows(x: np.ndarray) -> np.ndarray:
     """Quantise each vector along the last axis with its own symmetric range, and dequantise the
     vector.
 
-    ``dlm_export.graph.functions`` contains the ONNX version of this function.
+    ``dlm_export.graph.operators`` contains the ONNX version of this function.
     """
     amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))

@@ -22,10 +22,10 @@ from dlm_export.families.base import Parameters, later, table_type
 from dlm_export.graph import (
     cuda,
     experts,
-    functions,
     fuse,
+    operators,
     quantise,
-    tables,
+    tied_table,
     trace,
     updates,
     widen,
@@ -129,7 +129,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
             )
         read = _quantised_reader(numbers, parts)
     if device is not None and request.form == "cuda":
-        tables.multiply_transposed(device)
+        tied_table.multiply_transposed(device)
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
@@ -140,7 +140,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
     if stacks:
         read = _expert_reader(read, job, quantised, stacks)
     if not request.on_gpu:
-        tables.hold_once(traced, ir.DataType.from_numpy(table_dtype(job)))
+        tied_table.hold_once(traced, ir.DataType.from_numpy(table_dtype(job)))
     fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     with stages.stage(
         "write weights",
@@ -250,20 +250,20 @@ def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
     """Return one initialiser of a quantised layer, for example its codes or its scales."""
     if part.part == "panels":
-        return functions.lazy_panels(weight.format, weight.codes)
+        return operators.lazy_panels(weight.format, weight.codes)
     if part.part == "panel_scales":
         if weight.format == "int8":
             count = weight.scales.size
-            return np.pad(weight.scales, (0, functions.padded(count) - count))
+            return np.pad(weight.scales, (0, operators.padded(count) - count))
         is_nvfp4 = weight.format == "nvfp4"
-        return functions.panel_scales(weight.scales if is_nvfp4 else weight.scales.T.astype(FP16))
+        return operators.panel_scales(weight.scales if is_nvfp4 else weight.scales.T.astype(FP16))
     if part.part == "blocks":
-        size = weight.group_size or functions.block_size(weight.shape[0])
-        return functions.lazy_blocks(weight.codes, functions.BITS[weight.format], size)
+        size = weight.group_size or operators.block_size(weight.shape[0])
+        return operators.lazy_blocks(weight.codes, operators.BITS[weight.format], size)
     if part.part == "block_scales":
         scales: np.ndarray = weight.scales.T
         if weight.group_size is None:
-            blocks = -(-weight.shape[0] // functions.block_size(weight.shape[0]))
+            blocks = -(-weight.shape[0] // operators.block_size(weight.shape[0]))
             scales = np.repeat(weight.scales[:, None], blocks, axis=1)
         return scales
     arrays: dict[str, np.ndarray] = {

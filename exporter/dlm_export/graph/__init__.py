@@ -6,7 +6,7 @@ The modules:
 - ``repeat`` makes all layers of the graph from the few layers that were traced.
 - ``experts`` replaces mixtures of experts, and defines how a file stores the experts' weights.
 - ``quantise`` quantises the layers of a graph.
-- ``fuse`` replaces groups of operators with this project's operators (``functions``), for CPUs.
+- ``fuse`` replaces groups of operators with this project's operators (``operators``), for CPUs.
 - ``caches`` changes a graph so that the cache stores keys and values in fewer bytes.
 - ``widen`` changes bf16 graphs so that CPUs compute them in fp32.
 - ``cuda`` checks that ONNX Runtime can run all operators of a graph on a GPU.
@@ -27,7 +27,7 @@ tokens, in the order of their positions.
 ``score_rows``                         int64 ``[B, R]``            indices among the T tokens: the rows to predict
 ``past_key.i``, ``past_value.i``       ``[B, Hkv, S, D]``          cached keys and values, in any order. Keys are rotated
                                                                    already. In INT8, a row has D codes and 2 scale bytes
-``segments``                           int64 ``[N, 4]``            requests in one sequence (see ``functions``).
+``segments``                           int64 ``[N, 4]``            requests in one sequence (see ``operators``).
                                                                    Optional; only if all attention is fused
 ``window_segments``                    int64 ``[N, 4]``            like ``segments``, for layers with a window
 ``top_token``, ``top_prob``            int32, fp32 ``[B, R, K]``   the most likely tokens, in order; never the mask token

@@ -1,6 +1,6 @@
 """ONNX functions for attention over cached and new keys and values.
 
-The docstring of ``functions`` describes these functions.
+The docstring of ``operators`` describes these functions.
 """
 
 from __future__ import annotations

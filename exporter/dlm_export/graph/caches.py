@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.attention import ATTENTION, STORED
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
@@ -50,7 +50,7 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
             )
         if node.op_type in ATTENTION and node.domain == DOMAIN:
             node.op_type = f"{STORED[cache_dtype]}{node.op_type}"
-            functions.declare(model, node.op_type)
+            operators.declare(model, node.op_type)
             for value in (*node.inputs[3:5], *node.outputs[1:]):
                 assert value is not None
                 assert value.shape is not None

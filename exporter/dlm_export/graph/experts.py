@@ -22,7 +22,7 @@ import onnx_ir as ir
 from dlm_calibration.formats import activation_scale
 from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import FUNCTIONS, GELU, MIXTURES, RANGES
@@ -91,7 +91,7 @@ def lay_out(
         assert name is not None, held
         is_gelu = node.op_type.startswith(GELU)
         name = f"{GELU}{name}" if is_gelu else name
-        functions.declare(model, name)
+        operators.declare(model, name)
         inputs = list(node.inputs[:3])
         for stack in stacks:
             for part, (shape, dtype) in _initialisers(stack, held).items():
@@ -199,30 +199,30 @@ def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ..
 
     The entries are in the same order as the inputs of the ONNX function.
     """
-    chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
-    in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
-    by_column = (stack.count, count * functions.PANEL)
+    chosen, count = FORMATS[held], operators.padded(stack.outputs) // operators.PANEL
+    in_front, lines = (stack.count, count), (operators.PANEL, operators.DOT)
+    by_column = (stack.count, count * operators.PANEL)
     if chosen.weights is None:
-        return {"panels": ((*in_front, stack.inputs, functions.PANEL), ir.DataType.FLOAT)}
+        return {"panels": ((*in_front, stack.inputs, operators.PANEL), ir.DataType.FLOAT)}
     if chosen.weights == "fp8":
         return {
             "codes": (stack.shape, ir.DataType.UINT8),
             "scales": ((stack.count, stack.outputs), ir.DataType.FLOAT),
         }
     if chosen.group_size is None:
-        codes = (*in_front, stack.inputs // functions.DOT, *lines)
+        codes = (*in_front, stack.inputs // operators.DOT, *lines)
         return {
             "panels": (codes, ir.DataType.UINT8),
             "panel_scales": (by_column, ir.DataType.FLOAT),
         }
-    groups = (*in_front, -(-stack.inputs // chosen.group_size), functions.PANEL)
+    groups = (*in_front, -(-stack.inputs // chosen.group_size), operators.PANEL)
     if chosen.weights == "nvfp4":
         return {
-            "panels": ((*in_front, stack.inputs, functions.PANEL // 2), ir.DataType.UINT8),
+            "panels": ((*in_front, stack.inputs, operators.PANEL // 2), ir.DataType.UINT8),
             "panel_scales": (groups, ir.DataType.UINT8),
             "global_scale": ((), ir.DataType.FLOAT),
         }
-    codes = (*in_front, stack.inputs // functions.PAIRS, *lines)
+    codes = (*in_front, stack.inputs // operators.PAIRS, *lines)
     return {"panels": (codes, ir.DataType.UINT8), "panel_scales": (groups, ir.DataType.FLOAT16)}
 
 
@@ -266,9 +266,9 @@ def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> L
 def fp32_panels(matrix: np.ndarray) -> np.ndarray:
     """Convert a matrix ``[K, N]`` to fp32 panels ``[ceil(N / 32), K, 32]``."""
     inputs, columns = matrix.shape
-    whole = np.zeros((inputs, functions.padded(columns)), np.float32)
+    whole = np.zeros((inputs, operators.padded(columns)), np.float32)
     whole[:, :columns] = matrix
-    return np.ascontiguousarray(whole.reshape(inputs, -1, functions.PANEL).transpose(1, 0, 2))
+    return np.ascontiguousarray(whole.reshape(inputs, -1, operators.PANEL).transpose(1, 0, 2))
 
 
 def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
@@ -283,6 +283,6 @@ def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | 
 
     Returns ``None`` if ``panels`` is not a valid shape for the panels of several experts.
     """
-    wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
+    wanted = (operators.padded(columns) // operators.PANEL, operators.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted
     return (panels[0], panels[2], columns) if is_held else None

@@ -1,6 +1,6 @@
 """Replaces groups of operators in a traced graph with calls of functions that have native kernels.
 
-``graph.functions`` defines the functions. Graphs for TensorRT are not changed, because TensorRT
+``graph.operators`` defines the functions. Graphs for TensorRT are not changed, because TensorRT
 fuses operators itself. If the operators of a module do not match the pattern of a kernel, ``fuse``
 keeps these operators, and ``Fused`` reports the reason. A changed graph computes the same results
 as before.
@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, caches, functions
+from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, caches, operators
 from dlm_export.graph.attention import ATTENTION, BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
@@ -92,7 +92,7 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
         node.op_type != "Attention" for node in model.graph
     )
     return Fused(
-        {name: calls[name] for name in functions.KERNELS if calls[name]}, plain, has_segments
+        {name: calls[name] for name in operators.KERNELS if calls[name]}, plain, has_segments
     )
 
 
@@ -105,7 +105,7 @@ def _call(
     **attributes: Any,
 ) -> None:
     """Insert a call of a function, and replace the values in ``old`` with the call's outputs."""
-    functions.declare(model, name)
+    operators.declare(model, name)
     node = ir.node(
         name,
         list(inputs),
@@ -138,7 +138,7 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
     """
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
-        if node.op_type in functions.LINEAR and node.domain == DOMAIN:
+        if node.op_type in operators.LINEAR and node.domain == DOMAIN:
             alike[id(node.inputs[0]), node.op_type, _group_size(node)].append(node)
     plain = {}
     for (_, name, _), nodes in alike.items():
@@ -172,7 +172,7 @@ def _is_shared(value: ir.Value | None) -> bool:
     Residual sums (Add) and low-rank updates are not counted.
     """
     users = () if value is None else value.uses()
-    not_counted = ("Add", functions.DRAFT_UPDATE)
+    not_counted = ("Add", operators.DRAFT_UPDATE)
     return len({id(node) for node, _ in users if node.op_type not in not_counted}) > 1
 
 

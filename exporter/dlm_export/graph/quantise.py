@@ -50,12 +50,12 @@ import onnx_ir as ir
 from dlm_calibration.formats import E2M1_VALUES, activation_scale
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
-from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, functions
+from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import E4M3_VALUES, MIXTURES
 from dlm_export.graph.taps import weight_of
-from dlm_export.graph.tied import FP8_TIED_HEAD
+from dlm_export.graph.tied_head import FP8_TIED_HEAD
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
 
@@ -72,7 +72,7 @@ class Part:
 
     ``part`` is one of these:
 
-    - ``panels`` or ``panel_scales``, for the functions of ``graph.functions``;
+    - ``panels`` or ``panel_scales``, for the functions of ``graph.operators``;
     - ``blocks`` or ``block_scales``, for MatMulNBits;
     - ``rows`` or ``row_scales``, for an embedding table;
     - ``codes``, ``scales`` or ``global_scale``, for all other weights.
@@ -100,7 +100,7 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
         return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
-    together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
+    together = operators.PAIRS if chosen.weights == "int4" else operators.DOT
     if chosen.is_dynamic and inputs % together:
         return f"{name} multiplies {together} inputs at once; {inputs} is not a multiple"
     return None
@@ -280,7 +280,7 @@ class _Writer:
             self.nvfp4_panels(node, layer, x, K, N)
             return
         if tied is not None:
-            functions.declare(self.model, FP8_TIED_HEAD)
+            operators.declare(self.model, FP8_TIED_HEAD)
             stored = self.rows(layer, "fp8", N, K)
             self.put(node, layer, f"{DOMAIN}::{FP8_TIED_HEAD}", [x, *stored], {})
             return
@@ -288,17 +288,17 @@ class _Writer:
 
     def int8_panels(self, layer: str, K: int, N: int) -> tuple[ir.Value, ir.Value]:
         """Add the codes and scales of an INT8 layer."""
-        width = functions.padded(N)
-        shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
+        width = operators.padded(N)
+        shape = (width // operators.PANEL, K // operators.DOT, operators.PANEL, operators.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
         return panels, self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
 
     def int4_panels(self, layer: str, K: int, N: int, group_size: int) -> tuple[ir.Value, ir.Value]:
         """Add the codes and scales of an INT4 layer."""
-        count = functions.padded(N) // functions.PANEL
-        shape = (count, K // functions.PAIRS, functions.PANEL, functions.DOT)
+        count = operators.padded(N) // operators.PANEL
+        shape = (count, K // operators.PAIRS, operators.PANEL, operators.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
-        scales = (count, -(-K // group_size), functions.PANEL)
+        scales = (count, -(-K // group_size), operators.PANEL)
         return panels, self.weight(layer, "panel_scales", scales, ir.DataType.FLOAT16)
 
     def rows(
@@ -327,13 +327,13 @@ class _Writer:
         else:
             name, stored = "Int4Embedding", self.int4_panels(HEAD, hidden, V, chosen.group_size)
             attributes = {"group_size": chosen.group_size}
-        functions.declare(self.model, name)
+        operators.declare(self.model, name)
         self.put(node, "embed", f"{DOMAIN}::{name}", [ids, *stored], attributes)
 
     def nvfp4_panels(self, node: ir.Node, layer: str, x: ir.Value, K: int, N: int) -> None:
-        count = functions.padded(N) // functions.PANEL
-        panels = self.weight(layer, "panels", (count, K, functions.PANEL // 2), ir.DataType.UINT8)
-        scales = self.weight(layer, "panel_scales", (count, K // 16, functions.PANEL), F8)
+        count = operators.padded(N) // operators.PANEL
+        panels = self.weight(layer, "panels", (count, K, operators.PANEL // 2), ir.DataType.UINT8)
+        scales = self.weight(layer, "panel_scales", (count, K // 16, operators.PANEL), F8)
         global_scale = self.weight(layer, "global_scale", (), self.dtype)
         self.linear(node, layer, "NVFP4Linear", [x, panels, scales, global_scale], N)
 
@@ -347,7 +347,7 @@ class _Writer:
         **attributes: int,
     ) -> None:
         """Replace a MatMul with a call of a function."""
-        functions.declare(self.model, name)
+        operators.declare(self.model, name)
         self.put(node, layer, f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes)
 
     def blocks(
@@ -357,8 +357,8 @@ class _Writer:
 
         In INT8, all blocks of a column have the same scale.
         """
-        bits = functions.BITS[str(chosen.weights)]
-        size = chosen.group_size or functions.block_size(K)
+        bits = operators.BITS[str(chosen.weights)]
+        size = chosen.group_size or operators.block_size(K)
         count = -(-K // size)
         codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
         scales = self.weight(layer, "block_scales", (N, count), self.dtype)
@@ -394,7 +394,7 @@ class _Writer:
     ) -> ir.Value:
         scale_value = activation_scale(number_format, amax, self.dtype.numpy())
         if number_format == "nvfp4" and not self.for_tensorrt:
-            functions.declare(self.model, "NVFP4QuantizeDequantize")
+            operators.declare(self.model, "NVFP4QuantizeDequantize")
             scale = self.constant(f"{layer}.input_scale", scale_value)
             wide = self._cast(node, layer, x, ir.DataType.FLOAT)
             rounding = f"{DOMAIN}::NVFP4QuantizeDequantize"

@@ -1,6 +1,6 @@
 """Defines ONNX functions for mixtures of experts, which loop over the chosen experts.
 
-INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
+INT8 and INT4 experts call the gated layer and the linear layer of ``operators``, which quantise
 each row of their input. CPUs cannot multiply in FP8 or NVFP4. For FP8 and NVFP4 experts, the
 functions therefore dequantise the weights, and multiply in fp32. They also round the inputs of the
 experts to the format, with one range for all experts of a stack. The features after the gate are

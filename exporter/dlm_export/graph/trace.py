@@ -32,8 +32,8 @@ from dlm_export.graph import (
     SEGMENTS,
     TOP_K,
     WINDOW_SEGMENTS,
-    definitions,
-    functions,
+    faster_tracing,
+    operators,
     repeat,
     updates,
 )
@@ -264,7 +264,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         warnings.catch_warnings(),
         _quiet_logger("torch.onnx"),
         torch.no_grad(),
-        definitions.few(),
+        faster_tracing.few(),
         # With symbolic shapes, torch's cache of operator results takes more time than it saves.
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
     ):
@@ -305,8 +305,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     if is_plain:
         updates.select_rows(model)
     for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
-        assert name in (*MIXTURES, functions.DRAFT_UPDATE), name
-        functions.declare(model, name)
+        assert name in (*MIXTURES, operators.DRAFT_UPDATE), name
+        operators.declare(model, name)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
     if is_plain:  # the remaining operators are the same in both opsets
@@ -324,7 +324,7 @@ def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any], activatio
 def _draft_update(x: Any, y: Any, is_updated: Any, a: Any, b: Any) -> Any:
     """Translate the operator of ``network.linear`` to one node of the graph."""
     kinds = {"x": "T", "y": "T", "is_updated": "tensor(bool)", "a": "T", "b": "T"}
-    return _operator(functions.DRAFT_UPDATE, kinds)(x, y, is_updated, a, b)
+    return _operator(operators.DRAFT_UPDATE, kinds)(x, y, is_updated, a, b)
 
 
 def _operator(name: str, kinds: dict[str, str]) -> onnxscript.values.Op:

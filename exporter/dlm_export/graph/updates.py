@@ -7,7 +7,7 @@ import onnx_ir as ir
 from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import replace
-from dlm_export.graph.functions import DRAFT_UPDATE
+from dlm_export.graph.operators import DRAFT_UPDATE
 
 
 def select_rows(model: ir.Model) -> None:

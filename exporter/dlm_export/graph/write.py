@@ -25,7 +25,7 @@ from dlm_export.graph import (
     LAYER_KEY,
     PRECISIONS,
     cuda,
-    functions,
+    operators,
 )
 from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
@@ -71,12 +71,12 @@ def data_bytes(
     for path, layer in c.quantisable().items():
         chosen = FORMATS[(formats or {}).get(path, HIGH)]
         if chosen.weights is not None or layer.is_stacked:
-            columns = functions.padded(layer.outputs)
+            columns = operators.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
             # MatMulNBits uses whole blocks, and stores a scale for each block.
             if chosen.weights == "int8" and precision != "fp32":
-                size = functions.block_size(layer.inputs)
+                size = operators.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
                 saved -= (
                     layer.count * columns * (blocks * (size + PRECISIONS[precision]) - layer.inputs)

@@ -1,4 +1,4 @@
-"""Rounds keys and values in torch exactly as the functions in ``graph.functions`` do."""
+"""Rounds keys and values in torch exactly as the functions in ``graph.operators`` do."""
 
 from __future__ import annotations
 

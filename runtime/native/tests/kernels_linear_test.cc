@@ -98,7 +98,7 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
   return results;
 }
 
-// Multiplies x by a weight matrix with the arithmetic of the exporter's functions.py. The order of
+// Multiplies x by a weight matrix with the arithmetic of the exporter's operators.py. The order of
 // the additions does not change the result.
 Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
   const int64_t K = weight.inputs, N = weight.columns;

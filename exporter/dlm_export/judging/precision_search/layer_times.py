@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.graph import functions
+from dlm_export.graph import operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.quantise import misfit
-from dlm_export.graph.tied import TIED_HEADS
+from dlm_export.graph.tied_head import TIED_HEADS
 from dlm_export.judging.parity.graph_parts import open_graph
 from dlm_export.machine import last_level_cache_bytes, this_machine
 from dlm_export.network.spec import LinearSpec
@@ -180,11 +180,11 @@ def _session(
             node = ir.node("MatMul", [x, *constants])
         elif format == HIGH:
             assert table is not None
-            functions.declare(model, TIED_HEADS[table])
+            operators.declare(model, TIED_HEADS[table])
             node = ir.node(TIED_HEADS[table], [x, *constants], domain=DOMAIN)
         else:
-            name = functions.LINEAR[chosen.group_size is not None]
-            functions.declare(model, name)
+            name = operators.LINEAR[chosen.group_size is not None]
+            operators.declare(model, name)
             attributes: dict[str, Any] = {"columns": [outputs]}
             if chosen.group_size is not None:
                 attributes["group_size"] = chosen.group_size
@@ -208,14 +208,14 @@ def _weight(
         return [("table", rows.astype(table.numpy()))]
     if format == HIGH:
         return [("w", rng.standard_normal(shape, np.float32))]
-    panels = functions.padded(outputs) // functions.PANEL
-    together = functions.DOT if group_size is None else functions.PAIRS
+    panels = operators.padded(outputs) // operators.PANEL
+    together = operators.DOT if group_size is None else operators.PAIRS
     codes = rng.integers(
-        0, 256, (panels, inputs // together, functions.PANEL, functions.DOT), np.uint8
+        0, 256, (panels, inputs // together, operators.PANEL, operators.DOT), np.uint8
     )
     if group_size is None:
-        return [("panels", codes), ("scales", np.ones(panels * functions.PANEL, np.float32))]
+        return [("panels", codes), ("scales", np.ones(panels * operators.PANEL, np.float32))]
     return [
         ("panels", codes),
-        ("scales", np.ones((panels, -(-inputs // group_size), functions.PANEL), np.float16)),
+        ("scales", np.ones((panels, -(-inputs // group_size), operators.PANEL), np.float16)),
     ]

@@ -6,7 +6,7 @@
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
 // Every kernel computes the same result as the ONNX function with the same name in the exporter's
-// functions.py. Quantised numbers are bit-identical. Sums of floats may differ, because the kernels
+// operators.py. Quantised numbers are bit-identical. Sums of floats may differ, because the kernels
 // add floats in a different order. Exponentials have a relative error of 2e-7.
 #pragma once
 

@@ -14,7 +14,7 @@ as the definition.
 ``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``. Looks up embeddings in the weight of a tied
 ``Int4Embedding``           head; the embedding of token ``id`` is column ``id`` of that weight
 ``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``. Multiplies by the embedding
-``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type (``tied``)
+``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type (``tied_head``)
 ``Fp16TiedHead``
 ``Fp8TiedHead``             like the three functions above, with a table of E4M3 bytes and one scale per row
 ``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``.
@@ -113,7 +113,7 @@ from dlm_export.graph.attention import (
 )
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.graph.routed import FUNCTIONS, experts
-from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
+from dlm_export.graph.tied_head import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
 """Linear functions that quantise each row of their input.

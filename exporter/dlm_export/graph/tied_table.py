@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import take_place
-from dlm_export.graph.tied import TIED_HEADS
+from dlm_export.graph.tied_head import TIED_HEADS
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import EMBEDDING, HEAD
 
@@ -86,7 +86,7 @@ def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) 
     The tied head computes in fp32. In a graph of another type, the input of the head is therefore
     cast to fp32, and the result is cast back to the graph's type.
     """
-    functions.declare(graph.model, name)
+    operators.declare(graph.model, name)
     metadata = dict(product.metadata_props)
     nodes, x = [], product.inputs[0]
     assert x is not None
