@@ -42,7 +42,7 @@ from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.planning.roofline import kinds_of, weights_bytes
-from dlm_export.quantising.numbers import Folded, by_site
+from dlm_export.quantising.quantisation import Folded, by_site
 from dlm_export.sources import open_source
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native

@@ -48,7 +48,7 @@ from dlm_export.network.layered import Carried
 from dlm_export.network.states import features_of
 from dlm_export.network.turns import start_canvas, temperature_before, temperature_of
 from dlm_export.quantising import calibrate, samples
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 

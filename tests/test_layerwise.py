@@ -33,7 +33,7 @@ from dlm_export.judging.parity.verdict import (
 )
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 from dlm_export.workplace import Workplace

@@ -25,7 +25,7 @@ from dlm_calibration.states import State
 from dlm_export import families, graph
 from dlm_export.building.writing import part_of
 from dlm_export.graph import quantise, trace, write
-from dlm_export.quantising import calibrate, numbers
+from dlm_export.quantising import calibrate, quantisation
 from dlm_export.sources import Source, open_source
 
 LENGTH = 24
@@ -49,7 +49,7 @@ def _states(source: Source, count: int = 6) -> list[State]:
     return [State(canvas, "masked", 0.5, 4) for canvas in canvases]
 
 
-def _quantise(source: Source, recipe: Recipe, folder: Path) -> numbers.Quantisation:
+def _quantise(source: Source, recipe: Recipe, folder: Path) -> quantisation.Quantisation:
     """Quantise a denoiser with a recipe, and write the quantised graph to ``folder``."""
     traced = _traced(source)
     formats = recipe.formats(list(source.network.quantisable()))
@@ -119,7 +119,7 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
 
 
 @torch.no_grad()
-def _simulated(source: Source, done: numbers.Quantisation, ids: np.ndarray) -> np.ndarray:
+def _simulated(source: Source, done: quantisation.Quantisation, ids: np.ndarray) -> np.ndarray:
     denoiser = families.load(done.parameters, source.network)
     calibrate.simulate(dict(denoiser.named_modules()), done)
     return denoiser(torch.from_numpy(ids)[None])[0].numpy()
@@ -129,7 +129,9 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, source.network.vocab_size, LENGTH)
 
 
-def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
+def _difference(
+    source: Source, done: quantisation.Quantisation, folder: Path, simulated: bool
+) -> float:
     """Compare the graph with torch on three canvases, and return the smallest difference.
 
     On a few canvases, rounding errors make the graph and torch quantise an input of a layer to
@@ -205,21 +207,21 @@ def test_a_head_is_solved_in_pieces_as_in_one(
     recipe = Recipe("head", (("head", "int4-g32-dynamic"),), solver="gptq")
     formats, found = recipe.formats(list(c.quantisable())), []
     for columns in (c.vocab_size, 24):
-        monkeypatch.setattr(numbers, "_HEAD_COLUMNS", columns)
+        monkeypatch.setattr(quantisation, "_HEAD_COLUMNS", columns)
         done = calibrate.calibrate(source.parameters, c, recipe, formats, states, lambda: None)
         found.append(done.solved["head"])
         assert done.observers is not None
     assert np.array_equal(found[0].codes, found[1].codes)
     assert np.array_equal(found[0].scales, found[1].scales)
-    nearest = numbers.Quantisation(recipe, formats, numbers.Folded(source.parameters, c))
+    nearest = quantisation.Quantisation(recipe, formats, quantisation.Folded(source.parameters, c))
     assert not np.array_equal(found[0].codes, nearest.weight("head").codes)
 
 
 @torch.no_grad()
 def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
     c, rng = source.network, np.random.default_rng(3)
-    folded = numbers.Folded(source.parameters, c)
-    for site, readers in numbers.by_site(c.linear_layers()).items():
+    folded = quantisation.Folded(source.parameters, c)
+    for site, readers in quantisation.by_site(c.linear_layers()).items():
         folded.fold(site, rng.uniform(0.2, 5.0, readers[0].inputs).astype(np.float32))
     ids = torch.from_numpy(_ids(source))[None]
     before, after = (

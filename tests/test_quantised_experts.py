@@ -34,7 +34,7 @@ from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.network.experts import RoutedMLPs, Router
 from dlm_export.network.spec import ExpertsSpec, RouterSpec
 from dlm_export.quantising import calibrate, experts
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 from dlm_export.tensorrt.estimate import EngineOptions

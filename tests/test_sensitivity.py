@@ -25,7 +25,7 @@ from dlm_export.building.writing import write_text
 from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.network.states import features_of
 from dlm_export.quantising import calibrate, samples
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.sources import Source, open_source
 
 

@@ -27,7 +27,7 @@ from dlm_export.judging.tuning.fit_in_build import fit_effort, fit_threshold
 from dlm_export.judging.tuning.threshold import Refit, refit_steps
 from dlm_export.progress import Stages
 from dlm_export.quantising import samples
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.workplace import Workplace
 
 # Number of samples on which the build measures the loss from rounding the cache, if the user does

@@ -28,7 +28,7 @@ from dlm_export.memory import give_back
 from dlm_export.network.layered import Layered
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate, samples
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
 from dlm_export.workplace import Workplace

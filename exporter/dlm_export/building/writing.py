@@ -35,7 +35,7 @@ from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.network.spec import EMBEDDING
 from dlm_export.progress import Stages
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 

@@ -39,8 +39,8 @@ from dlm_export.network.spec import STACKS, LinearSpec, NetworkSpec
 from dlm_export.quantising import experts, gptq, modelopt
 from dlm_export.quantising.experts import Entered, Reached, member
 from dlm_export.quantising.folding import AWQ_ROWS, fold
-from dlm_export.quantising.numbers import Folded, Quantisation, by_site
 from dlm_export.quantising.observing import Observed, Run, Wanted
+from dlm_export.quantising.quantisation import Folded, Quantisation, by_site
 from dlm_export.quantising.samples import FEWEST_TOKENS
 from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace

@@ -16,7 +16,7 @@ from dlm_calibration.observers import Observer, Observers
 from dlm_calibration.recipes import FORMATS
 from dlm_export.network.spec import LinearSpec
 from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 
 AWQ_ROWS = 256
 # All experts of a mixture share the scales of gate and up. AWQ compares possible scales on at most

@@ -30,7 +30,7 @@ from dlm_export.network.turns import Canvas as State
 from dlm_export.network.turns import start_canvas
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
-from dlm_export.quantising.numbers import Folded, Quantisation
+from dlm_export.quantising.quantisation import Folded, Quantisation
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Generation, Policy

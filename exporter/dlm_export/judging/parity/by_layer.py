@@ -60,7 +60,7 @@ from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.linear import activate
 from dlm_export.network.spec import EMBEDDING, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.workplace import Workplace
 
 # An input near the boundary between two quantisation codes may get either code. An input is near

@@ -17,7 +17,7 @@ from dlm_export.network.denoiser import Block
 from dlm_export.network.layered import Head, Layered, named
 from dlm_export.network.spec import HEAD, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 
 
 class _RoundedHead(Head):

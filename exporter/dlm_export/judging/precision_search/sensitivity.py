@@ -42,7 +42,7 @@ from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
 from dlm_export.network.spec import EMBEDDING, HEAD, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
