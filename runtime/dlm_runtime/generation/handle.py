@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import ClosedError, RequestError, shown
+from dlm_runtime.generation.cancelling import Cancels, seen_between_passes
 from dlm_runtime.generation.forks import Origin
-from dlm_runtime.generation.signals import Cancels, seen_between_passes
 from dlm_runtime.policy import TEXT_FIELDS, Policy
 
 
