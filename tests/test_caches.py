@@ -33,15 +33,15 @@ import dlm_runtime
 from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
-from dlm_export.graph import attention, caches, fuse, operators, trace
+from dlm_export.graph import attention, cache_dtypes, fuse, operators, trace
 from dlm_export.graph.attention import BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.network import reference
-from dlm_export.network.caches import read_back
+from dlm_export.network.cache_dtypes import read_back
 from dlm_runtime import BundleError
 from dlm_runtime.abi import native as _native
-from dlm_runtime.precision import CACHE_DTYPES
+from dlm_runtime.cache_dtypes import CACHE_DTYPES
 
 CALLS = {
     "float32": "CachedAttention",
@@ -558,7 +558,7 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
         "score_rows": np.arange(60)[None],
     }
     for i, (kv_heads, head_size) in enumerate(denoiser.network.cache_shapes()):
-        width = caches.row_of(cache_dtype, head_size)[1]
+        width = cache_dtypes.row_of(cache_dtype, head_size)[1]
         nothing = np.zeros((1, kv_heads, 0, width), NUMPY[cache_dtype])
         feeds |= {f"past_key.{i}": nothing, f"past_value.{i}": nothing}
     options = onnxruntime.SessionOptions()
@@ -687,7 +687,7 @@ def test_attention_that_has_no_kernel_takes_no_rounded_cache(llada_checkpoint: P
     node = next(node for node in traced.model.graph if node.op_type == "Attention")
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
     with pytest.raises(
-        caches.CacheError,
+        cache_dtypes.CacheError,
         match=r"blocks\.0\.attention was not fused.*is_causal = 1.*Omit --cache-dtype",
     ):
         fuse.fuse(traced, "int8")

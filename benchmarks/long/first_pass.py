@@ -262,7 +262,7 @@ def measure_prompts(wanted: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every cache with every length, and return one row per measurement."""
     from dlm_export.bundle.manifest import network_of, read_manifest
     from dlm_export.planning import roofline
-    from dlm_runtime.precision import CACHE_DTYPES, CACHE_ROWS
+    from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
 
     rows = []
     for cache in wanted.caches:

@@ -1,4 +1,4 @@
-"""Number formats, layer formats, and the types of the key/value cache.
+"""Number formats and layer formats.
 
 Each format is one record, and all other code uses these records.
 
@@ -180,10 +180,4 @@ FORMATS: dict[str, LayerFormat] = {
 }
 """The layer formats. The keys are the names of the formats. The formats that ``--precision auto``
 tries come first, and start with the cheapest format.
-"""
-CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-"""Maps each precision of the cache to the value of ``cache_dtype`` in the manifest."""
-CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
-bytes of the scale of a row. A row is the key or value of one position in one head.
 """

@@ -27,7 +27,7 @@ from dlm_export.tensorrt import builders, estimate
 from dlm_export.tensorrt.builders import Builder
 from dlm_export.tensorrt.estimate import EngineOptions
 from dlm_export.workplace import find_device
-from dlm_runtime.precision import CACHE_DTYPES
+from dlm_runtime.cache_dtypes import CACHE_DTYPES
 
 
 @dataclass(frozen=True)

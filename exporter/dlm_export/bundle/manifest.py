@@ -14,10 +14,10 @@ from typing import Any
 import dlm_runtime
 from dlm_export.bundle.default_loop import published
 from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.cache_dtypes import CACHE_ROWS
 from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
-from dlm_runtime.precision import CACHE_ROWS
 
 SCHEMA_VERSION = 2
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of
-from dlm_runtime.precision import CACHE_ROWS
+from dlm_runtime.cache_dtypes import CACHE_ROWS
 
 LEAST_PAGE_TOKENS = 16
 FULL_ATTENTION = (

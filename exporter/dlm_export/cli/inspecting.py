@@ -273,7 +273,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Print the network, precision, default loop, files and engines of a bundle."""
     from dlm_export.bundle.manifest import network_of
     from dlm_export.targets import sm_text
-    from dlm_runtime.precision import CACHE_ROWS
+    from dlm_runtime.cache_dtypes import CACHE_ROWS
 
     loop, audits = manifest["loop"], manifest.get("audits", {})
     network, cache = manifest["network"], loop["graph"]["cache_dtype"]

@@ -23,7 +23,7 @@ from dlm_export.engines import ENGINE_BUILDERS, TENSORRT
 from dlm_export.machine import engine_here, reported_sms
 from dlm_export.targets import LEAST_SM, Target, sm_text
 from dlm_export.tensorrt.estimate import EngineOptions, Estimate, estimate, limits_of
-from dlm_runtime.precision import CACHE_ROWS
+from dlm_runtime.cache_dtypes import CACHE_ROWS
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}

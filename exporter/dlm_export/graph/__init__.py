@@ -7,7 +7,7 @@ The modules:
 - ``experts`` replaces mixtures of experts, and defines how a file stores the experts' weights.
 - ``quantise`` quantises the layers of a graph.
 - ``fuse`` replaces groups of operators with this project's operators (``operators``), for CPUs.
-- ``caches`` changes a graph so that the cache stores keys and values in fewer bytes.
+- ``cache_dtypes`` changes a graph so that the cache stores keys and values in fewer bytes.
 - ``widen`` changes bf16 graphs so that CPUs compute them in fp32.
 - ``cuda`` checks that ONNX Runtime can run all operators of a graph on a GPU.
 - ``write`` writes the graph and its weights.

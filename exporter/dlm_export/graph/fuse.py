@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, caches, operators
+from dlm_export.graph import LAYER_KEY, SEGMENTS, WINDOW_SEGMENTS, cache_dtypes, operators
 from dlm_export.graph.attention import ATTENTION, BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
@@ -85,8 +85,8 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     except _Unlike as err:
         plain[CANDIDATES] = str(err)
     passes.RemoveUnusedNodesPass()(model)
-    if cache_dtype is not None and caches.row_of(cache_dtype, 0)[0] != traced.element_type:
-        caches.store_as(traced, plain, cache_dtype)
+    if cache_dtype is not None and cache_dtypes.row_of(cache_dtype, 0)[0] != traced.element_type:
+        cache_dtypes.store_as(traced, plain, cache_dtype)
     calls = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
     has_segments = SEGMENTS in model.graph.initializers and all(
         node.op_type != "Attention" for node in model.graph

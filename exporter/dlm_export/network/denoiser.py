@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_export.network.caches import read_back
+from dlm_export.network.cache_dtypes import read_back
 from dlm_export.network.experts import Experts
 from dlm_export.network.linear import (
     MLP,

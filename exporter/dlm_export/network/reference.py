@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_export.network.caches import read_back
+from dlm_export.network.cache_dtypes import read_back
 from dlm_export.network.denoiser import Denoiser, Past
 from dlm_export.network.passes import Span, shift_of
 from dlm_export.network.proposers import Proposals, Proposer, make_proposer

@@ -652,7 +652,7 @@ class NetworkSpec:
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of one token's keys and values in all layers.
 
-        ``scale_bytes`` is the size of the scale of a cached row (see ``dlm_runtime.precision.CACHE_ROWS``). A row is the
+        ``scale_bytes`` is the size of the scale of a cached row (see ``dlm_runtime.cache_dtypes.CACHE_ROWS``). A row is the
         key or value of one head.
         """
         return self.cache_bytes_of(1, 1, element_bytes, scale_bytes)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dlm_export.network.caches import read_back
+from dlm_export.network.cache_dtypes import read_back
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Layered
 from dlm_export.network.reference import outside, store

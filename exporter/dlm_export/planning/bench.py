@@ -46,8 +46,8 @@ from dlm_export.planning.prefix import (
 )
 from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
+from dlm_runtime.cache_dtypes import CACHE_ROWS
 from dlm_runtime.manifest import check_manifest
-from dlm_runtime.precision import CACHE_ROWS
 
 CANVAS = 256  # default canvas length in tokens
 # By default, passes over the last 4, 8 and 32 tokens of the canvas are measured.

@@ -31,8 +31,8 @@ from dlm_export.planning.roofline import cache_bytes_by_type
 from dlm_export.planning.shapes import Shape, precisions_of, refusal, shape_on_gpus
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_runtime import Policy
+from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
 from dlm_runtime.errors import DlmError, ExitCode
-from dlm_runtime.precision import CACHE_DTYPES, CACHE_ROWS
 
 ALL = "all"
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.network.spec import HEAD, NetworkSpec
-from dlm_runtime.precision import CACHE_DTYPES, CACHE_ROWS
+from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
 
 FULL = "full"  # the name for the number format of unquantised parts, which is fp32, fp16 or bf16
 

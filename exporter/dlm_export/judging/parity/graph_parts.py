@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from dlm_export.graph import caches
+from dlm_export.graph import cache_dtypes
 from dlm_export.graph.parts import Part
 from dlm_export.judging.sides.drafting import no_rows, session_options
 from dlm_export.memory import give_back
@@ -60,7 +60,7 @@ def full_pass(
         given["conditioning"] = OrtValue.ortvalue_from_numpy(np.ascontiguousarray(conditioning))
         given["temperature"] = OrtValue.ortvalue_from_numpy(np.ones(rows.shape, np.float32))
     for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
-        element, width = caches.row_of(cache_dtype, head_size)
+        element, width = cache_dtypes.row_of(cache_dtype, head_size)
         nothing = no_rows(element.name.lower(), (len(ids), kv_heads, 0, width))
         given |= {f"past_key.{i}": nothing, f"past_value.{i}": nothing}
     return given

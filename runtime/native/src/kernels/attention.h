@@ -1,7 +1,7 @@
 // The attention kernel. Each new token attends to cached rows and to new rows.
 #pragma once
 
-#include "kernels/cache_rows.h"
+#include "kernels/cache_dtypes.h"
 #include "kernels/norm.h"
 
 namespace {

@@ -186,7 +186,7 @@ struct Nvfp4Linear {
 
 // The format of a cached row. A row contains the D keys or the D values of one position and one
 // head. It is stored as floats, as fp16, or as INT8 codes followed by a scale
-// (kernels/cache_rows.h).
+// (kernels/cache_dtypes.h).
 enum class CacheType { fp32, fp16, int8 };
 
 // The attention of new tokens to cached and new rows. q, k and v are [B, T, heads, D]: B requests,

@@ -10,8 +10,8 @@ from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.attention import ATTENTION, STORED
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
+from dlm_runtime.cache_dtypes import CACHE_ROWS
 from dlm_runtime.errors import DlmError, ExitCode
-from dlm_runtime.precision import CACHE_ROWS
 
 _TYPES = {
     "float32": ir.DataType.FLOAT,
