@@ -28,7 +28,7 @@ from dlm_export.network.turns import (
     start_canvas,
     temperature_of,
 )
-from dlm_export.planning.generation import Loop, list_passes
+from dlm_export.planning.predicted_passes import Loop, list_passes
 from dlm_runtime import (
     Bundle,
     CallbackPass,

@@ -27,12 +27,11 @@ from dlm_export.building import request
 from dlm_export.building.options import BuildOptions
 from dlm_export.bundle.manifest import network_of
 from dlm_export.cli import main
-from dlm_export.network.passes import FULL_CACHES
+from dlm_export.network.pass_plan import FULL_CACHES
 from dlm_export.network.spec import MlpSpec
 from dlm_export.planning import plan
 from dlm_export.planning import predict as predicting
 from dlm_export.planning.bench import PassSize
-from dlm_export.planning.generation import Loop, PlannedPass, list_passes
 from dlm_export.planning.measured import (
     MeasuredError,
     MeasuredPass,
@@ -47,6 +46,7 @@ from dlm_export.planning.predict import (
     predict,
     stored_bytes,
 )
+from dlm_export.planning.predicted_passes import Loop, PlannedPass, list_passes
 from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_bytes
 from dlm_export.planning.shapes import (
     Precision,

@@ -155,7 +155,7 @@ def presets_for(
 def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: int | None) -> bool:
     """Return True if a denoiser supports the policy.
 
-    In the native library, ``plan.cc`` checks the same rules.
+    In the native library, ``pass_plan.cc`` checks the same rules.
     """
     if policy == PRESETS["wedlm"] and (visible_block, draft_block) != (1, None):
         return False

@@ -42,7 +42,7 @@ from dlm_export.network.denoiser import (
 )
 from dlm_export.network.experts import Stacked
 from dlm_export.network.norms import make_norm
-from dlm_export.network.passes import Span
+from dlm_export.network.pass_plan import Span
 from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec
 from dlm_runtime.errors import DlmError
 

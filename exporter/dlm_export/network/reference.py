@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dlm_export.network.cache_dtypes import read_back
 from dlm_export.network.denoiser import Denoiser, Past
-from dlm_export.network.passes import Span, shift_of
+from dlm_export.network.pass_plan import Span, shift_of
 from dlm_export.network.proposers import Proposals, Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import (

@@ -77,7 +77,7 @@ __all__ = [
 
 PASS_TOKENS = 512
 """The largest number of tokens in a pass that stores a prompt, if a network has ``cache_windows``.
-runtime/native/src/decode/plan.h contains the same number.
+runtime/native/src/decode/pass_plan.h contains the same number.
 """
 BRANCH_NORMS = ("shared_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
 """Norms of a mixture of experts with ``branch_norms``: before and after the shared MLP, and before

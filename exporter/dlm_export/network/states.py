@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlm_calibration.states import Draft
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.passes import Span
+from dlm_export.network.pass_plan import Span
 
 
 def features_of(

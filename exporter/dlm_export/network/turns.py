@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dlm_export.network.passes import (
+from dlm_export.network.pass_plan import (
     FULL_CACHES,
     Looped,
     Span,

@@ -14,7 +14,6 @@ from typing import Any
 
 from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, page_tokens, whole_pages
 from dlm_export.planning.bench import PassSize
-from dlm_export.planning.generation import Loop, check_policy, list_passes
 from dlm_export.planning.growth import Growth, growth_of
 from dlm_export.planning.measured import Measured, interpolated_ratio
 from dlm_export.planning.predict import (
@@ -27,6 +26,7 @@ from dlm_export.planning.predict import (
     pass_time,
     predict,
 )
+from dlm_export.planning.predicted_passes import Loop, check_policy, list_passes
 from dlm_export.planning.roofline import cache_bytes_by_type
 from dlm_export.planning.shapes import Shape, precisions_of, refusal, shape_on_gpus
 from dlm_export.targets import TARGETS, Target, find, recipe_for

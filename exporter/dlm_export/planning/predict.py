@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dlm_export.bundle.prompt_reuse import reused_tokens
-from dlm_export.network.passes import block_length_of
+from dlm_export.network.pass_plan import block_length_of
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.planning.bench import PassSize
-from dlm_export.planning.generation import Loop, list_passes
 from dlm_export.planning.measured import Measured, interpolated_ratio
+from dlm_export.planning.predicted_passes import Loop, list_passes
 from dlm_export.planning.roofline import (
     FULL,
     MatrixKind,

@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_calibration.samples import Sample, builtin_samples, read_samples, samples_sha256
 from dlm_calibration.states import Draft, State, Trajectories, make_states, random_tokens
-from dlm_export.network.passes import block_length_of
+from dlm_export.network.pass_plan import block_length_of
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, reserve_end, start_canvas, temperature_before
 from dlm_runtime.errors import RequestError

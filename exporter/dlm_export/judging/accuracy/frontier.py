@@ -20,7 +20,7 @@ from dlm_export.judging.sides.side import (
     View,
     finite_logits,
 )
-from dlm_export.network.passes import Looped
+from dlm_export.network.pass_plan import Looped
 from dlm_export.network.turns import Canvas, Turn, choose_in, scores, turns
 from dlm_runtime import Policy
 

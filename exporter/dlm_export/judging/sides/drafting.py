@@ -14,7 +14,7 @@ import numpy as np
 
 from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.sides.side import DraftPass
-from dlm_export.network.passes import Span
+from dlm_export.network.pass_plan import Span
 from dlm_runtime import Bundle
 from dlm_runtime.abi import native as _native
 

@@ -31,7 +31,7 @@ from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError
 from dlm_export.judging.tuning.threshold import check_policy
-from dlm_export.network.passes import Looped, shift_of
+from dlm_export.network.pass_plan import Looped, shift_of
 from dlm_runtime import Policy
 
 LEVELS = ("instant", "low", "medium", "high")

@@ -7,7 +7,7 @@
 // exporter/dlm_export/network/turns.py implements the same rules in Python.
 //
 // A policy is checked twice. check_policy checks the fields of the policy and the combinations of
-// fields. suit_policy (decode/plan.h) checks that the policy suits the denoiser.
+// fields. suit_policy (decode/pass_plan.h) checks that the policy suits the denoiser.
 //
 // The rules use only the scores of positions. A proposer computes the scores. So the same rules
 // work with every proposer: argmax, sampling and constraints.
@@ -64,7 +64,7 @@ enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
 // Returns true for the caches that are used with full attention. Results with these caches differ
-// from results without a cache. exporter/dlm_export/network/passes.py calls these caches
+// from results without a cache. exporter/dlm_export/network/pass_plan.py calls these caches
 // FULL_CACHES.
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 

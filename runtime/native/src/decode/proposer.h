@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "decode/plan.h"
+#include "decode/pass_plan.h"
 #include "decode/policy.h"
 
 namespace dlm {

@@ -91,8 +91,8 @@ void Request::check_limits() const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
-    // The opening pass of a block (see plan.h) decides at least one position. So each later pass of
-    // the block scores at least one position fewer.
+    // The opening pass of a block (see pass_plan.h) decides at least one position. So each later
+    // pass of the block scores at least one position fewer.
     if (is_full && stage.is_repeated()) --rows;
     if (is_ahead()) rows = count_undecided({stage.decided.first, length});
     if (is_full && rows == 0) continue;

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "decode/cost.h"
-#include "decode/plan.h"
+#include "decode/pass_plan.h"
 #include "decode/policy.h"
 #include "decode/proposer.h"
 #include "engines/engine.h"

@@ -5,7 +5,7 @@
 
 #include "cache/arena.h"
 #include "decode/pass.h"
-#include "decode/plan.h"
+#include "decode/pass_plan.h"
 
 namespace dlm {
 

@@ -24,7 +24,7 @@
 //     denoiser, these passes repeat until the first position of the sub-block is decided. The other
 //     passes run only the sub-block. A shifted denoiser predicts each position in the row before
 //     it.
-// exporter/dlm_export/network/passes.py implements the same plan.
+// exporter/dlm_export/network/pass_plan.py implements the same plan.
 //
 // With the commit rule `verify` (self-speculation), the plan depends on the tokens. plan_passes
 // plans the pass that stores the prompt. After the passes of a block, plan_verified plans the next

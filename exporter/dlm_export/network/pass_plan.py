@@ -1,7 +1,7 @@
 """Plans the passes of a request: the rows that each pass computes, takes from the cache and stores.
 
 In this module, a row is a position of the canvas. A cached row is the keys and values of a
-position. The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes:
+position. The native loop makes the same plan in ``decode/pass_plan.cc``. There are five cache modes:
 
 - ``none`` uses no cache. Every pass computes the whole canvas.
 - ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full attention.

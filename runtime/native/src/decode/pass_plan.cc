@@ -1,4 +1,4 @@
-#include "decode/plan.h"
+#include "decode/pass_plan.h"
 
 #include <algorithm>
 
