@@ -38,7 +38,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Origin, Overrides, Piece
 from dlm_export.families.reading import new_tokens, text_option
 from dlm_export.network import reference
-from dlm_export.network.scaling import Linear
+from dlm_export.network.rope_scaling import Linear
 from dlm_export.network.spec import NetworkSpec, Rope
 from dlm_export.sources import open_source
 from dlm_runtime.constraints.layout import LAYOUTS

@@ -26,9 +26,9 @@ from dlm_export.build import build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.families.positions import read_rope
+from dlm_export.families.rope_config import read_rope
 from dlm_export.network.denoiser import cosines_and_sines
-from dlm_export.network.scaling import HIGHEST, LOWEST, Dynamic, Llama3, RotaryTable, Yarn
+from dlm_export.network.rope_scaling import HIGHEST, LOWEST, Dynamic, Llama3, RotaryTable, Yarn
 from dlm_export.network.spec import AttentionSpec, rotary_table
 from dlm_runtime.manifest import schema, validator
 

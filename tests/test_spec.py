@@ -19,7 +19,7 @@ from networks import make_network
 from dlm_calibration.recipes import RECIPES
 from dlm_export.network.denoiser import Denoiser, UnbuiltNetworkError, rotate
 from dlm_export.network.experts import Router
-from dlm_export.network.scaling import Dynamic, Linear, Llama3, Yarn
+from dlm_export.network.rope_scaling import Dynamic, Linear, Llama3, Yarn
 from dlm_export.network.spec import (
     ACTIVATIONS,
     BIASES,

@@ -37,7 +37,7 @@ from dlm_export.families import (
 )
 from dlm_export.families.base import Family, Origin, Overrides
 from dlm_export.families.tensors import Tensors
-from dlm_export.network.scaling import RotaryTable
+from dlm_export.network.rope_scaling import RotaryTable
 from dlm_export.network.spec import EMBEDDING, NetworkSpec, rotary_table
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
 from dlm_export.families.reading import end_and_pad_tokens
-from dlm_export.network.scaling import Linear
+from dlm_export.network.rope_scaling import Linear
 from dlm_export.network.spec import (
     CONDITIONING,
     AttentionSpec,

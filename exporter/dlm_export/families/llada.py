@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Family, Layout, Overrides
-from dlm_export.families.positions import read_rope
 from dlm_export.families.reading import special_tokens
+from dlm_export.families.rope_config import read_rope
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Overrides
-from dlm_export.families.positions import read_rope
+from dlm_export.families.rope_config import read_rope
 from dlm_export.families.trunks import MIXTURE, expert_counts, network_of
 from dlm_export.network.spec import (
     AttentionSpec,

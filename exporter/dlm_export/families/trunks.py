@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Layout, Overrides
-from dlm_export.families.positions import read_rope
 from dlm_export.families.reading import special_tokens
+from dlm_export.families.rope_config import read_rope
 from dlm_export.network.spec import (
     AttentionSpec,
     ExpertsSpec,

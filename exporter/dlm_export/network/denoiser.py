@@ -32,7 +32,7 @@ from dlm_export.network.linear import (
     updates_of,
 )
 from dlm_export.network.norms import RMSNorm, make_norm, unit_norm
-from dlm_export.network.scaling import QueryScale, RotaryTable
+from dlm_export.network.rope_scaling import QueryScale, RotaryTable
 from dlm_export.network.spec import (
     ACTIVATIONS,
     AttentionSpec,

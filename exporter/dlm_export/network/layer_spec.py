@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlm_export.network.scaling import QueryScale, RotaryTable, Scaling, scaling_from
+from dlm_export.network.rope_scaling import QueryScale, RotaryTable, Scaling, scaling_from
 
 VISIBILITIES = ("full", "block", "causal", "draft", "masks-last")
 SCORES = ("softmax", "sigmoid")

@@ -41,7 +41,7 @@ from dlm_export.network.layer_spec import (
     layer_from,
     rotary_table,
 )
-from dlm_export.network.scaling import RotaryTable
+from dlm_export.network.rope_scaling import RotaryTable
 
 __all__ = [
     "ACTIVATIONS",

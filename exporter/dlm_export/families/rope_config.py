@@ -16,8 +16,8 @@ import reprlib
 from typing import Any, NoReturn
 
 from dlm_export.checkpoints.folder import CheckpointError, Config
-from dlm_export.network.scaling import KINDS as SCALINGS
-from dlm_export.network.scaling import Dynamic, Linear, Llama3, QueryScale, Scaling, Yarn
+from dlm_export.network.rope_scaling import KINDS as SCALINGS
+from dlm_export.network.rope_scaling import Dynamic, Linear, Llama3, QueryScale, Scaling, Yarn
 from dlm_export.network.spec import Rope
 
 OBJECTS = ("rope_scaling", "rope_parameters")
