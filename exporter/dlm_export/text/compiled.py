@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlm_export.text.chat import Chat, constants, read_chat
+from dlm_export.text.chat_segments import Chat, constants, read_chat
 from dlm_export.text.layout import (
     BYTE_FALLBACK,
     SPECIAL,

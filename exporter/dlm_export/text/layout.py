@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dlm_export.text.chat import Chat
+from dlm_export.text.chat_segments import Chat
 from dlm_export.text.composition import Composition
 from dlm_export.text.splits import Splits
 

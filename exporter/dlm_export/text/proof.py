@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from dlm_export.text import samples
-from dlm_export.text.chat import Chat
+from dlm_export.text.chat_segments import Chat
 from dlm_export.text.native import CompiledText
 from dlm_export.text.refusal import NotCompiled
 from dlm_runtime.errors import RequestError

@@ -37,7 +37,7 @@ from dlm_runtime.errors import DlmError
 MEMORY_BYTES = 512 << 20  # reading a tokenizer with 262,144 ids needs 250 MiB
 REPLY_LIMIT_BYTES = 64 << 20
 LONG_BYTES = 16 << 10
-_WORKER = Path(__file__).with_name("_worker.py")
+_WORKER = Path(__file__).with_name("_chat_template_worker.py")
 
 
 class Refused(Exception):

@@ -16,7 +16,7 @@
 #include "base/error.h"
 #include "base/utf8.h"
 #include "tests.h"
-#include "text/chat_template.h"
+#include "text/chat_segments.h"
 #include "text/tokenizer.h"
 
 namespace {

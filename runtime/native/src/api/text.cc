@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "api/handles.h"
-#include "text/chat_template.h"
+#include "text/chat_segments.h"
 
 using dlm::require, dlm::text_of, dlm::view_of;
 

@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "text/chat_template.h"
+#include "text/chat_segments.h"
 #include "text/text_file.h"
 
 namespace dlm {

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlm_export.text.refusal import NotCompiled
-from dlm_runtime.text._worker import environment
+from dlm_runtime.text._chat_template_worker import environment
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"

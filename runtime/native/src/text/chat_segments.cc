@@ -1,4 +1,4 @@
-#include "text/chat_template.h"
+#include "text/chat_segments.h"
 
 #include <algorithm>
 
