@@ -92,7 +92,7 @@ def folder_of(bundle: Path) -> Path:
 
 
 def record_of(bundle: Path) -> Path:
-    """Return the path at which verified_files.cc stores the record of the large file."""
+    """Return the path at which file_check.cc stores the record of the large file."""
     found = (bundle / LARGE).stat()
     return folder_of(bundle) / f"{(found.st_dev + found.st_ino) & 0xFFFF:04x}"
 

@@ -3,7 +3,7 @@
 //
 // The build includes this file only if the header is installed (Debian's libonnxruntime-dev puts it
 // in <onnxruntime/>). The test passes if this file compiles. The program itself does nothing.
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 #include "engines/onnxruntime/ort_api.h"
 
 #if __has_include(<onnxruntime/onnxruntime_c_api.h>)

@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "base/json.h"
 #include "base/sha256.h"
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 #include "kernels/kernels.h"
 
 namespace dlm {

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "bundle/verified_files.h"
+#include "bundle/file_check.h"
 #include "decode/policy.h"
 #include "engines/engine.h"
 #include "text/tokenizer.h"
@@ -65,7 +65,7 @@ struct Manifest {
 //
 // If check_hashes is false, only the sizes of files are checked, and not their hashes. A large file
 // is not hashed if there is a record that its hash was right, and the file has not changed since
-// then (bundle/verified_files.h). But every file is hashed if $DLM_HASH_FILES is "always", or if
+// then (bundle/file_check.h). But every file is hashed if $DLM_HASH_FILES is "always", or if
 // `engine` is "none", because then the bundle is opened only to check it.
 //
 // Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run.

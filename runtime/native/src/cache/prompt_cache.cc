@@ -12,7 +12,7 @@
 
 #include "base/descriptor.h"
 #include "base/error.h"
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 
 namespace dlm {
 namespace {

@@ -29,7 +29,7 @@ namespace dlm {
 // The properties that a bundle and its prompt caches must have in common.
 struct PromptCacheFormat {
   std::string graph_sha256;  // lower-case hex
-  int32_t cache_type;        // element type of the cache, see engines/graph_contract.h
+  int32_t cache_type;        // element type of the cache, see engines/graph_check.h
   int32_t page_rows;
   uint64_t page_bytes;
   int32_t vocab_size;

@@ -277,7 +277,7 @@ struct GraphSpec {
   std::string device_path;  // path of device.onnx, a version of the graph for GPUs; may be empty
   int32_t vocab_size, top_k;
   CacheShape cache;
-  int32_t cache_type;             // element type of the cache, see engines/graph_contract.h
+  int32_t cache_type;             // element type of the cache, see engines/graph_check.h
   bool simulated;                 // true: the graph computes on quantised numbers in floating point
   PortNames ports;                // has one entry for each layer of `cache`
   int32_t conditioning_size = 0;  // see Denoiser

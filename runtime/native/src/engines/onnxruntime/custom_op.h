@@ -13,13 +13,13 @@
 #include <vector>
 
 #include "base/error.h"
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 #include "engines/onnxruntime/ort_handles.h"
 #include "kernels/kernels.h"
 
 namespace dlm::ops {
 
-// Element types that occur only in inputs of custom operators. engines/graph_contract.h defines the
+// Element types that occur only in inputs of custom operators. engines/graph_check.h defines the
 // element types of the graph's inputs and outputs.
 constexpr int kUint8 = 2, kFloat8 = 17;
 

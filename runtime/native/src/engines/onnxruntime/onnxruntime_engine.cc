@@ -26,7 +26,7 @@
 #include "engines/cuda/cuda_api.h"
 #include "engines/cuda/device_cache.h"
 #include "engines/engine.h"
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 #include "engines/onnxruntime/custom_op.h"
 #include "engines/onnxruntime/ort_api.h"
 #include "engines/onnxruntime/ort_handles.h"

@@ -29,7 +29,7 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// Converts an element type of TensorRT to the number that engines/graph_contract.h uses. Returns 0
+// Converts an element type of TensorRT to the number that engines/graph_check.h uses. Returns 0
 // if ports cannot have this type.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;

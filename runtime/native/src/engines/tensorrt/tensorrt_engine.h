@@ -14,7 +14,7 @@
 
 #include "engines/cuda/cuda_api.h"
 #include "engines/engine.h"
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 #include "engines/tensorrt/tensorrt_library.h"
 #include "engines/tensorrt/tensorrt_profiles.h"
 

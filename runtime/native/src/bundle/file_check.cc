@@ -1,5 +1,5 @@
 // Writes records of files that had the right SHA-256, and finds and checks these records later.
-#include "bundle/verified_files.h"
+#include "bundle/file_check.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -1,4 +1,4 @@
-#include "engines/graph_contract.h"
+#include "engines/graph_check.h"
 
 #include <algorithm>
 #include <cmath>
