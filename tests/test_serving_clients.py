@@ -136,7 +136,7 @@ def test_an_earlier_call_and_its_result_reach_the_chat_template(
 
 
 def test_messages_have_the_form_of_chat_templates() -> None:
-    from dlm_serve.conversation import message
+    from dlm_serve.field_arguments import message
     from dlm_serve.fields import Message
 
     given = {
@@ -239,7 +239,7 @@ def test_many_asynchronous_requests_and_a_cancelled_one(served: Served) -> None:
 def test_openais_efforts_choose_the_nearest_level(effort: str, level: str) -> None:
     from types import SimpleNamespace
 
-    from dlm_serve.conversation import _options
+    from dlm_serve.field_arguments import _options
     from dlm_serve.fields import FimBody
 
     bundle = SimpleNamespace(policy=lambda _: Policy())

@@ -3,7 +3,7 @@
 - ``app`` defines the routes.
 - ``hosting`` opens and closes the bundles.
 - ``fields`` checks the bodies of requests.
-- ``conversation`` turns the bodies into requests for the runtime.
+- ``field_arguments`` turns the bodies into requests for the runtime.
 - ``replies`` and ``streams`` write the responses.
 
 The server needs the optional dependencies of the extra ``serve``.

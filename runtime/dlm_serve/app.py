@@ -28,10 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
-from dlm_serve import conversation, decisions, fields, page_routes
-from dlm_serve.conversation import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
+from dlm_serve import decisions, field_arguments, fields, page_routes
 from dlm_serve.edits import EditBody, Edits, edit
 from dlm_serve.errors import ApiError, of_runtime
+from dlm_serve.field_arguments import Ask, chat_tokens, check_ids, prompt_tokens, tokenizer_of
 from dlm_serve.hosting import Model, Models, describe
 from dlm_serve.metrics import Metrics
 from dlm_serve.openapi import DOCS_PAGE, document
@@ -271,13 +271,13 @@ class Server:
         body: fields.ChatBody = await self._read(fields.ChatBody, request)
         head = Head("chatcmpl", "chat.completion", body.model)
         form = Choices(head, is_chat=True, has_logprobs=bool(body.logprobs))
-        return await self._complete(request, body, conversation.chat, _choices(body, form))
+        return await self._complete(request, body, field_arguments.chat, _choices(body, form))
 
     async def _completion(self, request: Request) -> Response:
         body: fields.CompletionBody = await self._read(fields.CompletionBody, request)
         head = Head("cmpl", "text_completion", body.model)
         form = Choices(head, is_chat=False, has_logprobs=body.logprobs is not None)
-        return await self._complete(request, body, conversation.completion, _choices(body, form))
+        return await self._complete(request, body, field_arguments.completion, _choices(body, form))
 
     async def _respond(self, request: Request) -> Response:
         body: ResponsesBody = await self._read(ResponsesBody, request)
@@ -288,7 +288,7 @@ class Server:
     async def _fim(self, request: Request) -> Response:
         body: fields.FimBody = await self._read(fields.FimBody, request)
         form = Choices(Head("fim", "text_completion", body.model), False, False)
-        return await self._complete(request, body, conversation.fim, _choices(body, form))
+        return await self._complete(request, body, field_arguments.fim, _choices(body, form))
 
     async def _edit(self, request: Request) -> Response:
         body: EditBody = await self._read(EditBody, request)
@@ -579,6 +579,7 @@ def _tokens(body: fields.TokenizeBody, model: Model) -> list[int]:
     if body.prompt is not None:
         return prompt_tokens(body.prompt, model, body.special_tokens)
     messages = [
-        conversation.message(each, f"messages[{at}]") for at, each in enumerate(body.messages or [])
+        field_arguments.message(each, f"messages[{at}]")
+        for at, each in enumerate(body.messages or [])
     ]
     return chat_tokens(messages, model, body.special_tokens)

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from dlm_runtime import Choice, Decision, DlmError, Score, YesNo
 from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
-from dlm_serve.conversation import COMPILE_LIMITS
 from dlm_serve.errors import of_runtime, unsupported
+from dlm_serve.field_arguments import COMPILE_LIMITS
 from dlm_serve.fields import Body, Items
 from dlm_serve.hosting import Model
 

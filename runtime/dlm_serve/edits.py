@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dlm_runtime import RequestError
-from dlm_serve.conversation import Ask, hole, message, tokenizer_of
 from dlm_serve.errors import ApiError, of_runtime
+from dlm_serve.field_arguments import Ask, hole, message, tokenizer_of
 from dlm_serve.fields import ChatSampling, Items, Message
 from dlm_serve.hosting import Model
 from dlm_serve.replies import Answer, Head, usage

@@ -12,7 +12,7 @@ from typing import Any
 
 from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
-from dlm_serve.conversation import Ask
+from dlm_serve.field_arguments import Ask
 from dlm_serve.hosting import Model
 
 FINISHES = {"stop": "stop", "constraint": "stop"}

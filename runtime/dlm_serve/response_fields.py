@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from dlm_serve.conversation import Ask, chat
 from dlm_serve.errors import ApiError, unsupported
+from dlm_serve.field_arguments import Ask, chat
 from dlm_serve.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dlm_runtime import ToolCall
-from dlm_serve.conversation import Ask
 from dlm_serve.errors import ApiError
+from dlm_serve.field_arguments import Ask
 from dlm_serve.hosting import Model
 from dlm_serve.replies import Answer, token_logprobs, tool_calls, usage
 from dlm_serve.response_fields import ResponsesBody

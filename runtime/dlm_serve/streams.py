@@ -16,8 +16,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dlm_runtime import DlmError, Event, Generation, Job, ToolCall
-from dlm_serve.conversation import Ask
 from dlm_serve.errors import ApiError, of_runtime
+from dlm_serve.field_arguments import Ask
 from dlm_serve.fields import Counts
 from dlm_serve.hosting import Model
 from dlm_serve.replies import Answer, Choices, answer, tool_calls, usage, usage_of
