@@ -24,7 +24,7 @@ from networks import make_network
 from test_imports import BLOCKED
 
 import dlm_runtime
-from dlm_calibration.recipes import FORMATS
+from dlm_calibration.precisions import FORMATS
 from dlm_export import families, machine
 from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint

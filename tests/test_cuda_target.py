@@ -16,7 +16,7 @@ from engine_bundles import DEMO, dlm_export, gpu_bundle, read_manifest, refused
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_calibration.formats import quantise_weight
+from dlm_calibration.precision_rounding import quantise_weight
 from dlm_export.building.writing import part_of
 from dlm_export.bundle.manifest import network_of
 from dlm_export.graph import cuda, operators

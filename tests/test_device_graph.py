@@ -25,7 +25,7 @@ from reference_ops import GatherElements
 from safetensors.numpy import load_file
 from slow_cases import slow_except
 
-from dlm_calibration.formats import pack_nibbles, quantise_weight
+from dlm_calibration.precision_rounding import pack_nibbles, quantise_weight
 
 BF16 = ml_dtypes.bfloat16
 # The largest relative rounding error of each type: half the distance between 1 and the next larger

@@ -32,7 +32,7 @@ from test_families import invoke
 from test_nemotron import ministral, random_config, random_prompts
 
 import dlm_runtime
-from dlm_calibration.formats import FP32
+from dlm_calibration.precision_rounding import FP32
 from dlm_export import families
 from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 from test_kernels import SETS
 
-from dlm_calibration.formats import (
+from dlm_calibration.precision_rounding import (
     FP16,
     QuantisedWeight,
     activation_scale,

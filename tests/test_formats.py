@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 
 from dlm_calibration import blocks
 from dlm_calibration.errors import QuantisationError
-from dlm_calibration.formats import (
+from dlm_calibration.precision_rounding import (
     E2M1_VALUES,
     NUMBER_FORMATS,
     QuantisedWeight,

@@ -20,7 +20,7 @@ from torch_side import TorchPredictor
 
 import dlm_runtime
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.recipes import Recipe
+from dlm_calibration.precisions import Recipe
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
     NOISE_RATIOS,

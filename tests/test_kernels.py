@@ -30,7 +30,7 @@ from onnx.reference import ReferenceEvaluator
 from test_native import REPOSITORY, SANITIZE, SOURCE, compile_c, run, sanitized, succeed, tool  # noqa: F401
 
 import dlm_runtime
-from dlm_calibration.formats import FP16, quantise_weight
+from dlm_calibration.precision_rounding import FP16, quantise_weight
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.bundle.folder import finish

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 from checkpoints import a2d_qwen3_config, llada_config, write_checkpoint
 
-from dlm_calibration.recipes import FORMATS
+from dlm_calibration.precisions import FORMATS
 from dlm_export.build import build
 from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.building.quantising import quantise

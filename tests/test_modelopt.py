@@ -28,7 +28,7 @@ from torch import nn
 
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import quantise_weight
+from dlm_calibration.precision_rounding import quantise_weight
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint

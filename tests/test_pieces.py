@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_calibration import pieces
-from dlm_calibration.formats import NUMBER_FORMATS, quantise_weight
 from dlm_calibration.pieces import Lazy, ahead, row_slices
-from dlm_calibration.recipes import RECIPES
+from dlm_calibration.precision_rounding import NUMBER_FORMATS, quantise_weight
+from dlm_calibration.precisions import RECIPES
 from dlm_export.build import build
 from dlm_export.building.options import BuildOptions
 from dlm_export.bundle.folder import sha256

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from networks import make_network
 
 import dlm_runtime
-from dlm_calibration.recipes import RECIPES
+from dlm_calibration.precisions import RECIPES
 from dlm_export.build import build
 from dlm_export.building import request
 from dlm_export.building.options import BuildOptions

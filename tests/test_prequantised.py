@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import dlm_runtime
-from dlm_calibration.formats import activation_scale, quantise_weight
+from dlm_calibration.precision_rounding import activation_scale, quantise_weight
 from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import StoredQuantised

@@ -19,8 +19,8 @@ import torch
 from networks import make_network
 from onnx.reference import ReferenceEvaluator
 
-from dlm_calibration.formats import QuantisedWeight, pack_nibbles, quantise_weight
-from dlm_calibration.recipes import FORMATS, RECIPES, Recipe, RecipeError
+from dlm_calibration.precision_rounding import QuantisedWeight, pack_nibbles, quantise_weight
+from dlm_calibration.precisions import FORMATS, RECIPES, Recipe, RecipeError
 from dlm_calibration.states import State
 from dlm_export import families, graph
 from dlm_export.building.writing import part_of
@@ -431,7 +431,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
 def test_a_bad_recipe_file_is_refused_by_what_is_wrong(
     text: str, says: str, tmp_path: Path
 ) -> None:
-    from dlm_calibration.recipes import find
+    from dlm_calibration.precisions import find
 
     path = tmp_path / "mine.toml"
     path.write_bytes(text.encode("latin-1"))
@@ -441,7 +441,7 @@ def test_a_bad_recipe_file_is_refused_by_what_is_wrong(
 
 
 def test_a_recipe_survives_its_manifest() -> None:
-    from dlm_calibration.recipes import recipe_from
+    from dlm_calibration.precisions import recipe_from
 
     for recipe in RECIPES.values():
         assert recipe_from(recipe.as_dict(), "manifest") == recipe

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mixtures import read_tensors, rewritten
 from slow_cases import slow_except
 
-from dlm_calibration.recipes import RECIPES, Recipe
+from dlm_calibration.precisions import RECIPES, Recipe
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import State
 from dlm_export import families

@@ -18,7 +18,7 @@ from checkpoints import a2d_qwen3_config, write_checkpoint
 from conftest import DEMO_CHECKPOINT
 from torch import Tensor
 
-from dlm_calibration import recipes
+from dlm_calibration import precisions
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
@@ -40,7 +40,7 @@ def _states(source: Source, lengths: list[int], seed: int = 0) -> list[State]:
 
 
 def _quantised(source: Source, recipe: str) -> Quantisation:
-    found = recipes.find(recipe)
+    found = precisions.find(recipe)
     formats = found.formats(list(source.network.quantisable()))
     return calibrate.calibrate(source.parameters, source.network, found, formats, [], lambda: None)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_calibration.errors import QuantisationError
-from dlm_calibration.formats import (
+from dlm_calibration.precision_rounding import (
     QuantisedWeight,
     int4_scales,
     quantise_activation,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import make_network
 
-from dlm_calibration.recipes import RECIPES
+from dlm_calibration.precisions import RECIPES
 from dlm_export.network.denoiser import Denoiser, UnbuiltNetworkError, rotate
 from dlm_export.network.experts import Router
 from dlm_export.network.rope_scaling import Dynamic, Linear, Llama3, Yarn

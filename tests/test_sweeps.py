@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import NUMBER_FORMATS, quantise_weight
-from dlm_calibration.recipes import FORMATS, HIGH, Recipe
+from dlm_calibration.precision_rounding import NUMBER_FORMATS, quantise_weight
+from dlm_calibration.precisions import FORMATS, HIGH, Recipe
 from dlm_calibration.states import State, read_states
 from dlm_export import build as building
 from dlm_export import families

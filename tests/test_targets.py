@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dlm_calibration.recipes import FORMATS, RECIPES, Recipe
+from dlm_calibration.precisions import FORMATS, RECIPES, Recipe
 from dlm_export import machine, targets
 from dlm_export.cli import main
 from dlm_export.engines import RTX

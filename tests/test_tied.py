@@ -32,8 +32,8 @@ from torch_side import TorchPredictor
 
 import dlm_runtime
 from dlm_calibration import metrics
-from dlm_calibration.formats import FP16, QuantisedWeight, quantise_weight
-from dlm_calibration.recipes import RecipeError
+from dlm_calibration.precision_rounding import FP16, QuantisedWeight, quantise_weight
+from dlm_calibration.precisions import RecipeError
 from dlm_export import families
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle

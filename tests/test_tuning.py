@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from referencing import Registry
 from test_quantise_cli import SCHEMA, SMALL
 
-from dlm_calibration.recipes import HIGH
+from dlm_calibration.precisions import HIGH
 from dlm_export.cli import main
 from dlm_export.judging.precision_search import layer_times, search
 from dlm_export.judging.precision_search.layer_times import Tuning

@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 import dlm_runtime
-from dlm_calibration.formats import FP16, FP32
 from dlm_calibration.pieces import Index
+from dlm_calibration.precision_rounding import FP16, FP32
 from dlm_export import families, graph
 from dlm_export.bundle.default_loop import published_of, published_presets
 from dlm_export.bundle.folder import sha256

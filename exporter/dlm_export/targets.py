@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dlm_calibration import recipes
-from dlm_calibration.recipes import FORMATS, HIGH, Recipe
+from dlm_calibration import precisions
+from dlm_calibration.precisions import FORMATS, HIGH, RECIPES, Recipe
 from dlm_export.devices import DEVICES, Device
 from dlm_export.engines import RTX, TENSORRT
 from dlm_runtime.errors import DlmError, ExitCode
@@ -117,7 +117,7 @@ class Target:
     @property
     def precisions(self) -> tuple[str, ...]:
         """All values that ``--precision`` accepts for this target, except recipe files."""
-        meant = {name: recipes.RECIPES[self.aliases.get(name, name)] for name in recipes.RECIPES}
+        meant = {name: RECIPES[self.aliases.get(name, name)] for name in RECIPES}
         names = [name for name, recipe in meant.items() if not self.missing(_formats(recipe))]
         return (*self.full_precisions, *names, *((AUTO, STORED) if self.formats else ()))
 
@@ -305,12 +305,12 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
             if not target.formats:
                 raise _refusal(targets, target, repr(precision), [precision])
         return None
-    if precision not in recipes.RECIPES and not precision.endswith(".toml"):
+    if precision not in RECIPES and not precision.endswith(".toml"):
         for target in targets:
             if precision not in target.full_precisions:
                 raise _refusal(targets, target, repr(precision), [precision])
         return None
-    recipe = recipes.find(targets[0].aliases.get(precision, precision))
+    recipe = precisions.find(targets[0].aliases.get(precision, precision))
     check(targets, _formats(recipe), precision)
     return recipe
 

@@ -5,7 +5,7 @@ Each format is one record, and all other code uses these records.
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
 number formats a matrix multiplication uses for its weights and its activations. A layer format also
 says which targets can run this multiplication. To add a format, add a record to this module, add
-the format's arithmetic to ``dlm_calibration.formats``, and add the format's nodes to
+the format's arithmetic to ``dlm_calibration.precision_rounding``, and add the format's nodes to
 ``dlm_export.graph.quantise``. This module imports no other package, so that small devices can use
 it.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlm_calibration.pieces import MOST_CORES, PIECE
-from dlm_calibration.recipes import HIGH
+from dlm_calibration.precisions import HIGH
 from dlm_export import memory
 from dlm_export.building.request import Job
 from dlm_export.building.writing import table_dtype

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dlm_calibration.recipes import FORMATS, Recipe
+from dlm_calibration.precisions import FORMATS, Recipe
 from dlm_calibration.states import State, read_states, write_states
 from dlm_export import families, targets
 from dlm_export.building.request import Job

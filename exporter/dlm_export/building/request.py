@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError, abridged, for_experts
+from dlm_calibration.precisions import FORMATS, HIGH, Recipe, RecipeError, abridged, for_experts
 from dlm_export import graph, memory, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands

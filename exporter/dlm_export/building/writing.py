@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import FP16, FP32, QuantisedWeight
 from dlm_calibration.pieces import Lazy
-from dlm_calibration.recipes import HIGH
+from dlm_calibration.precision_rounding import FP16, FP32, QuantisedWeight
+from dlm_calibration.precisions import HIGH
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dlm_calibration.recipes import FORMATS
+from dlm_calibration.precisions import FORMATS
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_object
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from dlm_calibration.formats import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
+from dlm_calibration.precision_rounding import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
 from dlm_export.checkpoints.adapters import DRAFT_ADAPTER
 from dlm_export.checkpoints.folder import (
     WEIGHT_DTYPES,

@@ -255,7 +255,7 @@ def print_build(report: BuildReport) -> None:
 
 def _shown_parity(parity: Parity) -> str:
     """Describe what a parity check compared, and the largest difference that the check found."""
-    from dlm_calibration.recipes import FORMATS
+    from dlm_calibration.precisions import FORMATS
     from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
     pass_apart = max(row.relative for row in parity.graph)

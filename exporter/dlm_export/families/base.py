@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, Lazy
+from dlm_calibration.precision_rounding import FP32
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.network.spec import EMBEDDING, NetworkSpec
 

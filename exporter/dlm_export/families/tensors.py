@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from dlm_calibration.formats import FP16, FP32, NVFP4_GROUP_SIZE
+from dlm_calibration.precision_rounding import FP16, FP32, NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.adapters import (
     DRAFT_ADAPTER,

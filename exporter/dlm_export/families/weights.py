@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, ahead, row_slices
+from dlm_calibration.precision_rounding import FP32
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised

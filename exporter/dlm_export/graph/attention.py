@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import SMALLEST_ROW
+from dlm_calibration.precision_rounding import SMALLEST_ROW
 from dlm_export.graph.body import Body
 
 BLOCK, DRAFT, WINDOW, NORMED = "Block", "Draft", "Window", "Normed"

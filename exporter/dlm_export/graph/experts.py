@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import activation_scale
 from dlm_calibration.pieces import Index, Lazy
-from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_calibration.precision_rounding import activation_scale
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace

@@ -101,8 +101,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Index, Lazy
+from dlm_calibration.precision_rounding import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_export.graph.attention import (
     ATTENTION,
     CACHES,

@@ -47,8 +47,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import E2M1_VALUES, activation_scale
-from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+from dlm_calibration.precision_rounding import E2M1_VALUES, activation_scale
+from dlm_calibration.precisions import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, operators
 from dlm_export.graph.body import DOMAIN

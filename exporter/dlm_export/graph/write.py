@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.formats import pack_nibbles
 from dlm_calibration.pieces import Lazy, ahead, row_slices
-from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_calibration.precision_rounding import pack_nibbles
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.graph import (
     DATA_FILE,
     DEVICE_FILE,

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_calibration.recipes import FORMATS
+from dlm_calibration.precisions import FORMATS
 from dlm_calibration.samples import read_samples
 from dlm_export.bundle.default_loop import default_loop
 from dlm_export.bundle.manifest import network_of, table_bytes_of

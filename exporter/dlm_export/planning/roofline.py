@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
+from dlm_calibration.precisions import FORMATS, HIGH, LayerFormat
 from dlm_export.network.spec import HEAD, NetworkSpec
 from dlm_runtime.cache_dtypes import CACHE_DTYPES, CACHE_ROWS
 

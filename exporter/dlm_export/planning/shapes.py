@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.bundle.manifest import network_of, read_manifest, table_bytes_of
 from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import (

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import FP32, ScaleType, quantise_activation
 from dlm_calibration.observers import Method, Observer, Observers
-from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
+from dlm_calibration.precision_rounding import FP32, ScaleType, quantise_activation
+from dlm_calibration.precisions import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.families.base import Parameters

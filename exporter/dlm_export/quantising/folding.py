@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dlm_calibration import solvers
-from dlm_calibration.formats import FP32
 from dlm_calibration.observers import Observer, Observers
-from dlm_calibration.recipes import FORMATS
+from dlm_calibration.precision_rounding import FP32
+from dlm_calibration.precisions import FORMATS
 from dlm_export.network.spec import LinearSpec
 from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.quantisation import Quantisation

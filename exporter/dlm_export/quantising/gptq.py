@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlm_calibration.blocks import group_amax
 from dlm_calibration.errors import QuantisationError
-from dlm_calibration.formats import (
+from dlm_calibration.precision_rounding import (
     CODE_TYPES,
     E2M1_VALUES,
     FP32,

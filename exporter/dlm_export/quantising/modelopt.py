@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dlm_calibration import solvers
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.observers import SMALLEST_AMAX
-from dlm_calibration.recipes import FORMATS
+from dlm_calibration.precisions import FORMATS
 from dlm_calibration.states import State
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.linear import Linear

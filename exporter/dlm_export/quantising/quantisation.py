@@ -14,7 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from dlm_calibration import solvers
-from dlm_calibration.formats import (
+from dlm_calibration.observers import Observers
+from dlm_calibration.pieces import Index, Lazy, slices
+from dlm_calibration.precision_rounding import (
     FP16,
     FP32,
     QuantisedWeight,
@@ -22,9 +24,7 @@ from dlm_calibration.formats import (
     quantise_weight,
     with_scales,
 )
-from dlm_calibration.observers import Observers
-from dlm_calibration.pieces import Index, Lazy, slices
-from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
+from dlm_calibration.precisions import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_export import families
 from dlm_export.families.base import Parameters, later
 from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec

@@ -14,7 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import CODE_TYPES, QuantisedWeight, pack_nibbles, unpack_nibbles
+from dlm_calibration.precision_rounding import (
+    CODE_TYPES,
+    QuantisedWeight,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from dlm_runtime.precision import NUMBER_FORMATS
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.precision import NUMBER_FORMATS
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlm_calibration.recipes import Recipe
+from dlm_calibration.precisions import Recipe
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export import families
 from dlm_export.graph import PLAIN_OPSET, experts, trace

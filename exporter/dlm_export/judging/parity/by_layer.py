@@ -35,8 +35,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from dlm_calibration.formats import FP32, quantise_activation
-from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_calibration.precision_rounding import FP32, quantise_activation
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_calibration.solvers import rotate
 from dlm_calibration.states import Draft
 from dlm_export import families

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_calibration.recipes import HIGH
+from dlm_calibration.precisions import HIGH
 from dlm_export.families import weights
 from dlm_export.families.base import Parameters
 from dlm_export.judging.parity.by_layer import read_rounded

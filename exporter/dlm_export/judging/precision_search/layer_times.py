@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from dlm_calibration.recipes import FORMATS, HIGH
+from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.graph import operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.quantise import misfit

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
+from dlm_calibration.precisions import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State

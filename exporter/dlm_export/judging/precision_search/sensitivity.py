@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dlm_calibration.recipes import HIGH
+from dlm_calibration.precisions import HIGH
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.judging.precision_search.assigned import Assigned

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.metrics import direction, wilson_interval
-from dlm_calibration.recipes import HIGH
+from dlm_calibration.precisions import HIGH
 from dlm_export import outputs
 from dlm_export.charts import numbers
 from dlm_export.charts.numbers import FORMS, as_interval, finite, printable
