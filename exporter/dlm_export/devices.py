@@ -1,6 +1,7 @@
 """Lists the GPUs that can be build targets by name, with their published specifications.
 
-To add a device, add a ``Device`` to ``DEVICES``. If a vendor states a memory size in GB, this
+To add a device, add a ``Device`` to ``DEVICES``. A new compute capability (SM) also needs an entry
+in ``TENSORRT_BY_SM``. If a vendor states a memory size in GB, this
 module assumes that a GB has 10**9 bytes. Drivers report at least this size. All compute rates
 are for dense matrices. If a vendor publishes only the rate for sparse matrices, the ``Device``
 contains half of the published rate, and a comment says so.
@@ -204,3 +205,27 @@ DEVICES = (
         tera={"nvfp4": 1000 / 2},
     ),
 )
+
+# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. TensorRT-RTX lists them in its
+# enumeration ComputeCapability.
+RTX_SM = (75, 80, 86, 89, 120, 121)
+# Maps each SM that a user can name as a target (for example sm89) to the versions of standard
+# TensorRT that support it. According to the release notes, Blackwell and FP4 are supported since
+# 10.8. GB300, DGX B300 and DGX Spark are supported since 10.14
+# (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
+# JetPack 7. On Orin, JetPack 6.0 has TensorRT 8.6, which cannot parse our graphs, JetPack 6.1 and 6.2
+# have TensorRT 10.3, and JetPack 7.2 has TensorRT 10.16.
+TENSORRT_BY_SM = {
+    75: "10.14 or later",
+    80: "10.14 or later",
+    86: "10.14 or later",
+    87: "10.3 (JetPack 6.1 and 6.2), 10.16 (JetPack 7.2)",
+    89: "10.14 or later",
+    90: "10.14 or later",
+    100: "10.14 or later",
+    103: "10.14 or later",
+    110: "10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)",
+    120: "10.14 or later",
+    121: "10.14 or later",
+}
+JETPACK_BY_SM = {87: "6.1 and 6.2, or 7.2 and later", 110: "7"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlm_calibration import precisions
 from dlm_calibration.precisions import FORMATS, HIGH, RECIPES, Recipe
-from dlm_export.devices import DEVICES, Device
+from dlm_export.devices import DEVICES, JETPACK_BY_SM, RTX_SM, TENSORRT_BY_SM, Device
 from dlm_export.engines import RTX, TENSORRT
 from dlm_runtime.errors import DlmError, ExitCode
 
@@ -38,30 +38,6 @@ CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 # opset 21, but without bf16 scales. It does not support BitShift. It supports MatMulInteger for
 # signed bytes only.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
-
-# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. TensorRT-RTX lists them in its
-# enumeration ComputeCapability.
-RTX_SM = (75, 80, 86, 89, 120, 121)
-# Maps each SM that a user can name as a target (for example sm89) to the versions of standard
-# TensorRT that support it. According to the release notes, Blackwell and FP4 are supported since
-# 10.8. GB300, DGX B300 and DGX Spark are supported since 10.14
-# (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
-# JetPack 7. On Orin, JetPack 6.0 has TensorRT 8.6, which cannot parse our graphs, JetPack 6.1 and 6.2
-# have TensorRT 10.3, and JetPack 7.2 has TensorRT 10.16.
-TENSORRT_BY_SM = {
-    75: "10.14 or later",
-    80: "10.14 or later",
-    86: "10.14 or later",
-    87: "10.3 (JetPack 6.1 and 6.2), 10.16 (JetPack 7.2)",
-    89: "10.14 or later",
-    90: "10.14 or later",
-    100: "10.14 or later",
-    103: "10.14 or later",
-    110: "10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)",
-    120: "10.14 or later",
-    121: "10.14 or later",
-}
-JETPACK_BY_SM = {87: "6.1 and 6.2, or 7.2 and later", 110: "7"}
 
 
 class TargetError(DlmError):
