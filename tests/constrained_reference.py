@@ -24,11 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores_of_draw
-from dlm_export.network.turns import (
-    Canvas,
-    Turn,
-    gumbels,
+from dlm_export.network.loop_random import gumbels
+from dlm_export.network.loop_scores import (
     log_odds,
     log_odds_of,
     score_edits,
@@ -37,6 +34,8 @@ from dlm_export.network.turns import (
     scored_by,
     scores,
 )
+from dlm_export.network.loop_turns import Canvas, Turn
+from dlm_export.network.proposers import Proposals, Proposer, kept_tokens, scores_of_draw
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.policy import Policy
 

@@ -12,7 +12,8 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import log_odds, philox
+from dlm_export.network.loop_random import philox
+from dlm_export.network.loop_scores import log_odds
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, from_callback
 
 

@@ -18,9 +18,9 @@ from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.network.pass_plan import Span, plan
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime import CallbackPass, DenoiserInfo, Policy, RequestError, from_callback
 from dlm_runtime.presets import PRESETS, presets_for
 

@@ -31,7 +31,7 @@ from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_runtime import (
     PRESETS,
     Bundle,

@@ -29,7 +29,7 @@ from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import gumbels, random_tokens
+from dlm_export.network.loop_random import gumbels, random_tokens
 from dlm_export.planning.plan import make_plan
 from dlm_export.planning.predict import Request, loop_for
 from dlm_export.planning.predicted_passes import PlannedPass, list_passes

@@ -45,8 +45,9 @@ from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, View
 from dlm_export.network import lockstep, reference
 from dlm_export.network.layered import Carried
+from dlm_export.network.loop_random import temperature_before, temperature_of
+from dlm_export.network.loop_turns import start_canvas
 from dlm_export.network.states import features_of
-from dlm_export.network.turns import start_canvas, temperature_before, temperature_of
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions

@@ -31,8 +31,8 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.side import JudgeError, Predictor
 from dlm_export.judging.tuning.threshold import Point, Refit, refit_steps, refit_threshold
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.network.reference import fill
-from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime import PRESETS, Policy, RequestError
 
 VOCAB, MASK, EOS = 20, 18, 19

@@ -19,7 +19,7 @@ from dlm_calibration.samples import Sample
 from dlm_export import families
 from dlm_export.network import lockstep, reference
 from dlm_export.network.layered import MemoryLimitError
-from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.quantising.samples import TRAJECTORY_PASSES, trajectories
 from dlm_export.sources import open_source
 from dlm_runtime import Policy

@@ -26,7 +26,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_runtime import Bundle, DenoiserInfo, DlmError, Policy, from_callback
 from dlm_runtime.presets import PRESETS
 

@@ -47,8 +47,8 @@ from dlm_export.judging.sides.side import DraftPass, JudgeError, View, finite_lo
 from dlm_export.network import lockstep, reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.layered import Carried
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.network.states import features_of
-from dlm_export.network.turns import Canvas, start_canvas
 from dlm_export.quantising import samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source

@@ -20,14 +20,10 @@ from test_deciding import ENDS, MASK, VOCAB, compile_parts
 from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
+from dlm_export.network.commit_rules import choose
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import (
-    Canvas,
-    choose,
-    random_tokens,
-    start_canvas,
-    temperature_of,
-)
+from dlm_export.network.loop_random import random_tokens, temperature_of
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.planning.predicted_passes import Loop, list_passes
 from dlm_runtime import (
     Bundle,

@@ -24,7 +24,7 @@ from denoisers import under_native_loop
 from published import END, MASK, prompt_of, random_network
 
 from dlm_export.network import reference
-from dlm_export.network.turns import floor_count, transfer_counts
+from dlm_export.network.loop_turns import floor_count, transfer_counts
 from dlm_runtime import CallbackPass, Policy
 from dlm_runtime.presets import PRESETS
 

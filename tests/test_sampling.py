@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
+from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_export.network.pass_plan import Span
 from dlm_export.network.proposers import make_proposer
-from dlm_export.network.turns import Canvas, Turn
 from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, EngineError, Policy
 
 MASK, VOCAB = 3, 20

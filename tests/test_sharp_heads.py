@@ -21,8 +21,9 @@ from traces import trace_once
 
 from dlm_export.graph import fuse
 from dlm_export.judging.parity.ties import Decided, find_divergence
+from dlm_export.network.loop_scores import log_odds
+from dlm_export.network.loop_turns import start_canvas
 from dlm_export.network.reference import Run
-from dlm_export.network.turns import log_odds, start_canvas
 from dlm_runtime import CallbackPass, DenoiserInfo, Policy, from_callback
 
 PROMPT, NEW_TOKENS = [11, 23, 42], 24

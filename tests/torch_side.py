@@ -12,8 +12,8 @@ from dlm_calibration.states import Draft
 from dlm_export.judging.sides.side import DraftPass
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.loop_turns import Canvas, reserve_end, start_canvas
 from dlm_export.network.states import features_of
-from dlm_export.network.turns import Canvas, reserve_end, start_canvas
 from dlm_runtime import Policy
 
 

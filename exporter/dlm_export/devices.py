@@ -1,10 +1,10 @@
 """Lists the GPUs that can be build targets by name, with their published specifications.
 
 To add a device, add a ``Device`` to ``DEVICES``. A new compute capability (SM) also needs an entry
-in ``TENSORRT_BY_SM``. If a vendor states a memory size in GB, this
-module assumes that a GB has 10**9 bytes. Drivers report at least this size. All compute rates
-are for dense matrices. If a vendor publishes only the rate for sparse matrices, the ``Device``
-contains half of the published rate, and a comment says so.
+in ``TENSORRT_BY_SM``. If a vendor states a memory size in GB, this module assumes that a GB has
+10**9 bytes. Drivers report at least this size. All compute rates are for dense matrices. If a vendor
+publishes only the rate for sparse matrices, the ``Device`` contains half of the published rate, and
+a comment says so.
 """
 
 from __future__ import annotations

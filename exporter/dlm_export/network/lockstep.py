@@ -21,9 +21,9 @@ from torch import Tensor
 from dlm_calibration.states import Draft, State
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Head, Layered, MemoryLimitError
+from dlm_export.network.loop_turns import Canvas, reserve_end
 from dlm_export.network.reference import Run, outside, store
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, reserve_end
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000

@@ -1,7 +1,7 @@
 """Defines proposers, which choose a token and its score for each position that may commit.
 
 Every request has its own proposer. The unmasking loop then commits the tokens that the module
-``turns`` chooses by score. A turn is one pass and the commit after it. ``decode/proposer.h``
+``commit_rules`` chooses by score. A turn is one pass and the commit after it. ``decode/proposer.h``
 defines the same interface for the native loop, with the same names. The proposers in this module
 get the logits of the whole vocabulary.
 
@@ -17,18 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_export.network.turns import (
-    Canvas,
-    Turn,
-    gumbels,
+from dlm_export.network.loop_random import gumbels, temperature_of
+from dlm_export.network.loop_scores import (
     log_odds,
     score_edits,
     score_of,
     score_of_log_odds,
     scored_by,
     scores,
-    temperature_of,
 )
+from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_runtime.policy import Policy
 
 

@@ -10,9 +10,9 @@ A ``Policy`` selects the algorithm. The algorithms are from these papers:
 - d3LLM (arXiv:2601.07568): positions of several blocks in one pass;
 - the released code of DiffusionGemma: blocks that start from random tokens.
 
-This module runs the passes of one request. ``turns`` schedules the passes and decides which
-positions commit. ``proposers`` chooses the tokens of these positions. ``lockstep`` runs many
-requests together.
+This module runs the passes of one request. ``loop_turns`` schedules the passes, and
+``commit_rules`` decides which positions commit. ``proposers`` chooses the tokens of these positions.
+``lockstep`` runs many requests together.
 """
 
 from __future__ import annotations
@@ -25,20 +25,13 @@ import torch
 from torch import Tensor
 
 from dlm_export.network.cache_dtypes import read_back
+from dlm_export.network.commit_rules import choose_in
 from dlm_export.network.denoiser import Denoiser, Past
+from dlm_export.network.loop_random import random_tokens, soft_temperature
+from dlm_export.network.loop_turns import Canvas, Turn, reserve_end, start_canvas, turns
 from dlm_export.network.pass_plan import Span, shift_of
 from dlm_export.network.proposers import Proposals, Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import (
-    Canvas,
-    Turn,
-    choose_in,
-    random_tokens,
-    reserve_end,
-    soft_temperature,
-    start_canvas,
-    turns,
-)
 from dlm_runtime.policy import Policy
 
 

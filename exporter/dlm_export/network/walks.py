@@ -17,8 +17,8 @@ from torch import Tensor
 from dlm_export.network.cache_dtypes import read_back
 from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Layered
+from dlm_export.network.loop_turns import Walk
 from dlm_export.network.reference import outside, store
-from dlm_export.network.turns import Walk
 
 _Pass = tuple[int, int]  # index of the walk, index of the pass in the walk
 

@@ -1,8 +1,8 @@
 """Predicts the passes of a generation: the size and the order of all passes.
 
-``network.turns`` determines the passes of the loop. A scheduler changes the passes over the prompt
-in two ways: it skips the tokens whose keys and values it reuses, and it splits a long prompt into
-parts. In the native code, the functions ``skip_stored`` and ``split_prefill`` in
+``network.loop_turns`` determines the passes of the loop. A scheduler changes the passes over the
+prompt in two ways: it skips the tokens whose keys and values it reuses, and it splits a long prompt
+into parts. In the native code, the functions ``skip_stored`` and ``split_prefill`` in
 ``decode/request_reuse.cc`` make these changes.
 """
 
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dlm_export.network.loop_turns import Turn, start_canvas, turns
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Turn, start_canvas, turns
 from dlm_export.planning.bench import PassSize
 from dlm_runtime import DenoiserInfo, Policy, from_callback
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from dlm_calibration.samples import Sample, builtin_samples, read_samples, samples_sha256
 from dlm_calibration.states import Draft, State, Trajectories, make_states, random_tokens
+from dlm_export.network.loop_random import temperature_before
+from dlm_export.network.loop_turns import Canvas, reserve_end, start_canvas
 from dlm_export.network.pass_plan import block_length_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, reserve_end, start_canvas, temperature_before
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.text.tokenizer import Tokenizer

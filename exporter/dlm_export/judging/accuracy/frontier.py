@@ -20,8 +20,10 @@ from dlm_export.judging.sides.side import (
     View,
     finite_logits,
 )
+from dlm_export.network.commit_rules import choose_in
+from dlm_export.network.loop_scores import scores
+from dlm_export.network.loop_turns import Canvas, Turn, turns
 from dlm_export.network.pass_plan import Looped
-from dlm_export.network.turns import Canvas, Turn, choose_in, scores, turns
 from dlm_runtime import Policy
 
 

@@ -33,8 +33,8 @@ from dlm_export.judging.sides.side import (
     has_mask_token,
     is_verifying,
 )
+from dlm_export.network.loop_random import temperature_before
 from dlm_export.network.pass_plan import block_length_of, shift_of
-from dlm_export.network.turns import temperature_before
 from dlm_runtime.policy import Policy
 
 Kind = Literal["masked", "draft", "causal"]

@@ -25,9 +25,9 @@ from dlm_export.judging.parity.ties import Decided, find_divergence
 from dlm_export.judging.parity.verdict import LoopRow, Parity, compare_logits, tolerance_of
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.loop_turns import Canvas as State
+from dlm_export.network.loop_turns import start_canvas
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas as State
-from dlm_export.network.turns import start_canvas
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 from dlm_export.quantising.quantisation import Folded, Quantisation

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dlm_export.network.commit_rules import choose_in
+from dlm_export.network.loop_random import gumbels, temperature_of
+from dlm_export.network.loop_scores import scored_by
+from dlm_export.network.loop_turns import Canvas, Turn
 from dlm_export.network.proposers import Proposals
-from dlm_export.network.turns import Canvas, Turn, choose_in, gumbels, scored_by, temperature_of
 from dlm_runtime import Policy
 
 # The search for the smallest difference of the logits that explains a decision ends at this number.

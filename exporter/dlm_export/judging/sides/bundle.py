@@ -15,7 +15,7 @@ import numpy as np
 from dlm_export.judging.sides.drafting import DraftPasses
 from dlm_export.judging.sides.side import DraftPass, JudgeError
 from dlm_export.machine import this_machine
-from dlm_export.network.turns import Canvas, reserve_end, start_canvas
+from dlm_export.network.loop_turns import Canvas, reserve_end, start_canvas
 from dlm_runtime import Bundle, Generation, Policy
 
 

@@ -20,7 +20,7 @@ from dlm_export import families
 from dlm_export.judging.sides.side import DraftPass, View, rows_of
 from dlm_export.network import lockstep
 from dlm_export.network.layered import Carried, Layered, soft_embeddings
-from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.network.loop_turns import Canvas, start_canvas
 from dlm_export.sources import Source
 from dlm_export.workplace import Workplace
 from dlm_runtime import Policy

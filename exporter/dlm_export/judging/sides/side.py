@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from dlm_export.network.loop_turns import Canvas
 from dlm_export.network.pass_plan import Looped, shift_of
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
 

@@ -1,9 +1,6 @@
 #include "decode/policy.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
-#include <numeric>
 
 #include "base/error.h"
 
@@ -88,13 +85,6 @@ void check_ahead(const Policy& policy, const char* commit) {
          "policy: next_block = %.10g cannot be combined with edits: use remask = \"none\", or "
          "next_block = 1",
          policy.next_block);
-}
-
-// Returns true if a position with the given score commits independently of all other scores.
-bool reaches(const Policy& policy, double score) {
-  const double limit = policy.commit == Commit::entropy_threshold ? -policy.entropy_bound
-                                                                  : score_of(policy.threshold);
-  return policy.compare == Compare::above ? score > limit : score >= limit;
 }
 
 // Checks the fields of a policy that starts each block from random tokens. Until the last pass over
@@ -210,28 +200,6 @@ Policy check_policy(const dlm_policy& given) {
   return out;
 }
 
-int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
-  return step < steps ? masked / steps + (step < masked % steps ? 1 : 0) : 1;
-}
-
-int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
-  const auto kept = [&](int32_t k) {
-    return static_cast<int32_t>(static_cast<float>(masked) *
-                                static_cast<float>(static_cast<double>(k) / steps));
-  };
-  // This binary search finds the largest k below `steps` for which fewer than `left` positions stay
-  // masked.
-  int32_t lowest = 0, highest = steps - 1;
-  while (lowest < highest) {
-    const int32_t k = highest - (highest - lowest) / 2;
-    if (kept(k) < left)
-      lowest = k;
-    else
-      highest = k - 1;
-  }
-  return left - kept(lowest);
-}
-
 double temperature_of(const Policy& policy, int32_t step, int32_t steps) {
   if (policy.select == Select::argmax) return 1;
   if (policy.temperature_drop == 0) return policy.temperature;
@@ -240,92 +208,6 @@ double temperature_of(const Policy& policy, int32_t step, int32_t steps) {
   const double lowest = std::min(policy.temperature - policy.temperature_drop, 1e30);
   const float added = static_cast<float>(policy.temperature_drop) * share;
   return static_cast<float>(lowest) + added;
-}
-
-int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
-  if (step >= steps - 1) return masked;
-  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code starts from the
-  // nearer end of the interval for each value, and uses an increment that was rounded to fp32.
-  const int32_t half = steps / 2 + steps % 2;  // half of steps + 1, which could overflow int32
-  const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
-  const auto t = [&](int32_t i) {
-    const double exact =
-        i < half ? 1.0 + static_cast<double>(increment) * i
-                 : static_cast<double>(end) - static_cast<double>(increment) * (steps - i);
-    return static_cast<float>(exact);
-  };
-  const float share = 1.0f - t(step + 1) / t(step);
-  return std::max(1, static_cast<int32_t>(static_cast<float>(masked) * share));
-}
-
-double log_odds_of(double fraction) {
-  return fraction >= 1 ? std::numeric_limits<double>::infinity()
-                       : std::log(fraction) - std::log1p(-fraction);
-}
-
-double score_of_log_odds(double log_odds) {
-  // atanh(c) is ln((1 + c) / (1 - c)) / 2, and (1 + c) / (1 - c) is 1 + 2 c / (1 - c). Above 40,
-  // the 1 does not change the sum.
-  return log_odds > 40 ? (log_odds + std::log(2.0)) / 2 : std::log1p(2 * std::exp(log_odds)) / 2;
-}
-
-double score_of(double fraction) {
-  return fraction < 0 ? -score_of(-fraction) : score_of_log_odds(log_odds_of(fraction));
-}
-
-double fraction_of(double score) { return std::tanh(score); }
-
-int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
-               std::vector<int32_t>& order) {
-  const auto size = static_cast<int32_t>(scores.size());
-  order.resize(scores.size());
-  std::iota(order.begin(), order.end(), 0);
-  if (policy.commit != Commit::sequential && policy.commit != Commit::verify)
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
-  const auto ranked = [&](int32_t rank) { return scores[order[static_cast<size_t>(rank)]]; };
-  planned = std::max(1, std::min(planned, size));
-  const auto above = [&] {
-    int32_t count = 0;
-    while (count < size && reaches(policy, ranked(count))) ++count;
-    return count;
-  };
-  int32_t taken = 1;
-  switch (policy.commit) {
-    case Commit::statically:
-    case Commit::timestep:
-    case Commit::sequential:
-    case Commit::verify:  // Request::verify() decides how many of the planned rows commit
-      taken = planned;
-      break;
-    case Commit::threshold:
-    case Commit::entropy_threshold:
-      taken = std::max(1, above());
-      break;
-    case Commit::dynamic:
-      taken = std::max(planned, above());
-      break;
-    case Commit::factor:
-      while (taken < size && ranked(taken) >= score_of(1 - policy.factor / (taken + 2))) ++taken;
-      break;
-    case Commit::entropy_bound:
-      for (double before = -ranked(0); taken < size && before <= policy.entropy_bound; ++taken)
-        before -= ranked(taken);
-      break;
-  }
-  return std::min(taken, size);
-}
-
-void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_t first,
-                  std::vector<int32_t>& chosen) {
-  const int32_t taken = choose(policy, scores, 1, chosen);
-  const auto is_first = [&](int32_t row) { return static_cast<size_t>(row) < first; };
-  const int32_t best = *std::find_if(chosen.begin(), chosen.end(), is_first);
-  // If the policy compares with `>` and the best score is too low, only a position of the first
-  // block commits. d3LLM's code for Dream does this, and its code for LLaDA does not.
-  const bool is_low = policy.compare == Compare::above && !reaches(policy, scores[chosen[0]]);
-  chosen.resize(is_low ? 0 : static_cast<size_t>(taken));
-  if (std::none_of(chosen.begin(), chosen.end(), is_first)) chosen.push_back(best);
 }
 
 }  // namespace dlm

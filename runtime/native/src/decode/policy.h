@@ -1,16 +1,8 @@
 // A policy contains the settings of the decoding loop. This file defines and checks the fields of a
-// policy. It also contains the rules that choose which positions commit after a pass.
-//
-// The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
-// (arXiv:2508.15487), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857), d3LLM
-// (arXiv:2601.07568) and the released code of DiffusionGemma.
-// exporter/dlm_export/network/turns.py implements the same rules in Python.
+// policy.
 //
 // A policy is checked twice. check_policy checks the fields of the policy and the combinations of
 // fields. suit_policy (decode/pass_plan.h) checks that the policy suits the denoiser.
-//
-// The rules use only the scores of positions. A proposer computes the scores. So the same rules
-// work with every proposer: argmax, sampling and constraints.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +10,9 @@
 #include <cstring>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "base/sized.h"
+#include "decode/commit_rules.h"
 #include "dlm_runtime.h"
 
 namespace dlm {
@@ -31,20 +23,6 @@ enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
 inline constexpr const char* kScoreNames[] = {"confidence", "margin", "entropy", "random", nullptr};
-enum class Commit {
-  statically,
-  threshold,
-  dynamic,
-  factor,
-  entropy_bound,
-  timestep,
-  sequential,
-  verify,
-  entropy_threshold
-};
-inline constexpr const char* kCommitNames[] = {
-    "static",     "threshold", "dynamic",           "factor", "entropy_bound", "timestep",
-    "sequential", "verify",    "entropy_threshold", nullptr};
 enum class Compare { at_least, above };
 inline constexpr const char* kCompareNames[] = {">=", ">", nullptr};
 enum class Remask { none, edit, noise };
@@ -163,50 +141,10 @@ void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
 // DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED. The message lists the valid choices.
 Policy check_policy(const dlm_policy& policy);
 
-// Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at
-// step `step`. If the shares cannot be equal, earlier steps get the larger shares.
-int32_t even_count(int32_t masked, int32_t step, int32_t steps);
-
-// Returns the number of positions that the schedule "floor" (RND1) commits in the next pass. Of the
-// block's `masked` positions, `left` are still undecided. The schedule counts the passes of the
-// block down from `steps`. After the pass with number k, floor(masked * k / steps) positions should
-// stay masked. In the published code, some passes commit no position. This function skips these
-// passes. It computes in fp32, like the published code.
-int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
-
 // Returns the temperature of a pass. `step` is the number of earlier passes over the block, and
 // `steps` the planned number of passes. With temperature_drop, the temperature falls linearly. In
 // this case, the function computes in fp32, like DiffusionGemma's published code. With select
 // "argmax", returns 1.
 double temperature_of(const Policy& policy, int32_t step, int32_t steps);
-
-// Returns the number of positions that Dream's schedule commits at a step. This number is at least
-// 1. The function computes in fp32, like Dream's published code. The last step commits all
-// remaining positions.
-int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
-
-// Converts a confidence, a margin or a random number to a score, and back. A fp64 number cannot
-// tell 1 - 1e-17 from 1. So the loop keeps a fraction c as the score atanh(c), computed from the
-// odds c / (1 - c), and compares it with the score of the threshold. The odds of a confidence come
-// from the sum of the other tokens' exponentials, without a subtraction from 1. Fractions outside
-// -1..1 count as -1 or 1. Entropies are scores already.
-double log_odds_of(double fraction);
-double score_of_log_odds(double log_odds);
-double score_of(double fraction);
-double fraction_of(double score);
-
-// Chooses the rows that commit. `scores` contains one score per row, in the order of the positions.
-// Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
-// stay in the order of their positions. If the policy commits sequentially (`sequential`), all rows
-// stay in the order of their positions. Returns the number of rows that commit, at least 1. These
-// are the first rows in `order`.
-int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
-               std::vector<int32_t>& order);
-
-// Chooses the rows that commit if passes decide positions of several blocks (next_block). The first
-// `first` rows belong to the first block. Fills `chosen` with the chosen rows. At least one of them
-// belongs to the first block.
-void choose_ahead(const Policy& policy, const std::vector<double>& scores, size_t first,
-                  std::vector<int32_t>& chosen);
 
 }  // namespace dlm

@@ -1,0 +1,107 @@
+"""Commit rules of the unmasking loop, which choose the positions that a turn commits.
+
+The papers of the decoding algorithms do not define two rules: every step commits at least one
+token, and positions with equal scores commit from left to right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlm_export.network.loop_scores import score_of, scored_by
+from dlm_export.network.loop_turns import Turn
+from dlm_runtime.policy import Policy
+
+
+def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
+    """Choose which undecided positions to commit, bool ``[M]``.
+
+    ``score``, float64 ``[M]``, contains the scores of the positions. Positions are in ascending
+    order. ``count`` is the number of positions that the schedule plans for this step. The rules
+    static, dynamic, timestep and sequential use ``count``. At least one position is chosen.
+    """
+    order = np.argsort(-score, kind="stable")
+    ranked = score[order]
+    count = max(1, min(count, len(score)))
+    above = _reach(ranked, policy)
+    if policy.commit in ("static", "timestep"):
+        taken = count
+    elif policy.commit == "sequential":
+        order, taken = np.arange(len(score)), count
+    elif policy.commit in ("threshold", "entropy_threshold"):
+        taken = max(1, int(above.sum()))
+    elif policy.commit == "dynamic":
+        taken = max(int(above.sum()), count)
+    elif policy.commit == "factor":
+        taken = 1
+        while taken < len(ranked) and ranked[taken] >= score_of(1 - policy.factor / (taken + 2)):
+            taken += 1
+    elif policy.commit == "entropy_bound":
+        taken, before = 1, -ranked[0]
+        while taken < len(ranked) and before <= policy.entropy_bound:
+            taken, before = taken + 1, before - ranked[taken]
+    else:
+        raise ValueError(f"unknown commit rule {policy.commit!r}")
+    chosen = np.zeros(len(score), bool)
+    chosen[order[:taken]] = True
+    return chosen
+
+
+def _reach(score: np.ndarray, policy: Policy) -> np.ndarray:
+    """Return the positions whose scores reach the threshold, bool ``[M]``."""
+    is_entropy = policy.commit == "entropy_threshold"
+    limit = -policy.entropy_bound if is_entropy else score_of(policy.threshold)
+    found: np.ndarray = score > limit if policy.compare == ">" else score >= limit
+    return found
+
+
+def _choose_ahead(turn: Turn, score: np.ndarray, policy: Policy) -> np.ndarray:
+    """Choose positions of several blocks, at least one of them in the first unfinished block.
+
+    With ``compare`` ">=", the position with the highest score always commits, as in d3LLM's code
+    for LLaDA. With ``compare`` ">", a position whose score does not reach the threshold commits
+    only if it is in the first unfinished block, as in d3LLM's code for Dream.
+    """
+    is_low = policy.compare == ">" and not _reach(score, policy).any()
+    chosen = np.zeros(len(score), bool) if is_low else choose(score, policy, 1)
+    in_first = turn.positions < turn.first_end
+    if not (chosen & in_first).any():
+        chosen[np.argmax(np.where(in_first, score, -np.inf))] = True
+    return chosen
+
+
+def _verified(turn: Turn, guess: np.ndarray) -> np.ndarray:
+    """Choose the positions up to and including the first one where drafted and new tokens differ.
+
+    A draft pass chooses no position.
+    """
+    chosen = np.zeros(len(guess), bool)
+    if turn.drafted is not None:
+        chosen[: int((guess != turn.drafted).argmax()) + 1] = True
+    return chosen
+
+
+def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
+    """Choose which positions of a turn to commit. Returns bool ``[M]``.
+
+    ``guess`` int64 ``[M]`` contains the token proposed for each position, and ``score`` float64
+    ``[M]`` contains the score of this token.
+    """
+    if policy.commit == "verify":
+        return _verified(turn, guess)
+    if turn.standing is not None:
+        is_edit = turn.standing >= 0
+        is_surer = score > score_of(policy.edit_threshold)
+        changed: np.ndarray = is_edit & (guess != turn.standing) & is_surer
+        if not is_edit.all():
+            changed[~is_edit] = choose(score[~is_edit], policy, turn.planned)
+        return changed
+    if not len(score):
+        return np.zeros(0, bool)
+    if turn.first_end is not None:
+        return _choose_ahead(turn, score, policy)
+    if turn.is_forced:
+        score = score.copy()
+        # Give the first position the score of a prediction with probability 1.
+        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else np.inf
+    return choose(score, policy, turn.planned)

@@ -1,0 +1,112 @@
+"""Scores of the unmasking loop, which say how sure a denoiser is of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dlm_export.network.loop_random import random_score
+from dlm_export.network.loop_turns import Turn
+from dlm_runtime.policy import Policy
+
+
+def scored_by(turn: Turn, policy: Policy) -> str:
+    """Return the kind of score for a turn.
+
+    The result is ``policy.score``, except that the rules entropy_bound and entropy_threshold always
+    use entropies.
+    """
+    is_entropy = policy.commit in ("entropy_bound", "entropy_threshold")
+    return "entropy" if is_entropy else policy.score
+
+
+LEAST_ENTROPY = 1e-30
+"""Entropies nearer to 0 than this count as 0, because fp32 cannot hold much smaller numbers."""
+
+
+def log_odds_of(fraction: Any) -> Any:
+    """Return ln(c / (1 - c)) of the fractions c, float64. Fractions above 1 count as 1."""
+    with np.errstate(divide="ignore"):
+        return np.log(fraction) - np.log1p(-np.minimum(fraction, 1.0))
+
+
+def score_of_log_odds(log_odds: Any) -> Any:
+    """Return the scores of fractions with these log odds."""
+    # atanh(c) is ln((1 + c) / (1 - c)) / 2, and (1 + c) / (1 - c) is 1 + 2 c / (1 - c). Above 40,
+    # the 1 does not change the sum.
+    small = np.log1p(2 * np.exp(np.minimum(log_odds, 40.0))) / 2
+    return np.where(log_odds > 40, (log_odds + np.log(2)) / 2, small)
+
+
+def score_of(fraction: Any) -> Any:
+    """Return the scores of confidences, margins or random numbers.
+
+    A float64 cannot tell 1 - 1e-17 from 1. So the loop keeps a fraction c as the score atanh(c),
+    computed from the odds c / (1 - c), and compares it with the score of the threshold. Negative
+    margins have negative scores.
+    """
+    return np.copysign(score_of_log_odds(log_odds_of(np.abs(fraction))), fraction)
+
+
+def log_odds(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return ln(p / (1 - p)) for the probabilities p of tokens, float64 ``[M]``.
+
+    ``logits`` is ``[M, V]``, and ``tokens`` contains one token of each row. The odds are computed
+    from the sum of the other tokens' exponentials, without a subtraction from 1.
+    """
+    rows, wide = np.arange(len(tokens)), logits.astype(np.float64)
+    own = wide[rows, tokens]
+    wide[rows, tokens] = -np.inf
+    most = wide.max(-1)
+    most[np.isneginf(most)] = 0
+    with np.errstate(divide="ignore"):
+        found: np.ndarray = own - most - np.log(np.exp(wide - most[:, None]).sum(-1))
+    return found
+
+
+def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
+    """Return random scores, float64 ``[M]``.
+
+    A score depends only on the seed, the pass and the position.
+    """
+    return np.array(
+        [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
+    )
+
+
+def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+    """Return the scores, float64 ``[M]``, of the most likely tokens at a turn's positions.
+
+    A higher score means a surer token. A score is an entropy, or comes from ``score_of``. ``logits``
+    ``[M, V]`` exclude the mask token.
+    """
+    by, odds = scored_by(turn, policy), log_odds(logits, logits.argmax(-1))
+    confidences = score_of_log_odds(odds)
+    if by == "random":
+        found = score_of(random_scores(turn, policy))
+    elif by == "confidence":
+        found = confidences
+    elif by == "margin":
+        second, best = np.sort(np.partition(logits, -2, axis=-1)[:, -2:], -1).astype(np.float64).T
+        behind = second - best
+        with np.errstate(divide="ignore"):
+            margin = np.log(-np.expm1(behind)) - np.logaddexp(-odds, behind)
+        found = score_of_log_odds(margin)
+    else:
+        behind = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+        weights = np.exp(behind)
+        weights[np.arange(len(weights)), logits.argmax(-1)] = 0
+        others = weights.sum(-1)
+        mean = (weights * np.where(weights > 0, behind, 0)).sum(-1) / (1 + others)
+        found = mean - np.log1p(others)
+        found[found > -LEAST_ENTROPY] = 0
+    return score_edits(turn, found, confidences)
+
+
+def score_edits(turn: Turn, found: np.ndarray, confidences: np.ndarray) -> np.ndarray:
+    """Replace the scores ``found`` of decided positions by the scores of the confidences.
+
+    Edits compare probabilities, whatever the policy's score is. All arrays are float64 ``[M]``.
+    """
+    return found if turn.standing is None else np.where(turn.standing >= 0, confidences, found)
