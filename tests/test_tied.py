@@ -40,7 +40,7 @@ from dlm_export.build import build as build_bundle
 from dlm_export.cli import main
 from dlm_export.graph import operators
 from dlm_export.graph.body import DOMAIN
-from dlm_export.graph.tied_head import FP8_TIED_HEAD, TIED_HEADS
+from dlm_export.graph.operators import FP8_TIED_HEAD, TIED_HEADS
 from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.judging.sides.bundle import BundlePredictor

@@ -14,7 +14,7 @@ as the definition.
 ``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``. Looks up embeddings in the weight of a tied
 ``Int4Embedding``           head; the embedding of token ``id`` is column ``id`` of that weight
 ``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``. Multiplies by the embedding
-``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type (``tied_head``)
+``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type
 ``Fp16TiedHead``
 ``Fp8TiedHead``             like the three functions above, with a table of E4M3 bytes and one scale per row
 ``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``.
@@ -112,8 +112,7 @@ from dlm_export.graph.attention import (
     rms_norm,
 )
 from dlm_export.graph.body import DOMAIN, Body
-from dlm_export.graph.routed import FUNCTIONS, experts
-from dlm_export.graph.tied_head import FP8_TIED_HEAD, TIED_HEADS, tied_head
+from dlm_export.graph.routed import E4M3_VALUES, FUNCTIONS, experts
 
 LINEAR = ("Int8Linear", "Int4Linear")
 """Linear functions that quantise each row of their input.
@@ -122,6 +121,14 @@ Calls with the same input can be merged into one call.
 """
 DRAFT_UPDATE = "DraftUpdate"
 """Name of the function for low-rank updates that only draft passes use."""
+TIED_HEADS = {
+    ir.DataType.FLOAT: "Fp32TiedHead",
+    ir.DataType.BFLOAT16: "Bf16TiedHead",
+    ir.DataType.FLOAT16: "Fp16TiedHead",
+}
+"""Maps the type of an unquantised table to the name of the function that multiplies by the table.
+"""
+FP8_TIED_HEAD = "Fp8TiedHead"
 KERNELS = (
     *(
         f"{stored}{name}"
@@ -490,6 +497,26 @@ def _nvfp4() -> ir.Function:
     return body.function({"y": op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))})
 
 
+def _tied_head(name: str) -> ir.Function:
+    """Define the function ``name``, which computes ``x @ transposed table`` in fp32.
+
+    In FP8, each logit is also multiplied by the scale of the token's table row.
+    """
+    is_fp8 = name == FP8_TIED_HEAD
+    body = Body(name, "x table scales" if is_fp8 else "x table")
+    op = body.op
+    x, table, *scales = body.inputs
+    if is_fp8:
+        codes = body.cast(table, ir.DataType.INT32)
+        values = op("Gather", body.constant(E4M3_VALUES), codes)
+    else:
+        values = body.cast(table, ir.DataType.FLOAT)
+    y = op("MatMul", x, op("Transpose", values, perm=[1, 0]))
+    if is_fp8:
+        y = op("Mul", y, op("Reshape", scales[0], body.ints(-1)))
+    return body.function({"y": y})
+
+
 _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int8Linear": lambda: _linear("Int8Linear", 1),
     "Int8Linear2": lambda: _linear("Int8Linear2", 2),
@@ -501,7 +528,7 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
     "Int8Embedding": lambda: _embedding("Int8Embedding", is_int4=False),
     "Int4Embedding": lambda: _embedding("Int4Embedding", is_int4=True),
-    **{name: functools.partial(tied_head, name) for name in (*TIED_HEADS.values(), FP8_TIED_HEAD)},
+    **{name: functools.partial(_tied_head, name) for name in (*TIED_HEADS.values(), FP8_TIED_HEAD)},
     **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
         f"{STORED[dtype]}{name}": functools.partial(

@@ -53,9 +53,9 @@ from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, initialiser, replace
+from dlm_export.graph.operators import FP8_TIED_HEAD
 from dlm_export.graph.routed import E4M3_VALUES, MIXTURES
 from dlm_export.graph.taps import weight_of
-from dlm_export.graph.tied_head import FP8_TIED_HEAD
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
 

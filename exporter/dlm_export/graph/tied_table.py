@@ -17,7 +17,7 @@ import onnx_ir as ir
 from dlm_export.graph import LAYER_KEY, operators
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import take_place
-from dlm_export.graph.tied_head import TIED_HEADS
+from dlm_export.graph.operators import TIED_HEADS
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import EMBEDDING, HEAD
 

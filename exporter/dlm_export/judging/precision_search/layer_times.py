@@ -15,8 +15,8 @@ import onnx_ir as ir
 from dlm_calibration.precisions import FORMATS, HIGH
 from dlm_export.graph import operators
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.operators import TIED_HEADS
 from dlm_export.graph.quantise import misfit
-from dlm_export.graph.tied_head import TIED_HEADS
 from dlm_export.judging.parity.graph_parts import open_graph
 from dlm_export.machine import last_level_cache_bytes, this_machine
 from dlm_export.network.spec import LinearSpec
