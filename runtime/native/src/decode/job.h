@@ -48,6 +48,15 @@ class Job {
   // decided so far. Any thread may call this function.
   void cancel() { is_cancelled_ = true; }
 
+  // Returns why the job must end now: it was cancelled, has used all its passes, or is past its
+  // deadline. Otherwise returns DLM_FINISH_NONE.
+  int32_t cancelled_by(Clock::time_point now) const {
+    if (is_cancelled_) return DLM_FINISH_CANCELLED;
+    if (options_.max_steps > 0 && request_.planned_nfe() >= options_.max_steps)
+      return DLM_FINISH_STEPS;
+    return options_.deadline && now >= *options_.deadline ? DLM_FINISH_DEADLINE : DLM_FINISH_NONE;
+  }
+
   // Waits until the job has ended or `time` has passed. Without `time`, waits without a limit.
   // Returns true if the job has ended.
   bool wait(std::optional<Clock::duration> time) const {

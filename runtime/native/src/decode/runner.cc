@@ -175,15 +175,8 @@ void Runner::stop() {
   board_->changed.notify_all();
 }
 
-// Ends a job if it was cancelled, has used all its passes, or is past its deadline.
 void Runner::end_if_due(Job& job, Clock::time_point now) {
-  const JobOptions& options = job.options_;
-  if (job.is_cancelled_)
-    end(job, DLM_FINISH_CANCELLED);
-  else if (options.max_steps > 0 && job.request_.planned_nfe() >= options.max_steps)
-    end(job, DLM_FINISH_STEPS);
-  else if (options.deadline && now >= *options.deadline)
-    end(job, DLM_FINISH_DEADLINE);
+  if (const int32_t why = job.cancelled_by(now); why != DLM_FINISH_NONE) end(job, why);
 }
 
 bool Runner::has_room(const Job& job) const {
