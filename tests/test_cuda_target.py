@@ -22,6 +22,7 @@ from dlm_export.bundle.manifest import network_of
 from dlm_export.graph import cuda, operators
 from dlm_export.graph.quantise import Part
 from dlm_export.graph.write import data_bytes
+from dlm_runtime.precision import CUDA_BLOCK, FORMATS
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,8 @@ def test_nodes_that_only_compute_sizes_are_named_for_it(tmp_path: Path) -> None:
     assert kept, "keys and values are joined on the device"
 
 
-QUANTISED = {"int8": (8, (64, 128)), "int4": (4, (64,)), "int4-g128": (4, (128,))}
-"""The bits and the block sizes of the layers in each precision. The demo has layers with 192 and
-512 inputs.
-"""
+QUANTISED = {"int8": (8, 32), "int4": (4, 32), "int4-g128": (4, 128)}
+"""The bits and the block size of the layers in each precision."""
 
 
 @pytest.mark.parametrize(
@@ -86,10 +85,9 @@ def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(
     stored = {value.name: value for value in graph.initializer}
     for node in quantised:
         told = {attribute.name: attribute.i for attribute in node.attribute}
-        if held[node.name.rsplit("/", 1)[0]] == {"int8": "int8-weight"}.get(precision, precision):
-            assert told["bits"] == QUANTISED[precision][0]
-            assert told["block_size"] in QUANTISED[precision][1]
-            assert told["K"] % told["block_size"] == 0
+        asked = {"int8": "int8-weight", "int4": "int4-g32"}.get(precision, precision)
+        if held[node.name.rsplit("/", 1)[0]] == asked:
+            assert (told["bits"], told["block_size"]) == QUANTISED[precision]
         blocks, scales = (stored[name] for name in node.input[1:])
         count = -(-told["K"] // told["block_size"])
         assert tuple(blocks.dims) == (told["N"], count, told["block_size"] * told["bits"] // 8)
@@ -165,7 +163,7 @@ def test_blocks_hold_every_code_where_the_operator_looks_for_it(
     generator = np.random.default_rng(seed)
     matrix = generator.normal(0, 1, (inputs, columns)).astype(np.float32)
     weight = quantise_weight(matrix, "int8" if size is None else "int4", group_size=size)
-    bits, length = operators.BITS[weight.format], size or operators.block_size(inputs)
+    bits, length = operators.BITS[weight.format], size or CUDA_BLOCK
     read = part_of(weight, Part("layer", "blocks"))
     blocks = np.concatenate([read[(slice(i, i + 3),)] for i in range(0, columns, 3)])
     scales = np.asarray(part_of(weight, Part("layer", "block_scales")))
@@ -256,3 +254,45 @@ def test_what_the_provider_has_no_kernel_for_is_refused(
     result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", tmp_path / "bundle")
     refused(result, code, [says])
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_a_tied_table_is_stored_once_and_looked_up_in_the_format_of_the_head(
+    precision: str, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tied", sdar_config(tie_word_embeddings=True))
+    out = tmp_path / "bundle"
+    options = ("--precision", precision, "--calib-samples", "2", "--calib-states", "2")
+    result = dlm_export("build", checkpoint, "--target", "cuda", *options, "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "160 outputs, not a multiple of 64" in result.output or precision == "int8"
+    assert "Parity with our torch denoiser holds" in result.stdout
+    graph = onnx.load(out / "device.onnx", load_external_data=False).graph
+    users = [node.op_type for node in graph.node if "head.weight.blocks" in node.input]
+    assert sorted(users) == ["Gather", "MatMulNBits"]
+    assert not {"embed.weight", "head.weight"} & {value.name for value in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    columns = [one.i for node in products for one in node.attribute if one.name == "N"]
+    fast = sum(count % (64 if precision == "int4" else 32) == 0 for count in columns)
+    told = dlm_export("inspect", out).stdout
+    assert f"fast kernels on CUDA: {fast} of {len(products)} quantised layers" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "widths"),
+    [
+        ("LLaDA-8B", 126464, (4096, 12288)),
+        ("Dream-7B", 152064, (3584, 18944, 512)),
+        ("SDAR-1.7B", 151936, (2048, 6144, 1024)),
+        ("Fast-dLLM v2 7B", 152064, (3584, 18944, 512)),
+        ("Fast-dLLM v2 1.5B", 151936, (1536, 8960, 256)),
+    ],
+)
+@pytest.mark.parametrize("format", ["int4-g32", "int8-weight"])
+def test_all_matrices_of_released_sizes_have_fast_kernels(
+    name: str, vocabulary: int, widths: tuple[int, ...], format: str
+) -> None:
+    hidden = widths[0]
+    shapes = [(hidden, vocabulary), *((hidden, w) for w in widths), *((w, hidden) for w in widths)]
+    assert [FORMATS[format].slow_on_cuda(*shape) for shape in shapes] == [None] * len(shapes), name
+    assert FORMATS["int4-g64"].slow_on_cuda(hidden, hidden) == "groups of 64 weights, not of 32"

@@ -401,10 +401,10 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     )
     assert quantise.misfit(down, "int4-g32") is None  # the last group is shorter
     assert (
-        quantise.misfit(down, "int4-g32", on_gpu=True)
+        quantise.misfit(down, "int4-g32", form="tensorrt")
         == "int4-g32 has groups of 32; 102 inputs is not a multiple"
     )
-    assert quantise.misfit(down, "fp8", on_gpu=True) is None
+    assert quantise.misfit(down, "fp8", form="tensorrt") is None
 
 
 @pytest.mark.parametrize(

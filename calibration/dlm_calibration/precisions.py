@@ -147,8 +147,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         _recipe(
             "int8-weight",
-            "INT8 weights per channel, GPTQ",
-            {"blocks.*": "int8-weight"},
+            "INT8 weights per channel, the head too, GPTQ",
+            {"*": "int8-weight"},
             solver="gptq",
         ),
         _recipe(
@@ -178,6 +178,12 @@ RECIPES: dict[str, Recipe] = {
             "int4-g128-dynamic",
             f"INT4 weights in groups of 128, GPTQ, {_BY_ROWS}{_HEAD}",
             _int4(128),
+            solver="gptq",
+        ),
+        _recipe(
+            "int4-g32",
+            "INT4 weights in groups of 32, the head too, GPTQ",
+            {"*": "int4-g32"},
             solver="gptq",
         ),
         _recipe(

@@ -28,7 +28,9 @@ LEAST_SM = {"fp16": 75, "bf16": 80}
 
 TensorRT-RTX 1.7 does not compile bf16 for SM 7.5.
 """
-GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
+TENSORRT_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
+# The CUDA provider has fast kernels for INT4 in groups of 32 only.
+CUDA_ALIASES = {"int8": "int8-weight", "int4": "int4-g32"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 
 # ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
@@ -187,7 +189,7 @@ def _gpu(device: Device) -> Target:
         formats=tuple(filter(runs, _ENGINE_FORMATS)),
         auto=tuple(filter(runs, _formats_for("tensorrt"))),
         note=device.note,
-        aliases=GPU_ALIASES,
+        aliases=TENSORRT_ALIASES,
         sm=sm,
         memory_bytes=None if device.gb is None else device.gb * 10**9,
         memory_is_shared=device.is_shared,
@@ -219,7 +221,7 @@ _CUDA = Target(
     tuple(name for name, known in FORMATS.items() if known.on_cuda),
     _formats_for("cuda"),
     "runs with --provider cuda (onnxruntime-gpu), no engine is built; bf16 needs SM 8.0 or later",
-    aliases=GPU_ALIASES,
+    aliases=CUDA_ALIASES,
     provider="cuda",
     sources=("https://github.com/microsoft/onnxruntime/blob/main/docs/OperatorKernels.md",),
 )

@@ -41,6 +41,9 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
+CUDA_BLOCK = 32
+"""The number of weights that share a scale in the fast kernels of ONNX Runtime's CUDA provider."""
+
 # TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. TensorRT-RTX 1.7 does compile INT8 weights for
 # SM 7.5, although NVIDIA's support matrix lists INT8 weights only for SM 8.6 and newer.
 NUMBER_FORMATS = {
@@ -123,6 +126,22 @@ class LayerFormat:
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 
+    def slow_on_cuda(self, inputs: int, outputs: int) -> str | None:
+        """Return the reason why the CUDA provider has no fast kernel for a weight matrix.
+
+        The matrix ``[inputs, outputs]`` is INT4 or INT8. Without a fast kernel, each pass converts
+        the whole matrix to fp16. If there is a fast kernel, the result is ``None``.
+
+        Source: the message "This compact fpA_intB build supports" in
+        libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1.
+        """
+        size, columns = self.group_size or CUDA_BLOCK, 64 if self.weights == "int4" else 32
+        if size != CUDA_BLOCK:
+            return f"groups of {size} weights, not of {CUDA_BLOCK}"
+        if inputs % CUDA_BLOCK:
+            return f"{inputs} inputs, not a multiple of {CUDA_BLOCK}"
+        return f"{outputs} outputs, not a multiple of {columns}" if outputs % columns else None
+
     def weight_bytes(self, inputs: int, outputs: int) -> int:
         """Return the size in bytes of a weight matrix ``[inputs, outputs]`` on disk.
 
@@ -158,13 +177,14 @@ FORMATS: dict[str, LayerFormat] = {
         next=("int8-weight", "int8-dynamic"),
         on_cuda=True,
         untried="groups of 32 weights are untried in TensorRT",
+        auto=("cuda",),
     ),
     "int4-g64": LayerFormat(
         "int4",
         group_size=64,
         next=("int4-g32", "int8-weight", "int8-dynamic"),
         on_cuda=True,
-        auto=("tensorrt", "cuda"),
+        auto=("tensorrt",),
     ),
     "int4-g128": LayerFormat(
         "int4",

@@ -254,7 +254,7 @@ def _search(
             options.calibration.seed,
             advance,
             exact=exact,
-            on_gpu=request.on_gpu,
+            form=request.form,
             tuning=tuned,
             workplace=workplace,
             fewest_tokens=options.min_tokens_per_expert,

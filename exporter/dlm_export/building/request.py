@@ -250,9 +250,7 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
             if not any(target.missing([other]) for target in request.targets)
         ),
     ]
-    fitting = (
-        other for other in choices if operands.misfit(layer, other, on_gpu=request.on_gpu) is None
-    )
+    fitting = (other for other in choices if operands.misfit(layer, other, request.form) is None)
     return next(fitting, HIGH)
 
 
@@ -283,15 +281,22 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return messages for the user about layers that do not get the requested format.
+    """Return messages for the user about layers that do not get the requested format, and about
+    layers that are slow on the CUDA provider.
 
-    Layers with the same reason and the same new format share one message.
+    Layers with the same reason and the same format share one message.
     """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
+        chosen = FORMATS[held[path]]
         if held[path] != asked[path]:
-            why = operands.misfit(layer, asked[path], on_gpu=request.on_gpu)
+            why = operands.misfit(layer, asked[path], request.form)
             kept.setdefault((why, held[path]), []).append(path)
+        elif request.form == "cuda" and chosen.weights is not None:
+            slow = chosen.slow_on_cuda(layer.inputs, layer.outputs)
+            if slow is not None:
+                why = f"each pass converts the matrix to fp16 ({slow})"
+                kept.setdefault((why, held[path]), []).append(path)
     return tuple(
         f"{why}: {len(paths)} layer{'s' * (len(paths) > 1)} ({abridged(paths)}) in {'full precision' if name == HIGH else name}"
         for (why, name), paths in kept.items()

@@ -37,6 +37,7 @@ from dlm_export.network.spec import EMBEDDING
 from dlm_export.progress import Stages
 from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.text.compiled import TEXT_FILE, compile_text
+from dlm_runtime.precision import CUDA_BLOCK
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
@@ -258,12 +259,12 @@ def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
         is_nvfp4 = weight.format == "nvfp4"
         return operators.panel_scales(weight.scales if is_nvfp4 else weight.scales.T.astype(FP16))
     if part.part == "blocks":
-        size = weight.group_size or operators.block_size(weight.shape[0])
+        size = weight.group_size or CUDA_BLOCK
         return operators.lazy_blocks(weight.codes, operators.BITS[weight.format], size)
     if part.part == "block_scales":
         scales: np.ndarray = weight.scales.T
         if weight.group_size is None:
-            blocks = -(-weight.shape[0] // operators.block_size(weight.shape[0]))
+            blocks = -(-weight.shape[0] // CUDA_BLOCK)
             scales = np.repeat(weight.scales[:, None], blocks, axis=1)
         return scales
     arrays: dict[str, np.ndarray] = {

@@ -288,6 +288,8 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     ):
         click.echo(one_line(line))
     click.echo(_embedding_words(manifest))
+    if manifest["targets"] == ["cuda"] and "layers" in manifest["precision"]:
+        click.echo(_cuda_words(network_of(manifest), manifest["precision"]["layers"]))
     if (words := _window_words(network_of(manifest))) is not None:
         click.echo(words)
     print_network(network_of(manifest))
@@ -362,6 +364,24 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
         stored = precision.get("layers", {}).get(HEAD)
     told = f"embedding table in {stored or 'the type of the activations'}"
     return f"{told}, stored once: the head multiplies by it" if tied else told
+
+
+def _cuda_words(network: NetworkSpec, formats: Mapping[str, str]) -> str:
+    """Say how many quantised layers have fast kernels in ONNX Runtime's CUDA provider."""
+    from dlm_runtime.precision import FORMATS
+
+    fast = []
+    for path, layer in network.quantisable().items():
+        chosen = FORMATS[formats[path]]
+        if chosen.weights is not None:
+            is_fast = chosen.slow_on_cuda(layer.inputs, layer.outputs) is None
+            size = layer.count * chosen.weight_bytes(layer.inputs, layer.outputs)
+            fast.append((is_fast, size))
+    share = sum(size for is_fast, size in fast if is_fast) / max(1, sum(size for _, size in fast))
+    count = sum(is_fast for is_fast, _ in fast)
+    return (
+        f"fast kernels on CUDA: {count} of {len(fast)} quantised layers, {share:.1%} of their bytes"
+    )
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:

@@ -281,7 +281,7 @@ def print_targets(
     The output has 80 columns. ``here`` maps each target's name to the result of
     ``machine.engine_here``.
     """
-    from dlm_export.targets import GPU_ALIASES, sm_text
+    from dlm_export.targets import CUDA_ALIASES, TENSORRT_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
 
     shown = ("fp32", "fp16", "bf16", *NUMBER_FORMATS)
@@ -301,9 +301,9 @@ def print_targets(
     ]
     print_table("Targets", ["target", "SM", "GB", "GB/s", "precisions", "engine", "here"], rows)
     click.echo(f"Any other GPU, by its SM: {' '.join(generic)}")
-    click.echo(
-        f"On GPUs {', '.join(f'{name} is the recipe {recipe}' for name, recipe in GPU_ALIASES.items())}"
-    )
+    for where, aliases in (("TensorRT", TENSORRT_ALIASES), ("cuda", CUDA_ALIASES)):
+        meant = ", ".join(f"{name} is the recipe {recipe}" for name, recipe in aliases.items())
+        click.echo(f"On {where} {meant}")
     click.echo("All recipes, peak rates, versions and sources: --json")
     click.echo("Engines:")
     ways: dict[str, list[str]] = {}

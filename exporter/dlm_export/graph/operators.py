@@ -151,7 +151,6 @@ KERNELS = (
 PANEL, DOT = 32, 4
 PAIRS = 2 * DOT  # number of inputs whose INT4 codes are packed into the same four bytes
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
-_BLOCK_SIZES = (128, 64, 32)  # numbers of inputs per block that all kernels of MatMulNBits support
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
@@ -183,15 +182,6 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
     return np.ascontiguousarray(dots).view(np.uint8).reshape(-1, inputs // PAIRS, PANEL, DOT)
-
-
-def block_size(inputs: int) -> int:
-    """Return the number of inputs per block for a MatMulNBits node with one scale per column.
-
-    The result is the largest size in ``_BLOCK_SIZES`` that divides ``inputs``. If no size divides
-    ``inputs``, the result is 128.
-    """
-    return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:

@@ -58,6 +58,7 @@ from dlm_export.graph.routed import E4M3_VALUES, MIXTURES
 from dlm_export.graph.taps import weight_of
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
+from dlm_runtime.precision import CUDA_BLOCK
 
 TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
@@ -82,23 +83,25 @@ class Part:
     part: str
 
 
-def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
+def misfit(layer: LinearSpec, name: str, form: Form = "cpu") -> str | None:
     """Return the reason why a layer cannot have the format ``name``, or ``None`` if it can.
 
     Some formats have one scale per group of inputs. For a GPU, and for NVFP4 on any engine, the
-    number of inputs must be a multiple of the group size.
+    number of inputs must be a multiple of the group size. ``form`` is the engine.
     """
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
-    if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
+    if layer.is_tied and form == "cuda" and chosen.weights is not None:
+        size = size or CUDA_BLOCK  # a row of the table consists of whole blocks
+    if layer.is_stacked and form == "cpu" and experts.function_of(name) is None:
         return f"a CPU has no function for experts in {name}"
-    if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
+    if size is not None and inputs % size and (form != "cpu" or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
-    if layer.is_tied and on_gpu and chosen.weights is not None:
+    if layer.is_tied and form == "tensorrt" and chosen.weights is not None:
         # TensorRT accepts codes only as the input of DequantizeLinear. For each lookup, TensorRT
         # would therefore dequantise the whole table.
-        return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
-    if layer.is_tied and not chosen.suits_table:
+        return "TensorRT looks up rows of the embedding table, which is also the head's weight, in full precision"
+    if layer.is_tied and form == "cpu" and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
     together = operators.PAIRS if chosen.weights == "int4" else operators.DOT
     if chosen.is_dynamic and inputs % together:
@@ -321,6 +324,9 @@ class _Writer:
         assert table is not None
         assert table.shape is not None
         V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
+        if self.form == "cuda":
+            self.block_rows(node, ids, chosen, hidden, V)
+            return
         attributes: dict[str, Any] = {}
         if chosen.group_size is None:
             name, stored = "Int8Embedding", self.int8_panels(HEAD, hidden, V)
@@ -357,14 +363,54 @@ class _Writer:
 
         In INT8, all blocks of a column have the same scale.
         """
-        bits = operators.BITS[str(chosen.weights)]
-        size = chosen.group_size or operators.block_size(K)
-        count = -(-K // size)
-        codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
-        scales = self.weight(layer, "block_scales", (N, count), self.dtype)
+        bits, size = operators.BITS[str(chosen.weights)], chosen.group_size or CUDA_BLOCK
+        codes, scales = self.block_weights(layer, bits, size, K, N)
         self.graph.opset_imports[MICROSOFT_DOMAIN] = 1
         attributes = {"K": K, "N": N, "bits": bits, "block_size": size}
         self.put(node, layer, f"{MICROSOFT_DOMAIN}::MatMulNBits", [x, codes, scales], attributes)
+
+    def block_weights(
+        self, layer: str, bits: int, size: int, K: int, N: int
+    ) -> tuple[ir.Value, ir.Value]:
+        """Add the codes and scales of a layer for MatMulNBits."""
+        count = -(-K // size)
+        codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
+        return codes, self.weight(layer, "block_scales", (N, count), self.dtype)
+
+    def block_rows(
+        self, node: ir.Node, ids: ir.Value | None, chosen: LayerFormat, K: int, V: int
+    ) -> None:
+        """Replace the lookup in an embedding table that a head multiplies with MatMulNBits.
+
+        The new nodes dequantise only the rows of ``ids``. They are elementary operators, because
+        GatherBlockQuantized takes 0 as the zero point in some versions of the CUDA provider
+        (ONNX Runtime issue 31692).
+        """
+        bits, size = operators.BITS[str(chosen.weights)], chosen.group_size or CUDA_BLOCK
+
+        def add(op: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+            return self.node(node, "embed", op, list(inputs), attributes)[0]
+
+        def whole(*numbers: int, kind: Any = np.int32) -> ir.Value:
+            name = f"embed.{np.dtype(kind).name}.{'.'.join(map(str, numbers))}"
+            return self.constant(name, np.array(numbers, kind))
+
+        stored, scales = (
+            add("Gather", value, ids, axis=0)
+            for value in self.block_weights(HEAD, bits, size, K, V)
+        )
+        codes = add("Cast", stored, to=ir.DataType.INT32)
+        last = whole(-1, kind=np.int64)
+        if bits == 4:  # the low four bits of each byte are the first code
+            high = add("Div", codes, whole(16))
+            low = add("Sub", codes, add("Mul", high, whole(16)))
+            pairs = add(
+                "Concat", add("Unsqueeze", low, last), add("Unsqueeze", high, last), axis=-1
+            )
+            codes = add("Reshape", pairs, whole(0, 0, -1, size, kind=np.int64))
+        signed = add("Cast", add("Sub", codes, whole(1 << bits - 1)), to=self.dtype)
+        rows = add("Mul", signed, add("Unsqueeze", scales, last))
+        self.put(node, "embed", "Reshape", [rows, whole(0, 0, K, kind=np.int64)], {})
 
     def put(
         self,

@@ -30,6 +30,7 @@ from dlm_export.graph import (
 from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
+from dlm_runtime.precision import CUDA_BLOCK
 
 _MOST_PARTS = 3  # A weight has at most three initialisers: codes, scales and a global scale.
 # Alignment of each tensor in bytes. The alignment is the size of a memory page, so that the engine
@@ -76,11 +77,9 @@ def data_bytes(
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
             # MatMulNBits uses whole blocks, and stores a scale for each block.
             if chosen.weights == "int8" and precision != "fp32":
-                size = operators.block_size(layer.inputs)
-                blocks = -(-layer.inputs // size)
-                saved -= (
-                    layer.count * columns * (blocks * (size + PRECISIONS[precision]) - layer.inputs)
-                )
+                blocks = -(-layer.inputs // CUDA_BLOCK)
+                block_bytes = CUDA_BLOCK + PRECISIONS[precision]
+                saved -= layer.count * columns * (blocks * block_bytes - layer.inputs)
     return elements * PRECISIONS[precision] - saved + 4 * c.vocab_size + padding
 
 

@@ -215,6 +215,8 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   session->is_recorded = is_set("session.record_ep_graph_assignment_info");
   session->provider = options->providers.empty() ? kCpu : options->providers.front();
   session->device = options->device;
+  if (session->provider == "CUDAExecutionProvider" && !is_set("ep.cuda.fpa_intb_gemm"))
+    return refuse("fast kernels for MatMulNBits are off");
   if (OrtStatus* const failure = read_graph(path, *options, session.get())) return failure;
   *out = session.release();
   return nullptr;

@@ -28,7 +28,7 @@ from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import State
 from dlm_export.families.base import table_type
-from dlm_export.graph.quantise import misfit
+from dlm_export.graph.quantise import Form, misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.assigned import Assigned
@@ -161,7 +161,7 @@ def search(
     on_done: Callable[[], None],
     *,
     exact: bool = False,
-    on_gpu: bool = False,
+    form: Form = "cpu",
     tuning: Tuning | None = None,
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
@@ -182,7 +182,7 @@ def search(
         seed: Seed of the random masks.
         on_done: Called at most ``units`` times.
         exact: Measure the loss of each single layer, instead of estimating it.
-        on_gpu: Apply the stricter rules of GPUs for the shapes of layers.
+        form: The engine, which restricts the shapes of layers.
         tuning: Measured times of layers. If ``tuning`` is given, the search minimises the time
             instead of the size.
         workplace: The memory and device to use.
@@ -198,7 +198,7 @@ def search(
         suited = {
             unit: name
             for unit, members in layers.items()
-            if all(misfit(layer, name, on_gpu=on_gpu) is None for layer in members)
+            if all(misfit(layer, name, form) is None for layer in members)
         }
         fitting = _by_layer(layers, suited)
         recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
@@ -212,7 +212,7 @@ def search(
             on_done,
             workplace=here,
             fewest_tokens=fewest_tokens,
-            is_dense=on_gpu,
+            is_dense=form != "cpu",
         )
     found = sensitivity.losses(
         source.parameters,

@@ -69,6 +69,10 @@ void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};
+  // Without this key, MatMulNBits converts the whole matrix to fp16 in each pass. Versions of ONNX
+  // Runtime without the kernels ignore the key.
+  check(api, api.call<ort::AddSessionConfigEntry>(options, "ep.cuda.fpa_intb_gemm", "1"),
+        "setting up ONNX Runtime");
   add<ort::CreateCudaProviderOptions, ort::UpdateCudaProviderOptions, ort::AppendCudaProvider,
       ort::ReleaseCudaProviderOptions, OrtCUDAProviderOptionsV2>(api, kProviders[0], given,
                                                                  options);
