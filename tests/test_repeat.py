@@ -7,6 +7,7 @@ torch traced all layers.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ def mixed() -> NetworkSpec:
     one = LayerSpec(turned, MlpSpec(20), 1e-6)
     two = LayerSpec(seeing, MlpSpec(24), 1e-5, ("attention_norm", "mlp_norm", "mlp_out_norm"))
     three = LayerSpec(still, MlpSpec(20), 1e-6, ("attention_out_norm", "mlp_norm"))
-    return make_network(layers=(one, two, one, three, two), tied_head=True)
+    return make_network(layers=(one, two, one, three), tied_head=True)
 
 
 def routed() -> tuple[LayerSpec, ...]:
@@ -49,10 +50,6 @@ def routed() -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(attention, mlp, 1e-6) for mlp in mixtures)
 
 
-LLADA = make_network(layers=3)
-DREAM = make_network(
-    family="dream", layers=3, heads=4, kv_heads=2, head_size=8, qkv_bias=True, shift=1
-)
 MIXED = mixed()
 EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
@@ -102,45 +99,26 @@ def described(graph: ir.Graph) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def whole(precision: str, is_plain: bool, /) -> Graph:
+    """The graph of ``MIXED`` for which torch traced all layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeat, "kinds", lambda network: list(range(len(network.layers))))
+        return trace_pass(MIXED, precision, is_plain=is_plain)
+
+
 @pytest.mark.parametrize(
-    ("network", "precision", "is_plain"),
-    [
-        pytest.param(LLADA, "fp32", False, id="llada", marks=pytest.mark.slow),
-        pytest.param(DREAM, "bf16", False, id="dream", marks=pytest.mark.slow),
-        pytest.param(
-            replace(DREAM, tied_head=True),
-            "fp32",
-            True,
-            id="dream-tied-plain",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(MIXED, "fp32", False, id="mixed"),
-        pytest.param(MIXED, "bf16", True, id="mixed-plain", marks=pytest.mark.slow),
-    ],
+    ("precision", "is_plain"),
+    [("fp32", False), pytest.param("bf16", True, marks=pytest.mark.slow)],
 )
-def test_repeated_layers_are_the_traced_ones(
-    network: NetworkSpec, precision: str, is_plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = trace_once(network, precision, is_plain=is_plain).model.graph
-    monkeypatch.setattr(repeat, "kinds", lambda network: list(range(len(network.layers))))
-    whole = described(trace_pass(network, precision, is_plain=is_plain).model.graph)
-    assert len({value.name for node in found for value in node.outputs}) == len(
-        [v for node in found for v in node.outputs]
-    )
+def test_repeated_layers_are_the_traced_ones(precision: str, is_plain: bool) -> None:
+    assert repeat.kinds(MIXED) == [0, 1, 0, 2]
+    found = trace_once(MIXED, precision, is_plain=is_plain).model.graph
+    names = [value.name for node in found for value in node.outputs]
+    assert len(set(names)) == len(names)
+    wanted = described(whole(precision, is_plain).model.graph)
     for name, part in described(found).items():
-        assert part == whole[name], name
-
-
-def test_kinds_are_counted_as_they_appear() -> None:
-    assert repeat.kinds(MIXED) == [0, 1, 0, 2, 1]
-    assert repeat.kinds(DREAM) == [0, 0, 0]
-
-
-def _traced_in_two() -> Graph:
-    layers = tuple(
-        LayerSpec(AttentionSpec(2, 2, 16, Rope(1e4)), MlpSpec(size), 1e-6) for size in (64, 48)
-    )
-    return trace_once(make_network(layers=layers), "fp32")
+        assert part == wanted[name], name
 
 
 @pytest.mark.parametrize(
@@ -161,23 +139,17 @@ def _traced_in_two() -> Graph:
             "embed",
             "layer 1 reads embedding, which is not its own, the stream, or shared",
         ),
+        ("blocks.1.mlp_norm", "blocks.0.mlp_norm.weight", r"layer 1 reads blocks\.0\.mlp_norm"),
     ],
 )
 def test_layers_that_meet_elsewhere_are_refused(reader: str, read: str, told: str) -> None:
-    graph = _traced_in_two().model.graph
+    graph = whole("fp32", False).clone().model.graph
     # For each path, the last node with this path.
     by_path = {node.metadata_props[LAYER_KEY]: node for node in graph}
-    by_path[reader].replace_input_with(1, by_path[read].outputs[0])
+    source = by_path[read].outputs[0] if read in by_path else graph.initializers[read]
+    by_path[reader].replace_input_with(1, source)
     with pytest.raises(AssertionError, match=told):
-        repeat.repeat(graph, [0, 1, 1])
-
-
-def test_a_layer_that_reads_anothers_parameters_is_refused() -> None:
-    graph = _traced_in_two().model.graph
-    norm = next(node for node in graph if node.metadata_props[LAYER_KEY] == "blocks.1.mlp_norm")
-    norm.replace_input_with(1, graph.initializers["blocks.0.mlp_norm.weight"])
-    with pytest.raises(AssertionError, match=r"layer 1 reads blocks\.0\.mlp_norm\.weight"):
-        repeat.repeat(graph, [0, 1])
+        repeat.repeat(graph, [0, 1, 2, 3, 3])
 
 
 @pytest.mark.slow
