@@ -11,17 +11,15 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from engine_bundles import SMALL
 
 from dlm_export.build import build
-from dlm_export.building.options import BuildOptions, QuantiseOptions
+from dlm_export.building.options import BuildOptions
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import PartError, cut
 from dlm_export.judging.parity.graph_parts import full_pass, open_graph, run_parts
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
-
-SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sample=2))
 
 
 def _pass(network: NetworkSpec, canvases: int = 2) -> dict[str, onnxruntime.OrtValue]:
@@ -36,55 +34,33 @@ def _pass(network: NetworkSpec, canvases: int = 2) -> dict[str, onnxruntime.OrtV
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [
-        ("llada", "fp32"),
-        ("llada", "int8"),
-        ("llada", "nvfp4"),
-        ("dream", "int4-rtn"),
-        ("dream", "int8"),
-    ],
+    [("llada", "fp32"), ("llada", "nvfp4"), ("dream", "int4-rtn"), ("dream", "int8")],
 )
 def test_parts_one_after_the_other_give_the_whole_graphs_outputs_to_the_bit(
     family: str, precision: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     checkpoint = request.getfixturevalue(f"{family}_checkpoint")
-    build(
-        checkpoint,
-        tmp_path / "bundle",
-        BuildOptions(precision=precision, check_parity=False, quantise=SMALL),
-    )
-    network, folder, is_simulated = (
-        open_source(checkpoint).network,
-        tmp_path / "bundle",
-        precision == "nvfp4",
-    )
+    folder, is_simulated = tmp_path / "bundle", precision == "nvfp4"
+    options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
+    build(checkpoint, folder, options)
+    network = open_source(checkpoint).network
     model = ir.load(folder / GRAPH_FILE)
     names = [str(value.name) for value in model.graph.outputs]
-    expected = open_graph(model, folder, is_simulated=is_simulated).run_with_ort_values(
-        names, _pass(network)
-    )
+    session = open_graph(model, folder, is_simulated=is_simulated)
+    expected = session.run_with_ort_values(names, _pass(network))
     parts = cut(model)
     assert [part.name for part in parts] == ["embed", "blocks.0", "blocks.1", "end"]
-    held = [set(part.model.graph.initializers) for part in parts]
+    held = {part.name: set(part.model.graph.initializers) for part in parts}
     initializers = model.graph.initializers
-    large = {
+    matrices = {
         name
-        for name in set.union(*held)
+        for name in set.union(*held.values())
         if name.endswith((".weight", ".panels", ".codes"))
         and len(initializers[name].shape or ()) > 1
     }
-    for name in large:
-        home = name.split(".weight")[0]
-        assert [part.name for part, names in zip(parts, held, strict=True) if name in names] == [
-            next(
-                (
-                    part.name
-                    for part in parts
-                    if home.startswith(f"{part.name}.") or home == part.name
-                ),
-                "end",
-            )
-        ]
+    for name in matrices:
+        homes = [part.name for part in parts if f"{name}.".startswith(f"{part.name}.")]
+        assert [part for part, names in held.items() if name in names] == (homes or ["end"])
     found: dict[str, np.ndarray] = {}
     for _, (values,) in run_parts(
         folder, parts, [_pass(network)], names, is_simulated=is_simulated
