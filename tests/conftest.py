@@ -37,7 +37,7 @@ settings.load_profile("fixed")
 # or a traced graph (engines, the demo) form a group. Each other test file is a separate group. All processes use the
 # same folder for the native build.
 GROUPS = {
-    "gemma": ("test_diffusion_gemma", "test_gemma_quantised"),
+    "gemma": ("test_diffusion_gemma", "test_gemma_loop", "test_gemma_quantised"),
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "served": (
         "test_serving_clients",

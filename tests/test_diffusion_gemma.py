@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import diffusion_gemma_config, diffusion_gemma_shapes, write_checkpoint
+from checkpoints import (
+    diffusion_gemma_config,
+    diffusion_gemma_shapes,
+    write_checkpoint,
+    write_headers,
+)
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -86,7 +91,7 @@ def random_config(seed: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_logits_of_the_encoder_and_the_decoder_equal_those_of_transformers(
     tmp_path: Path, seed: int
 ) -> None:
@@ -162,21 +167,6 @@ def test_layers_with_a_window_limit_the_planned_memory(tmp_path: Path) -> None:
     assert "2 of 3 layers have a window, and store at most 519 tokens" in said
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "layer type": (
-        {"layer_types": ["sliding_attention", "chunked", "full_attention"]},
-        "layer 1 has the type 'chunked' in layer_types, which is not supported",
-    ),
-    "last layer": ({"layer_types": ["sliding_attention"] * 3}, "the last entry of layer_types"),
-    "images see each other": ({"use_bidirectional_attention": "all"}, 'only "vision"'),
-    "activation": ({"hidden_activation": "silu"}, 'only "gelu_pytorch_tanh"'),
-    "untied": ({"tie_word_embeddings": False}, "only true"),
-    "rope": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must have an object"),
-    "heads": ({"num_key_value_heads": 3}, "not a multiple of the 3 key and value heads of layer 0"),
-    "layer 9": ({"per_layer_config": {"9": {}}}, "per_layer_config names layer '9'"),
-}
-
-
 def test_a_release_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> None:
     """The weights are a hole in the file, so only the header can be read."""
     layers, every = 30, 6
@@ -201,17 +191,10 @@ def test_a_release_is_inspected_and_planned_from_its_headers(tmp_path: Path) -> 
         canvas_length=256,
         max_position_embeddings=8192,
     )
-    header, end = {}, 0
-    for name, shape in diffusion_gemma_shapes(config).items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    packed = json.dumps(header).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(packed).to_bytes(8, "little") + packed)
-        file.truncate(8 + len(packed) + end)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_headers(tmp_path, config)
     told = json.loads(_invoke("inspect", tmp_path, "--json"))
-    assert told["parameters"] == end // 2
+    shapes = diffusion_gemma_shapes(config).values()
+    assert told["parameters"] == sum(math.prod(shape) for shape in shapes)
     assert told["network"]["layers"][5]["attention"]["head_size"] == 512
     done = CliRunner().invoke(main, ["plan", str(tmp_path), "--targets", "h100", "--json"])
     assert done.exit_code == 2

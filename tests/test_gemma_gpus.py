@@ -23,16 +23,16 @@ import dlm_runtime
 from dlm_export.build import BuildOptions, build
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.sources import open_source
+from dlm_export.tensorrt.estimate import EngineOptions
 
-VOCAB, LONGEST, HIDDEN, WINDOW = 160, 256, 64, 7
+VOCAB, LONGEST, HIDDEN, WINDOW = 160, 2048, 64, 7
 CACHED = 20
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DiffusionGemma whose matrices can be divided into groups of 64 inputs."""
-    config = diffusion_gemma_config(intermediate_size=64, moe_intermediate_size=64)
-    return write_checkpoint(tmp_path_factory.mktemp("gemma") / "checkpoint", config, seed=3)
+    path = tmp_path_factory.mktemp("gemma") / "checkpoint"
+    return write_checkpoint(path, diffusion_gemma_config(), seed=3)
 
 
 def feed(source: Path, *, is_draft: bool, is_short: bool = False) -> dict[str, np.ndarray]:
@@ -70,10 +70,8 @@ def outputs(graph: Path, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("is_draft", [True, False])
 def test_the_device_graph_computes_what_was_judged(checkpoint: Path, is_draft: bool) -> None:
-    bundle, given = (
-        gpu_bundle("fp16", "rtx5090", source=checkpoint),
-        feed(checkpoint, is_draft=is_draft),
-    )
+    bundle = gpu_bundle("fp16", "rtx5090", source=checkpoint)
+    given = feed(checkpoint, is_draft=is_draft)
     device, judged = (outputs(bundle / name, given) for name in ("device.onnx", "denoiser.onnx"))
     assert device.keys() == judged.keys() >= {"logits", "next_conditioning", "present_key.2"}
     for name, array in device.items():
@@ -109,42 +107,33 @@ def test_layers_with_a_window_may_read_the_rows_of_all_positions(
         assert np.abs(near[name] - whole[name]).max() <= 2e-3 * np.ptp(whole[name]), name
 
 
-def test_a_build_compares_the_graph_with_torch(tmp_path: Path) -> None:
-    """The router has a norm, and computes in fp32 from inputs that the graph rounds to fp16."""
-    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
-    options = BuildOptions(
-        ("rtx5090",),
-        "fp8",
-        engine=None,
-        quantise=replace(SMALL, effort=Effort("default", judged=1)),
-    )
-    report = build(write_calm(tmp_path, **sizes), tmp_path / "bundle", options)
-    assert report.parity is not None
-    assert report.parity.misses == []
-    rows = {row.layer: row for row in report.parity.layers}
-    router = rows["blocks.1.mlp.router"]
-    assert router.output_relative is not None
-    assert router.output_relative <= 2e-5 < router.input_relative
-
-
 # ---- Engines ----
 
 
-PRECISIONS = ("fp16", "int8", "int4", "fp8", "nvfp4")
-
-
-@pytest.mark.parametrize("precision", slow_except(["fp8"], PRECISIONS))
-def test_an_engine_is_built_and_audited(checkpoint: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    "precision", slow_except(["fp8"], ["fp16", "int8", "int4", "fp8", "nvfp4"])
+)
+def test_a_build_is_compared_with_torch_and_its_engine_is_audited(
+    precision: str, tmp_path: Path
+) -> None:
+    """The router has a norm, and computes in fp32 from inputs that the graph rounds to fp16."""
     pytest.importorskip("tensorrt_rtx_bindings")
-    bundle = gpu_bundle(precision, "rtx5090", source=checkpoint, engines=True)
-    check_audits(bundle, ["rtx5090"])
-    manifest = read_manifest(bundle)
+    quantise = replace(SMALL, effort=Effort("default", judged=1))
+    options = BuildOptions(("rtx5090",), precision, engine=EngineOptions(), quantise=quantise)
+    report = build(write_calm(tmp_path), tmp_path / "bundle", options)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    router = next(row for row in report.parity.layers if row.layer == "blocks.1.mlp.router")
+    assert router.output_relative is not None
+    assert router.output_relative <= 2e-5 < router.input_relative
+    check_audits(report.output, ["rtx5090"])
+    manifest = read_manifest(report.output)
     held = manifest["audits"]["rtx5090"]["layers"]
     assert {f"blocks.1.mlp.experts.{role}" for role in ("gate", "up", "down")} <= held.keys()
     kind = {"fp16": "float16", "int8": "int8-weight", "int4": "int4-g64"}.get(precision, precision)
     assert held["blocks.1.mlp.experts.down"] == kind
     assert manifest["loop"]["engines"]["rtx5090"]["profiles"]["block"]["tokens"] == [1, 32, 32]
-    with dlm_runtime.open(bundle, engine="none") as opened:
+    with dlm_runtime.open(report.output, engine="none") as opened:
         assert set(opened.manifest["loop"]["engines"]) == {"rtx5090"}
 
 
@@ -157,10 +146,8 @@ def test_more_experts_than_a_gpu_computes_are_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_plan_predicts_gpus_without_windows(tmp_path: Path) -> None:
+def test_plan_predicts_gpus_without_windows(checkpoint: Path) -> None:
     """On a CPU, a prompt of 600 tokens takes two passes, because layers have a window."""
-    config = diffusion_gemma_config(max_position_embeddings=1024)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", config)
 
     def plan(*targets: str) -> dict[str, Any]:
         size = ("--prompt-tokens", 600, "--new-tokens", 16, "--tokens-per-pass", 8)

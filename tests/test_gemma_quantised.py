@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import diffusion_gemma_config, write_checkpoint
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantised_drafts import (
+    BLOCK,
+    after_a_file,
+    check_generations,
+    check_layers,
+    invoke,
+    make_samples,
+    states_of,
+)
 from safetensors.torch import load_file, save_file
 from torch_side import TorchPredictor
 
@@ -26,7 +34,6 @@ from dlm_calibration.states import (
     NOISE_RATIOS,
     Draft,
     State,
-    make_states,
     noise_block,
     read_states,
     write_states,
@@ -37,23 +44,20 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
 from dlm_export.building import memory
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import check_job, check_request
-from dlm_export.cli import main
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.masked import masked_canvases
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, View
-from dlm_export.network import lockstep, reference
-from dlm_export.network.layered import Carried
-from dlm_export.network.loop_random import temperature_before, temperature_of
-from dlm_export.network.loop_turns import start_canvas
+from dlm_export.network import reference
 from dlm_export.network.states import features_of
+from dlm_export.network.loop_random import temperature_before, temperature_of
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 
-VOCAB, BLOCK = 160, 8
+VOCAB = 160
 
 
 def write_calm(folder: Path, **changes: Any) -> Path:
@@ -78,11 +82,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(checkpoint: Path) -> Source:
     return open_source(checkpoint)
-
-
-def make_samples(count: int, *, prompt: int = 11, answer: int = 13, seed: int = 0) -> list[Sample]:
-    tokens = np.random.default_rng(seed).integers(2, VOCAB, (count, prompt + answer))
-    return [Sample(each, prompt, "an answer", "a prompt") for each in tokens]
 
 
 # ---- Calibration states ----
@@ -115,26 +114,16 @@ def test_only_tokens_of_one_block_become_random(
 CLEAN = 5  # the only token of the samples whose random tokens are examined
 
 
-def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
-    c = source.network
-    given: dict[str, Any] = {
-        "mask_token_id": c.mask_token_id,
-        "pad_token_id": c.end_token_id,
-        "block_length": BLOCK,
-        "max_canvas_length": c.max_canvas_length,
-        "seed": 4,
-        "noise_vocab_size": c.vocab_size,
-    }
-    some = options.pop("samples", None) or make_samples(count)
-    return list(make_states(some, **given | options))
+def states(source: Source, samples: Sequence[Sample], **options: Any) -> list[State]:
+    return states_of(source, samples, noise_vocab_size=VOCAB, **options)
 
 
 def test_states_contain_random_tokens_at_every_noise_ratio(source: Source) -> None:
     constant = [replace(each, tokens=np.full(27, CLEAN)) for each in make_samples(20)]
-    states = states_of(source, samples=constant)
-    noised = [state for state in states if state.draft is not None]
+    made = states(source, constant)
+    noised = [state for state in made if state.draft is not None]
     assert {state.source for state in noised} == {"masked"}
-    assert {state.source for state in states if state.draft is None} == {"clean"}
+    assert {state.source for state in made if state.draft is None} == {"clean"}
     # With blocks of 8 tokens, the ratios of neighbouring buckets may be rounded to the same number.
     assert len({state.bucket for state in noised}) >= 8
     random = np.concatenate([state.canvas[state.canvas != CLEAN] for state in noised])
@@ -149,7 +138,7 @@ def conditioned(source: Source) -> list[State]:
     policy = replace(source.presets["diffusion-gemma"], steps_per_block=4, stable_entropy=0.0)
     layered = families.layered(source.parameters, source.network)
     runs = samples.trajectories(layered, policy, None, lambda: None)
-    made = states_of(source, 4, per_sample=5, trajectories=runs)
+    made = states(source, make_samples(4), per_sample=5, trajectories=runs)
     return samples.with_conditioning(made, layered, policy, None, None)
 
 
@@ -169,7 +158,7 @@ def test_soft_embeddings_have_the_temperature_of_the_loop(source: Source) -> Non
     temperatures = [temperature_before(policy, ratio, BLOCK) for ratio in (1, 0.75, 0.5, 0.25)]
     wanted = [temperature_of(policy, step, 4) for step in (0, 0, 1, 2)]
     assert temperatures == wanted
-    state = next(state for state in states_of(source) if 0 < state.mask_ratio < 0.5)
+    state = next(state for state in states(source, make_samples(6)) if 0 < state.mask_ratio < 0.5)
     layered = families.layered(source.parameters, source.network)
     (found,) = samples.with_conditioning([state], layered, policy, None, None)
     assert found.draft is not None
@@ -185,9 +174,7 @@ def test_soft_embeddings_have_the_temperature_of_the_loop(source: Source) -> Non
 
 
 def test_states_survive_a_file(conditioned: list[State], tmp_path: Path) -> None:
-    write_states(conditioned, tmp_path / "states.npz")
-    found = read_states(tmp_path / "states.npz")
-    assert [each.sha256 for each in found] == [each.sha256 for each in conditioned]
+    found = after_a_file(conditioned, tmp_path / "states.npz")
     assert len({each.sha256 for each in found}) == len(found)
 
 
@@ -219,51 +206,18 @@ def test_states_of_a_generation_are_the_passes_that_the_loop_makes(source: Sourc
     policy = replace(
         source.presets["diffusion-gemma"], steps_per_block=3, entropy_bound=3.0, stable_entropy=0.0
     )
-    denoiser, seen = families.load(source.parameters, source.network), list[Any]()
-    hidden, longest = denoiser.hidden, source.network.max_canvas_length
-
-    def record(ids: torch.Tensor, positions: torch.Tensor, *given: Any) -> Any:
-        if positions[0, 0] >= longest:
-            seen.append((int(positions[0, 0]) - longest, ids[0].numpy().copy(), given[2]))
-        return hidden(ids, positions, *given)
-
-    denoiser.hidden = record  # type: ignore[method-assign]
-    prompts = [sample.tokens[:11].tolist() for sample in make_samples(2)]
-    starts = [start_canvas(prompt, 2 * BLOCK, source.network.mask_token_id) for prompt in prompts]
-    layered = families.layered(source.parameters, source.network)
-    for start, states in zip(starts, lockstep.draft_passes(layered, starts, policy), strict=True):
-        seen.clear()
-        reference.fill(denoiser, start, policy)
-        assert len(states) == len(seen) == 6
-        for state, (first, ids, read) in zip(states, seen, strict=True):
-            assert state.draft is not None
-            assert state.draft.start == first
-            assert state.canvas[first:].tolist() == ids.tolist()
-            assert (state.draft.conditioning is None) == (read is None)
-            if read is not None:
-                ours = torch.from_numpy(state.draft.conditioning).float()
-                torch.testing.assert_close(ours, read[0], rtol=2e-3, atol=2e-3)
-        assert states[0].mask_ratio == 1
-        assert all(0 <= state.mask_ratio <= 1 for state in states)
+    for made in check_generations(source, policy, 2):
+        assert len(made) == 6
+        assert made[0].mask_ratio == 1
+        assert all(0 <= state.mask_ratio <= 1 for state in made)
 
 
 def test_layers_compute_a_draft_pass_after_a_causal_pass(
     source: Source, conditioned: list[State]
 ) -> None:
     """The window of the sliding layers is shorter than the prompts."""
-    states = [state for state in conditioned if state.draft is not None][:12]
-    states.append(replace(states[0], canvas=states[0].canvas[:5], draft=Draft(0)))
-    layered = families.layered(source.parameters, source.network)
-    denoiser = families.load(source.parameters, source.network)
-    drafts = [state.draft for state in states]
-    carried = Carried(layered, [state.canvas for state in states], drafts=drafts)
-    for i in range(len(source.network.layers)):
-        carried.through(i, layered.block(i))
-    rows = [np.arange(draft.start, draft.start + 5) for draft in drafts if draft is not None]
-    for state, own, found in zip(states, rows, carried.features(rows), strict=True):
-        with torch.no_grad():
-            wanted = features_of(denoiser, state.canvas, torch.from_numpy(own), state.draft)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    made = [state for state in conditioned if state.draft is not None][:12]
+    check_layers(source, [*made, replace(made[0], canvas=made[0].canvas[:5], draft=Draft(0))])
 
 
 # ---- Losses of layers ----
@@ -328,13 +282,8 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
                     return kept[0]
 
                 patch.setattr(building, "quantise", keep)
-                folder = tmp_path_factory.mktemp(precision)
-                if precision == "nvfp4":  # has groups of 16 inputs
-                    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
-                    origin = write_calm(folder, **sizes)
-                else:
-                    origin = checkpoint
-                report = building.build(origin, folder / "bundle", options(precision))
+                output = tmp_path_factory.mktemp(precision) / "bundle"
+                report = building.build(checkpoint, output, options(precision))
                 made[precision] = Built(report, kept[0].numbers)
         return made[precision]
 
@@ -452,10 +401,6 @@ def test_the_memory_for_judging_includes_the_graph(
 
 
 # ---- What is rejected ----
-
-
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_plan_lists_what_build_accepts(tmp_path: Path) -> None:

@@ -8,54 +8,55 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import ADAPTED, nemotron_config, write_adapter, write_checkpoint
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantised_drafts import (
+    ANSWER,
+    BLOCK,
+    PROMPT,
+    WORDS,
+    after_a_file,
+    check_generations,
+    check_layers,
+    invoke,
+    make_samples,
+    states_of,
+)
 from torch_side import TorchPredictor
 
 import dlm_runtime
-from dlm_calibration.samples import Sample
 from dlm_calibration.states import (
     MASK_RATIOS,
     NOISE_RATIOS,
     Draft,
     State,
-    make_states,
     mask_draft_block,
-    read_states,
-    write_states,
 )
 from dlm_export import build as building
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions
-from dlm_export.cli import main
 from dlm_export.judging.accuracy.effort import Effort
 from dlm_export.judging.accuracy.frontier import meet, predict_commitment
 from dlm_export.judging.accuracy.masked import MaskedCanvas, masked_canvases
 from dlm_export.judging.accuracy.run import JudgingOptions, judge_source
-from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, JudgeError, View, finite_logits
-from dlm_export.network import lockstep, reference
+from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.layered import Carried
 from dlm_export.network.loop_turns import Canvas, start_canvas
-from dlm_export.network.states import features_of
 from dlm_export.quantising import samples
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import Source, open_source
 from dlm_runtime import Bundle
 
-VOCAB, MASK, BLOCK = 160, 150, 8
-PROMPT, ANSWER = 11, 13
+MASK = WORDS
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,6 @@ def source(checkpoint: Path) -> Source:
 @pytest.fixture(scope="module")
 def denoiser(source: Source) -> Denoiser:
     return families.load(source.parameters, source.network)
-
-
-def make_samples(count: int, *, prompt: int = PROMPT, answer: int = ANSWER) -> list[Sample]:
-    tokens = np.random.default_rng(count).integers(2, MASK, (count, prompt + answer))
-    return [Sample(each, prompt, "an answer", "a prompt") for each in tokens]
 
 
 # ---- Calibration states ----
@@ -110,23 +106,9 @@ def test_only_positions_of_one_block_are_masked(
     assert abs(is_masked.sum() - max(1, ratio * (len(canvas) - start - 1))) <= 0.5
 
 
-def states_of(source: Source, count: int = 6, **options: Any) -> list[State]:
-    c = source.network
-    given: dict[str, Any] = {
-        "mask_token_id": c.mask_token_id,
-        "pad_token_id": c.end_token_id,
-        "block_length": BLOCK,
-        "max_canvas_length": c.max_canvas_length,
-        "seed": 4,
-        "has_drafts": True,
-    }
-    some = options.pop("samples", None) or make_samples(count)
-    return list(make_states(some, **given | options))
-
-
 def test_every_masked_state_is_a_draft_pass(source: Source) -> None:
     """Only draft passes see mask tokens, and causal passes see clean text."""
-    states = states_of(source, 20)
+    states = states_of(source, make_samples(20), has_drafts=True)
     assert {state.source for state in states} == {"masked", "clean"}
     buckets = set()
     for state in states:
@@ -149,14 +131,14 @@ def drafted(source: Source) -> list[State]:
     for preset in ("self-speculation", "nemotron-diffusion"):
         layered = families.layered(source.parameters, source.network)
         runs = samples.trajectories(layered, source.presets[preset], None, lambda: None)
-        found += states_of(source, 4, per_sample=5, trajectories=runs)
+        found += states_of(
+            source, make_samples(4), has_drafts=True, per_sample=5, trajectories=runs
+        )
     return found
 
 
 def test_states_survive_a_file(drafted: list[State], tmp_path: Path) -> None:
-    write_states(drafted, tmp_path / "states.npz")
-    found = read_states(tmp_path / "states.npz")
-    assert [each.sha256 for each in found] == [each.sha256 for each in drafted]
+    found = after_a_file(drafted, tmp_path / "states.npz")
     updated = [None if each.draft is None else each.draft.is_updated for each in found]
     assert {True, False, None} == set(updated)
     one = next(each for each in found if each.draft is not None and each.draft.is_updated)
@@ -168,52 +150,18 @@ def test_states_survive_a_file(drafted: list[State], tmp_path: Path) -> None:
 def test_states_of_a_generation_are_the_passes_that_the_loop_makes(
     source: Source, preset: str
 ) -> None:
-    network, policy = source.network, source.presets[preset]
-    denoiser, seen = families.load(source.parameters, network), list[Any]()
-    hidden, longest = denoiser.hidden, network.max_canvas_length
-
-    def record(ids: torch.Tensor, positions: torch.Tensor, *given: Any) -> Any:
-        times, first = divmod(int(positions[0, 0]), longest)
-        if times:
-            seen.append((first, times == 2, ids[0].tolist()))
-        return hidden(ids, positions, *given)
-
-    denoiser.hidden = record  # type: ignore[method-assign]
-    prompts = [sample.tokens[:PROMPT].tolist() for sample in make_samples(3)]
-    starts = [start_canvas(prompt, 2 * BLOCK, MASK) for prompt in prompts]
-    layered = families.layered(source.parameters, network)
-    for start, states in zip(starts, lockstep.draft_passes(layered, starts, policy), strict=True):
-        seen.clear()
-        reference.fill(denoiser, start, policy)
-        made = [
-            (each.draft.start, each.draft.is_updated, each.canvas[each.draft.start :].tolist())
-            for each in states
-            if each.draft is not None
-        ]
-        assert made == seen
-        assert all(is_updated == (preset == "self-speculation") for _, is_updated, _ in made)
-        for state, (first, _, ids) in zip(states, made, strict=True):
-            assert state.mask_ratio == np.mean(np.array(ids) == MASK)
-            assert len(state.canvas) == first + len(ids)
+    for made in check_generations(source, source.presets[preset], 3):
+        for state in made:
+            assert state.draft is not None
+            assert state.draft.is_updated == (preset == "self-speculation")
+            assert state.mask_ratio == np.mean(state.canvas[state.draft.start :] == MASK)
 
 
 def test_layers_compute_a_draft_pass_after_a_causal_pass(
-    source: Source, denoiser: Denoiser, drafted: list[State]
+    source: Source, drafted: list[State]
 ) -> None:
-    states = [*drafted, State(drafted[0].canvas[:5], "masked", 1.0, 0, Draft(0, is_updated=True))]
-    layered = families.layered(source.parameters, source.network)
-    drafts = [state.draft for state in states]
-    carried = Carried(layered, [state.canvas for state in states], drafts=drafts)
-    for i in range(len(source.network.layers)):
-        carried.through(i, layered.block(i))
-    rows = [
-        np.arange(0 if state.draft is None else state.draft.start, len(state.canvas))
-        for state in states
-    ]
-    for state, own, found in zip(states, rows, carried.features(rows), strict=True):
-        with torch.no_grad():
-            wanted = features_of(denoiser, state.canvas, torch.from_numpy(own), state.draft)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    one = State(drafted[0].canvas[:5], "masked", 1.0, 0, Draft(0, is_updated=True))
+    check_layers(source, [*drafted, one])
 
 
 # ---- Losses of layers ----
@@ -316,23 +264,15 @@ def test_drafts_and_causal_passes_are_those_of_the_loop(
         assert guesses.argmax(-1).tolist() == drafted[positions].tolist()
 
 
-def judged(
-    source: Source,
-    bundle: Bundle,
-    preset: str = "nemotron-diffusion",
-    effort: Effort | None = None,
-    count: int = 4,
-) -> Judgement:
-    options = JudgingOptions(effort=effort or Effort("default", judged=count))
+def judged(source: Source, bundle: Bundle, preset: str) -> Judgement:
+    options = JudgingOptions(effort=Effort("default", judged=4))
     policy = source.presets[preset]
-    return judge_source(
-        source, bundle, make_samples(count), "bundle", policy, options, lambda: None
-    )
+    return judge_source(source, bundle, make_samples(4), "bundle", policy, options, lambda: None)
 
 
 def test_an_exact_bundle_differs_in_no_pass(source: Source, exact: Bundle) -> None:
     """Draft passes and causal passes are conditioned as in the loop, so nothing differs."""
-    found = judged(source, exact)
+    found = judged(source, exact, "nemotron-diffusion")
     assert found.overall["top1"] == 1
     assert found.overall["kl_mean"] < 1e-6
     assert found.frontier is not None
@@ -375,14 +315,6 @@ def test_a_preset_without_draft_passes_cannot_be_judged(source: Source, exact: B
 # ---- Bundles ----
 
 
-def options(precision: str, effort: Effort | None = None, **limits: float) -> BuildOptions:
-    few = CalibrationOptions(samples=16, states_per_sample=4)
-    quantise = QuantiseOptions(
-        few, effort=effort or Effort("default", judged=3), budgets=Budgets(**limits)
-    )
-    return BuildOptions(("cpu",), precision, quantise=quantise)
-
-
 @pytest.fixture(scope="module")
 def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BuildReport]:
     made: dict[str, BuildReport] = {}
@@ -390,7 +322,10 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def build(precision: str) -> BuildReport:
         if precision not in made:
             output = tmp_path_factory.mktemp(precision) / "bundle"
-            made[precision] = building.build(checkpoint, output, options(precision))
+            few = CalibrationOptions(samples=16, states_per_sample=4)
+            quantise = QuantiseOptions(few, effort=Effort("default", judged=3))
+            options = BuildOptions(("cpu",), precision, quantise=quantise)
+            made[precision] = building.build(checkpoint, output, options)
         return made[precision]
 
     return build
@@ -422,10 +357,6 @@ def test_a_bundle_is_built_and_judged(built: Callable[[str], BuildReport], preci
     assert "Cross-entropy of causal passes" in page
     assert '<a href="#speculation">' in page
     assert "a draft pass over this block predicts them" in page
-
-
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_verify_judges_a_bundle(built: Callable[[str], BuildReport], checkpoint: Path) -> None:
