@@ -5,6 +5,7 @@ Each bundle is built once per test session.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
+from checkpoints import dream_config, write_checkpoint
 from click.testing import CliRunner, Result
 
 from dlm_export.build import BuildOptions, QuantiseOptions, build
@@ -24,7 +27,6 @@ from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.tensorrt.audit import differs
 from dlm_export.tensorrt.estimate import EngineOptions
 
-DEMO = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
 # All formats for which TensorRT-RTX builds engines, each with every kind of device that supports
 # the format.
@@ -37,30 +39,41 @@ BUILDS = {
     "nvfp4": ("rtx5090",),
     "mixed": ("rtx5090", "gb10"),
 }
-LONGEST, BLOCK = 512, 32  # the demo's canvas and the block of its default preset, in tokens
+LONGEST, BLOCK = 256, 32  # the canvas and the block of ``tiny``, in tokens
 
 _bundles: dict[tuple[object, ...], Path] = {}
 # These folders are removed at the end of the test session.
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
+def _folder() -> Path:
+    _folders.append(tempfile.TemporaryDirectory())
+    return Path(_folders[-1].name)
+
+
+@functools.cache
+def tiny() -> Path:
+    """A random denoiser in bf16 whose matrices can be divided into INT4's groups of 64."""
+    config = dream_config(intermediate_size=128)
+    return write_checkpoint(_folder() / "checkpoint", config, seed=4, dtype=torch.bfloat16)
+
+
 def gpu_bundle(
     precision: str,
     *targets: str,
-    source: Path = DEMO,
+    source: Path | None = None,
     activations: str | None = None,
     engines: bool = False,
     rotate_down: bool = False,
 ) -> Path:
-    """Build ``source`` for GPUs.
+    """Build ``source`` for GPUs. By default, this is the checkpoint ``tiny``.
 
     Tests must not change the bundle. If ``engines`` is true, TensorRT-RTX also builds the engines
     of the bundle on this machine.
     """
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
-        _folders.append(tempfile.TemporaryDirectory())
-        output = Path(_folders[-1].name) / "bundle"
+        output = _folder() / "bundle"
         options = BuildOptions(
             targets,
             precision,
@@ -69,13 +82,13 @@ def gpu_bundle(
             check_parity=False,
             quantise=replace(SMALL, recipe_changes={"rotate_down": True} if rotate_down else {}),
         )
-        build(source, output, options)
+        build(source or tiny(), output, options)
         _bundles[key] = output
     return _bundles[key]
 
 
-def demo_engines(precision: str) -> Path:
-    """The demo's bundle with the engines of ``BUILDS``. Tests must not change the bundle."""
+def with_engines(precision: str) -> Path:
+    """The bundle of ``tiny`` with the engines of ``BUILDS``. Tests must not change the bundle."""
     return gpu_bundle(precision, *BUILDS[precision], engines=True)
 
 

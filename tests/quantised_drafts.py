@@ -16,8 +16,8 @@ from dlm_export import families
 from dlm_export.cli import main
 from dlm_export.network import lockstep, reference
 from dlm_export.network.layered import Carried
-from dlm_export.network.states import features_of
 from dlm_export.network.loop_turns import start_canvas
+from dlm_export.network.states import features_of
 from dlm_export.sources import Source
 from dlm_runtime import Policy
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -12,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 from checkpoints import llada_moe_config, sdar_config, write_checkpoint
-from engine_bundles import DEMO, dlm_export, gpu_bundle, read_manifest, refused
+from engine_bundles import dlm_export, gpu_bundle, read_manifest, refused, tiny
 from hypothesis import strategies as st
 
 import dlm_runtime
@@ -46,10 +45,9 @@ def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_ke
 
 
 def test_nodes_that_only_compute_sizes_are_named_for_it(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "sdar", sdar_config())
-    graph = onnx.load(
-        gpu_bundle("fp16", "cuda", source=checkpoint) / "device.onnx", load_external_data=False
-    ).graph
+    checkpoint = write_checkpoint(tmp_path / "sdar", sdar_config(tie_word_embeddings=True))
+    path = gpu_bundle("fp16", "cuda", source=checkpoint) / "device.onnx"
+    graph = onnx.load(path, load_external_data=False).graph
     by_sizes = {node.name: node for node in graph.node if node.name.startswith("sizes/")}
     # The attention mask needs the numbers of cached and new tokens.
     assert {node.op_type for node in by_sizes.values()} >= {"Shape", "Squeeze", "Concat"}
@@ -67,20 +65,18 @@ QUANTISED = {"int8": (8, 32), "int4": (4, 32), "int4-g128": (4, 128)}
 
 
 @pytest.mark.parametrize(
-    ("precision", "activations"), [("int8", "fp16"), ("int4", "bf16"), ("int4-g128", "fp16")]
+    ("precision", "activations"), [("int8", "fp16"), ("int4", None), ("int4-g128", "fp16")]
 )
 def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(
-    precision: str, activations: str
+    precision: str, activations: str | None
 ) -> None:
+    """By default, activations are in bf16, as the checkpoint is."""
     folder = gpu_bundle(precision, "cuda", activations=activations)
     graph = onnx.load(folder / "device.onnx", load_external_data=False).graph
     assert {node.op_type for node in graph.node} <= {*cuda.KERNELS, cuda.QUANTISED[1]}
     quantised = [node for node in graph.node if (node.domain, node.op_type) == cuda.QUANTISED]
-    held = {
-        name: format
-        for name, format in read_manifest(folder)["precision"]["layers"].items()
-        if format != "high"
-    }
+    layers = read_manifest(folder)["precision"]["layers"]
+    held = {name: format for name, format in layers.items() if format != "high"}
     assert len(quantised) == len(held)
     stored = {value.name: value for value in graph.initializer}
     for node in quantised:
@@ -91,22 +87,20 @@ def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(
         blocks, scales = (stored[name] for name in node.input[1:])
         count = -(-told["K"] // told["block_size"])
         assert tuple(blocks.dims) == (told["N"], count, told["block_size"] * told["bits"] // 8)
-        assert (tuple(scales.dims), scales.data_type) == (
-            (told["N"], count),
-            {"fp16": 10, "bf16": 16}[activations],
-        )
-    expected = data_bytes(network_of(read_manifest(folder)), activations, held)
-    assert 0.5 * expected < (folder / "denoiser.onnx.data").stat().st_size <= expected
+        element = {"fp16": onnx.TensorProto.FLOAT16, None: onnx.TensorProto.BFLOAT16}[activations]
+        assert (tuple(scales.dims), scales.data_type) == ((told["N"], count), element)
+    expected = data_bytes(network_of(read_manifest(folder)), activations or "bf16", held)
+    assert 0.4 * expected < (folder / "denoiser.onnx.data").stat().st_size <= expected
 
 
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4-g128"])
+@pytest.mark.parametrize("name", ["fp16", "int4-g128"])
 def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(name: str) -> None:
     folder = gpu_bundle(name, "cuda", activations=None if name == "fp16" else "fp16")
     ports = read_manifest(folder)["loop"]["graph"]["ports"]
     generator = np.random.default_rng(0)
     batch, tokens, cached, rows = 2, 9, 5, 4
     feeds = {
-        "input_ids": generator.integers(0, 256, (batch, tokens)),
+        "input_ids": generator.integers(0, 150, (batch, tokens)),
         "position_ids": np.tile(np.arange(cached, cached + tokens), (batch, 1)),
         "score_rows": generator.integers(0, tokens, (batch, rows)),
     }
@@ -141,16 +135,7 @@ def test_a_bundle_for_cuda_opens_on_the_cpu_when_asked_to_and_not_by_itself() ->
         assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
 
 
-def test_a_build_proves_parity_and_leaves_nothing_to_be_built(tmp_path: Path) -> None:
-    out = tmp_path / "bundle"
-    result = dlm_export("build", DEMO, "--target", "cuda", "--precision", "fp16", "-o", out)
-    assert result.exit_code == 0, result.output
-    assert "Parity with our torch denoiser holds" in result.stdout
-    assert "No engine for" not in result.stdout
-    assert json.loads((out / "accuracy.json").read_text())["parity"]["precision"] == "fp16"
-    refused(dlm_export("engine", out, "--target", "cuda"), 2, ["target cuda needs no engine"])
-
-
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     inputs=st.integers(1, 200),
     columns=st.integers(1, 40),
@@ -196,38 +181,29 @@ def test_blocks_hold_every_code_where_the_operator_looks_for_it(
     np.testing.assert_allclose(y, x @ weight.dequantise(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_quantised_build_is_judged_by_the_operators_that_the_device_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_a_build_is_judged_by_the_operators_that_the_device_runs(
+    precision: str, tmp_path: Path
+) -> None:
     out = tmp_path / "bundle"
-    options = (
-        "--precision",
-        "int4",
-        "--judged",
-        "4",
-        "--calib-samples",
-        "4",
-        "--calib-states",
-        "2",
-    )
-    result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", out)
+    few = ("--judged", "4", "--calib-samples", "4", "--calib-states", "2")
+    is_quantised = precision == "int4"
+    options = ("--precision", precision, *(few if is_quantised else ()), "-o", out)
+    result = dlm_export("build", tiny(), "--target", "cuda", *options)
     assert result.exit_code == 0, result.output
     assert "Parity with our torch denoiser holds" in result.stdout
-    accuracy = json.loads((out / "accuracy.json").read_text())
-    assert accuracy["judgement"]["data"]["samples"] == 4
-    operators = Counter(
-        node.op_type
-        for node in onnx.load(out / "denoiser.onnx", load_external_data=False).graph.node
-    )
-    assert operators["MatMulNBits"] == sum(
-        name != "high" for name in read_manifest(out)["precision"]["layers"].values()
-    )
+    assert "No engine for" not in result.stdout
+    assert ("judgement" in json.loads((out / "accuracy.json").read_text())) == is_quantised
+    graph = onnx.load(out / "denoiser.onnx", load_external_data=False).graph
+    held = read_manifest(out)["precision"].get("layers", {}).values()
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    assert len(products) == sum(name != "high" for name in held)
+    refused(dlm_export("engine", out, "--target", "cuda"), 2, ["target cuda needs no engine"])
 
 
 def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", llada_moe_config())
-    out = tmp_path / "bundle"
-    options = ("--precision", "int8", "--no-verify", "--calib-samples", "2", "--calib-states", "2")
-    result = dlm_export("build", checkpoint, "--target", "cuda", *options, "-o", out)
-    assert result.exit_code == 0, result.output
+    out = gpu_bundle("int8", "cuda", source=checkpoint, activations="fp16")
     graph = onnx.load(out / "device.onnx", load_external_data=False).graph
     of_experts = [
         node for node in graph.node if node.op_type == "MatMulNBits" and "expert" in node.name
@@ -251,7 +227,7 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
 def test_what_the_provider_has_no_kernel_for_is_refused(
     tmp_path: Path, options: tuple[str, ...], code: int, says: str
 ) -> None:
-    result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", tmp_path / "bundle")
+    result = dlm_export("build", tiny(), "--target", "cuda", *options, "-o", tmp_path / "bundle")
     refused(result, code, [says])
     assert not (tmp_path / "bundle").exists()
 

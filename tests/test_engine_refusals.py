@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from checkpoints import sdar_config, write_checkpoint
-from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
+from conftest import DEMO_CHECKPOINT as DEMO
+from engine_bundles import contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
 from dlm_export import targets
 from dlm_export.bundle.manifest import network_of
-from dlm_export.graph import PLAIN_OPSET
 from dlm_export.planning.shapes import scaled_shape
 from dlm_export.sources import open_source
 from dlm_export.tensorrt import builders, bundled, estimate
@@ -72,65 +72,54 @@ def test_a_build_that_cannot_be_is_refused_and_leaves_nothing(
 # ---- Existing bundles ----
 
 
-@pytest.fixture(scope="module")
-def cpu_fp16(llada_checkpoint: Path) -> Path:
-    return gpu_bundle("fp16", "cpu", source=llada_checkpoint)
-
-
-ENGINE_REFUSALS = [
-    (("--target", "rtx5090"), ["was built for cpu and has no device graph", "--target rtx5090"]),
-    (("--target", "h100"), ["was built for cpu and has no device graph", "--target h100"]),
-    (("--target", "cpu"), ["target cpu needs no engine"]),
-    (("--target", "rtx6090"), ["unknown target 'rtx6090'"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"), ENGINE_REFUSALS, ids=[" ".join(each) for each, _ in ENGINE_REFUSALS]
-)
-def test_an_engine_that_a_bundle_cannot_have_is_refused_and_leaves_it_as_it_was(
-    cpu_fp16: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: list[str]
-) -> None:
-    monkeypatch.setattr(builders, "device_sm", lambda: None)
-    if "rtx5090" in arguments:
-        pytest.importorskip("tensorrt_rtx_bindings")
-    before = contents(cpu_fp16)
-    refused(dlm_export("engine", cpu_fp16, *arguments), 2, says)
-    assert contents(cpu_fp16) == before
-
-
-DEVICE_REFUSALS = [
-    (("--target", "h100"), 1, ["is built on the device", "TensorRT 10.14"]),
+REFUSALS: list[tuple[str, tuple[str, ...], int, list[str]]] = [
+    ("cpu", ("rtx5090",), 2, ["was built for cpu and has no device graph", "--target rtx5090"]),
+    ("cpu", ("h100",), 2, ["was built for cpu and has no device graph", "--target h100"]),
+    ("cpu", ("cpu",), 2, ["target cpu needs no engine"]),
+    ("cpu", ("rtx6090",), 2, ["unknown target 'rtx6090'"]),
     (
-        ("--target", "agx-orin", "--builder", "tensorrt_rtx"),
+        "rtx5090",
+        ("h100",),
+        1,
+        ["is built on the device", "/bundle --target h100`", "TensorRT 10.14 or later"],
+    ),
+    (
+        "rtx5090",
+        ("agx-orin", "--builder", "tensorrt_rtx"),
         2,
         ["does not build for agx-orin (SM 8.7)"],
     ),
     (
-        ("--target", "agx-orin"),
+        "rtx5090",
+        ("agx-orin",),
         2,
         ["graph has opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"],
     ),
-    (("--target", "rtx5090,rtx5090"), 2, ["rtx5090 is given more than once"]),
+    ("rtx5090", ("rtx5090,rtx5090",), 2, ["rtx5090 is given more than once"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    DEVICE_REFUSALS,
-    ids=[" ".join(each) for each, *_ in DEVICE_REFUSALS],
+    ("built_for", "arguments", "code", "says"),
+    REFUSALS,
+    ids=[" ".join(each) for _, each, *_ in REFUSALS],
 )
-def test_an_engine_that_cannot_be_built_here_is_refused(
-    llada_checkpoint: Path,
+def test_an_engine_that_cannot_be_is_refused_and_leaves_the_bundle_as_it_was(
+    llada_bundle: Path,
     monkeypatch: pytest.MonkeyPatch,
+    built_for: str,
     arguments: tuple[str, ...],
     code: int,
     says: list[str],
 ) -> None:
     monkeypatch.setattr(builders, "device_sm", lambda: None)
-    bundle = gpu_bundle("fp16", "rtx5090", source=llada_checkpoint)
+    if "rtx5090" in arguments:
+        pytest.importorskip("tensorrt_rtx_bindings")
+    bundle = llada_bundle
+    if built_for != "cpu":
+        bundle = gpu_bundle("fp16", built_for)
     before = contents(bundle)
-    refused(dlm_export("engine", bundle, *arguments), code, says)
+    refused(dlm_export("engine", bundle, "--target", *arguments), code, says)
     assert contents(bundle) == before
 
 
@@ -138,18 +127,8 @@ def test_layers_that_groups_do_not_divide_take_the_next_format_and_are_named(
     llada_checkpoint: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "bundle"
-    options = (
-        "--target",
-        "agx-orin",
-        "--precision",
-        "int4-g128",
-        "--no-verify",
-        "--solver",
-        "nearest",
-        "-o",
-        out,
-    )
-    done = dlm_export("build", llada_checkpoint, *options)
+    options = ("--target", "thor", "--precision", "int4-g128", "--solver", "nearest")
+    done = dlm_export("build", llada_checkpoint, *options, "--no-verify", "-o", out)
     assert done.exit_code == 0, done.output
     told = " ".join(done.stderr.split())
     assert (
@@ -160,24 +139,6 @@ def test_layers_that_groups_do_not_divide_take_the_next_format_and_are_named(
     assert "96 inputs is not a multiple: 2 layers (blocks.N.mlp.down) in int8-weight" in told
     held = read_manifest(out)["precision"]["layers"]
     assert (held["blocks.0.attention.q"], held["blocks.1.mlp.down"]) == ("int4-g64", "int8-weight")
-
-
-def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path: Path) -> None:
-    out = tmp_path / "bundle"
-    done = dlm_export(
-        "build",
-        llada_checkpoint,
-        "--target",
-        "thor",
-        "--precision",
-        "fp16",
-        "--plain-graph",
-        "--no-verify",
-        "-o",
-        out,
-    )
-    assert done.exit_code == 0, done.output
-    assert read_manifest(out)["opset"] == PLAIN_OPSET
 
 
 # ---- Memory ----
@@ -249,25 +210,23 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
     out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
-    network = network_of(read_manifest(bundle))
-    needed = estimate.estimate(
-        network, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)
-    ).device
-    _with_memory(monkeypatch, "thor", needed)
+    demo, network = open_source(DEMO).network, network_of(read_manifest(bundle))
+    needed = estimate.estimate(demo, demo.parameter_count(), Limits(300, 32)).device
     _with_memory(monkeypatch, "h100", needed)
-    says = ["a canvas of 512 tokens in blocks of 32 needs", "--canvas "]
-    refused(
-        dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out),
-        2,
-        ["h100 has", *says],
-    )
+    weights_bytes = (bundle / "denoiser.onnx.data").stat().st_size
+    needed = estimate.estimate(network, weights_bytes, Limits(100, 32)).device
+    _with_memory(monkeypatch, "thor", needed)
+    result = dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out)
+    says = "a canvas of 512 tokens in blocks of 32 needs"
+    refused(result, 2, ["h100 has", says, "--canvas "])
     _nothing_left(out)
     before = contents(bundle)
     monkeypatch.setattr(
         bundled, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,))
     )
     result = dlm_export("engine", bundle, "--target", "thor")
-    refused(result, 2, ["thor has", *says, "--canvas 300 fits"])
+    says = "a canvas of 256 tokens in blocks of 32 needs"
+    refused(result, 2, ["thor has", says, "--canvas 100 fits"])
     assert contents(bundle) == before
 
 

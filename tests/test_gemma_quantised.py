@@ -50,8 +50,8 @@ from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.layerwise import SweptPredictor
 from dlm_export.judging.sides.side import DraftPass, View
 from dlm_export.network import reference
-from dlm_export.network.states import features_of
 from dlm_export.network.loop_random import temperature_before, temperature_of
+from dlm_export.network.states import features_of
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.quantisation import Quantisation
 from dlm_export.quantising.samples import CalibrationOptions

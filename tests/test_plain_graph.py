@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from engine_bundles import dlm_export, refused
+from engine_bundles import dlm_export, read_manifest, refused, tiny
 from traces import trace_once
 
 from dlm_export import graph
@@ -31,23 +31,17 @@ def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
     return onnx.load(folder / graph.GRAPH_FILE, load_external_data=False)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_both_graphs_compute_the_same(
-    family: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    checkpoint = request.getfixturevalue(f"{family}_checkpoint")
-    whole = write(checkpoint, tmp_path / "whole", is_plain=False)
-    plain = write(checkpoint, tmp_path / "plain", is_plain=True)
+def test_both_graphs_compute_the_same(dream_checkpoint: Path, tmp_path: Path) -> None:
+    whole = write(dream_checkpoint, tmp_path / "whole", is_plain=False)
+    plain = write(dream_checkpoint, tmp_path / "plain", is_plain=True)
     assert {node.op_type for node in whole.graph.node} >= NEW
     assert not {node.op_type for node in plain.graph.node} & NEW
     assert [item.version for item in plain.opset_import] == [21]
-    assert [value.name for value in plain.graph.input] == [
-        value.name for value in whole.graph.input
-    ]
-    assert [value.name for value in plain.graph.output] == [
-        value.name for value in whole.graph.output
-    ]
-
+    for ports, wanted in (
+        (plain.graph.input, whole.graph.input),
+        (plain.graph.output, whole.graph.output),
+    ):
+        assert [value.name for value in ports] == [value.name for value in wanted]
     rng = np.random.default_rng(3)
     sessions = [
         onnxruntime.InferenceSession(tmp_path / name / graph.GRAPH_FILE)
@@ -71,20 +65,23 @@ def test_both_graphs_compute_the_same(
             )
 
 
-def test_a_bundle_for_orin_holds_the_plain_graph(llada_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [("agx-orin,sm87",), ("thor", "--plain-graph", "--no-verify")], ids=lambda o: o[0]
+)
+def test_a_bundle_holds_the_plain_graph(tmp_path: Path, options: tuple[str, ...]) -> None:
     out = tmp_path / "bundle"
-    done = dlm_export(
-        "build", llada_checkpoint, "--target", "agx-orin,sm87", "--precision", "fp16", "-o", out
-    )
+    given = ("--precision", "fp16", "-o", out, "--target", *options)
+    done = dlm_export("build", tiny(), *given)
     assert done.exit_code == 0, done.output
-    assert f"dlm-export engine {out} --target agx-orin" in done.stdout
+    assert f"dlm-export engine {out} --target {options[0].partition(',')[0]}" in done.stdout
+    assert read_manifest(out)["opset"] == graph.PLAIN_OPSET
     for name in (graph.GRAPH_FILE, graph.DEVICE_FILE):
         model = onnx.load(out / name, load_external_data=False)
         assert not {node.op_type for node in model.graph.node} & NEW
 
 
-def test_orin_and_other_gpus_do_not_share_a_bundle(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_orin_and_other_gpus_do_not_share_a_bundle(tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    done = dlm_export("build", llada_checkpoint, "--target", "agx-orin,rtx5090", "-o", out)
+    done = dlm_export("build", tiny(), "--target", "agx-orin,rtx5090", "-o", out)
     refused(done, 2, ["agx-orin, rtx5090", "build two bundles"])
     assert not out.exists()
