@@ -503,7 +503,7 @@ def _damage(data: st.DataObject, manifest: dict[str, Any]) -> Any:
     return manifest
 
 
-@examples(150)
+@examples(80)
 @given(data=st.data())
 def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -519,7 +519,7 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     assert not (opened and faults), faults
 
 
-@examples(100)
+@examples(60)
 @given(data=st.data())
 def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -542,7 +542,7 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
             network_of(damaged)
 
 
-@examples(60)
+@examples(25)
 @given(data=st.data())
 def test_flipped_bytes_in_the_manifest_raise_or_open_and_never_crash(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -677,64 +677,27 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
     (shared_bundle / "engines").mkdir(exist_ok=True)
     (shared_bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
     assert _opens(shared_bundle, engine="none")
+    written = json.dumps(quantised)
     for path, rule in rules:
-        for value in _edges(rule):
-            manifest = json.loads(json.dumps(quantised))
+        for number, value in enumerate(_edges(rule)):
+            manifest = json.loads(written)
             node = manifest
             for key in path[:-1]:
                 node = node[key]
             node[path[-1]] = value
-            assert not VALIDATOR.is_valid(manifest), (path, value)
+            assert not VALIDATOR.evolve(schema=rule).is_valid(value), (path, value)
             if path[-1] != "seal" and "engines" in path:
                 # Without a new seal, the reader would report the wrong seal, and not the damage
                 # that the test made.
                 _seal(manifest["loop"]["engines"]["rtx5090"])
-            _write(shared_bundle, manifest)
-            is_taken = _opens(shared_bundle, engine="none")
-            if path[0] not in NATIVE:
-                assert is_taken, f"{path} is nothing for the native reader to refuse"
-                is_taken = _is_described(manifest, shared_bundle)
-            if is_taken:
+            is_native = path[0] in NATIVE
+            if is_native or number == 0:
+                _write(shared_bundle, manifest)
+                is_opened = _opens(shared_bundle, engine="none")
+                assert is_native or is_opened, f"{path} is nothing for the native reader to refuse"
+            if is_opened if is_native else _is_described(manifest, shared_bundle):
                 missed.append((path, value))
     assert missed == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        ("network",),
-        ("loop", "presets", "llada"),
-    ],
-    ids=lambda path: ".".join(path) or "root",
-)
-def test_a_key_that_is_there_twice_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
-    # If an object has two members with the same name, some JSON readers use the first member, and
-    # others use the last. All readers must see the same bundle, so such an object is rejected.
-    manifest = _read(bundle)
-    node = manifest
-    for key in path:
-        node = node[key]
-    name = next(iter(node))
-    node["twice"] = node[name]
-    (bundle / "manifest.json").write_text(json.dumps(manifest).replace('"twice"', json.dumps(name)))
-    assert f'the key "{name}" occurs twice' in _refusal(bundle)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"\xef\xbb\xbf{}",
-        b"[" * 100_000,
-        b'{"schema_version": NaN}',
-        b'{"schema_version": 1' + b"0" * 5000 + b"}",
-        b'{"producer": "\\ud800"}',
-        b" " * ((4 << 20) + 1),
-    ],
-    ids=["byte order mark", "nesting", "NaN", "long number", "surrogate", "too long"],
-)
-def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> None:
-    (bundle / "manifest.json").write_bytes(text)
-    assert "manifest.json" in _refusal(bundle)
 
 
 @pytest.mark.parametrize(
@@ -767,34 +730,9 @@ def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_a
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        (),
-        ("loop", "graph"),
-        ("loop", "graph", "ports", "layers", 1),
-        ("loop", "presets", "llada"),
-    ],
-    ids=lambda path: ".".join(map(str, path)) or "root",
-)
-def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) -> None:
-    _change(bundle, *path, "sparkle", value=1)
-    message = _refusal(bundle)
-    assert "sparkle: unknown key" in message
-    assert not VALIDATOR.is_valid(_read(bundle))
-
-
-@pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (("loop", "mask_token_id"), 160, "loop.mask_token_id"),
-        (("loop", "eos_token_ids"), [150], "an end token is the mask token"),
         (("loop", "graph", "top_k"), 65, "loop.graph.top_k"),
-        (("loop", "default_preset"), "nowhere", "loop.default_preset: is not one of presets"),
-        (
-            ("loop", "graph", "file"),
-            "other.onnx",
-            "loop.graph.file: names a file that is not listed in files",
-        ),
         (("loop", "graph", "device_file"), "other.onnx", "not listed in files"),
         (("tokenizer",), "other.json", "tokenizer: names a file that is not listed in files"),
         (("tokenizer",), "../manifest.json", "not listed in files"),
@@ -811,7 +749,6 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("text",), {"file": "text.bin"}, "text.file: names a file that is not listed in files"),
         (("text",), {"refused": 1}, "text.refused: expected a string"),
         (("text",), {"file": "denoiser.onnx", "refused": "no"}, "text.refused: unknown key"),
-        (("loop", "vocab_size"), 161, "but the manifest makes it"),
         (
             ("loop", "graph", "ports", "layers", 0, "head_size"),
             8,
@@ -922,51 +859,6 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
         ] == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "a b",
-        "\x7f",
-        "x" * 129,
-        5,
-    ],
-)
-@pytest.mark.parametrize(
-    "path", [("entropy",), ("layers", 1, "present_value")], ids=["entropy", "present_value"]
-)
-def test_a_port_with_a_hostile_name_is_refused(
-    bundle: Path, path: tuple[Any, ...], name: Any
-) -> None:
-    _change(bundle, "loop", "graph", "ports", *path, value=name)
-    assert f"{path[-1]}: expected" in _refusal(bundle)
-    assert not VALIDATOR.is_valid(_read(bundle))
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        (("logits",), "entropy"),
-        (("layers", 1, "past_key"), "past_key.0"),
-    ],
-    ids=["of outputs", "of layers"],
-)
-def test_a_name_that_two_ports_share_is_refused(
-    bundle: Path, path: tuple[Any, ...], name: str
-) -> None:
-    _change(bundle, "loop", "graph", "ports", *path, value=name)
-    assert f'another port has the name "{name}" too' in _refusal(bundle)
-
-
-def test_a_port_that_the_graph_does_not_have_is_refused(bundle: Path) -> None:
-    _change(bundle, "loop", "graph", "ports", "entropy", value="surprise")
-    assert 'the output "surprise" is missing' in _refusal(bundle)
-    manifest = _read(bundle)
-    del manifest["loop"]["graph"]["ports"]["entropy"]
-    _write(bundle, manifest)
-    assert "entropy" in _refusal(bundle)
-
-
 # ---- Members that describe a bundle ----
 
 
@@ -1075,40 +967,7 @@ def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, f
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda e: e.update(file="engines/other.engine"), "not listed in files"),
-        (lambda e: e.update(builder="openvino"), 'expected "tensorrt" or "tensorrt_rtx"'),
-        (lambda e: e.update(version="1.7"), "expected a version"),
-        (lambda e: e.update(sm=[]), "at least one"),
-        (lambda e: e.update(sm=[120.0]), "expected an integer"),
-        (lambda e: e["profiles"]["block"].update(rows=[1, 9, 8]), "expected an integer in 9.."),
-        (lambda e: e.pop("built_from"), "built_from"),
-    ],
-)
-def test_an_engine_that_is_described_wrongly_is_refused(
-    bundle: Path, change: Callable[[dict[str, Any]], object], sentence: str
-) -> None:
-    _write_with_engine(bundle, change)
-    assert sentence in _refusal(bundle, engine="none")
-
-
-def test_an_engine_without_a_device_graph_or_with_a_strange_target_is_refused(bundle: Path) -> None:
-    _write_with_engine(bundle)
-    written = _read(bundle)
-    del written["loop"]["graph"]["device_file"]
-    _write(bundle, written)
-    assert "device_file" in _refusal(bundle, engine="none")
-    _write_with_engine(bundle)
-    written = _read(bundle)
-    written["loop"]["engines"] = {"../RTX": written["loop"]["engines"]["rtx5090"]}
-    _write(bundle, written)
-    assert "is not a target's name" in _refusal(bundle, engine="none")
-    assert not VALIDATOR.is_valid(written)
-
-
-@examples(80)
+@examples(40)
 @given(data=st.data())
 def test_a_damaged_engine_is_refused_where_the_schema_refuses_and_never_crashes(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
@@ -1141,46 +1000,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
         dlm_runtime.open(bundle)
 
 
-@pytest.mark.parametrize("engine", [5, "abacus"])
-def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any) -> None:
-    with pytest.raises(RequestError, match="is not one of: auto, onnxruntime, tensorrt, none"):
-        dlm_runtime.open(bundle, engine=engine)
-
-
 # ---- Names of files ----
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "a/../../x",
-        "a//b",
-        "a/.",
-        "",
-        "a\\b",
-        "a b",
-        "ä",
-        "x" * 256,
-    ],
-)
-def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(
-    bundle: Path, name: str
-) -> None:
-    # The manifest lists a file that exists and has the listed size and hash. Only the file's name
-    # is not allowed.
-    content = b"outside"
-    (bundle.parent / "x").write_bytes(content)
-    (bundle / "a").mkdir()
-    (bundle / "a" / "b").write_bytes(content)
-    _change(
-        bundle,
-        "files",
-        name,
-        value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()},
-    )
-    assert "not a plain file name inside the bundle" in _refusal(bundle, check_hashes=True)
-    assert not VALIDATOR.is_valid(_read(bundle))
 
 
 def test_a_file_below_the_bundles_folder_is_accepted(bundle: Path) -> None:
@@ -1191,27 +1011,9 @@ def test_a_file_below_the_bundles_folder_is_accepted(bundle: Path) -> None:
     assert _opens(bundle, check_hashes=True)
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path.with_name("pipe"))
-    path.symlink_to("pipe")
-
-
 @pytest.mark.parametrize(
-    "make",
-    [_fifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")],
-    ids=["fifo", "folder", "zero"],
+    ("name", "at"), [("denoiser.onnx", 0), ("deep/inside/file", 0), ("deep/inside/file", -1)]
 )
-@pytest.mark.parametrize("name", [DATA_FILE, "manifest.json"])
-def test_what_is_no_plain_file_is_refused_and_not_read(
-    bundle: Path, name: str, make: Callable[[Path], None]
-) -> None:
-    (bundle / name).unlink()
-    make(bundle / name)
-    assert f"{name}: not a plain file" in _refusal(bundle, check_hashes=True)
-
-
-@pytest.mark.parametrize("name", ["denoiser.onnx", DATA_FILE, "manifest.json", "deep/inside/file"])
-@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
 def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     bundle: Path, tmp_path: Path, name: str, at: int
 ) -> None:
@@ -1255,15 +1057,12 @@ def test_writing_into_a_bundle_follows_no_link_out_of_it(bundle: Path, tmp_path:
     assert os.listdir(outside) == ["letter"]
 
 
-def test_a_bundle_may_be_reached_by_a_link(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(bundle)
-    assert _opens(tmp_path / "link", check_hashes=True)
-
-
 # ---- Damage to the files ----
 
 
-def test_a_flipped_byte_of_the_weights_is_found_by_its_hash_alone(bundle: Path) -> None:
+def test_a_flipped_byte_is_found_by_its_hash_alone_and_a_missing_one_by_the_size(
+    bundle: Path,
+) -> None:
     path = bundle / DATA_FILE
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -1272,28 +1071,8 @@ def test_a_flipped_byte_of_the_weights_is_found_by_its_hash_alone(bundle: Path) 
         bundle, check_hashes=True
     )
     assert _opens(bundle, check_hashes=False)
-
-
-@pytest.mark.parametrize("check_hashes", [True, False])
-@pytest.mark.parametrize("change", [-1, -4096, 1])
-def test_a_file_of_another_size_is_refused(bundle: Path, change: int, check_hashes: bool) -> None:
-    path = bundle / DATA_FILE
-    size = path.stat().st_size
-    os.truncate(path, size + change)
-    message = _refusal(bundle, check_hashes=check_hashes)
-    assert f"{DATA_FILE}: {size + change} bytes, but the manifest says {size}" in message
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "denoiser.onnx", DATA_FILE, "accuracy.json"])
-def test_a_missing_file_is_named(bundle: Path, name: str) -> None:
-    (bundle / name).unlink()
-    assert name in _refusal(bundle)
-
-
-def test_weights_that_are_shorter_than_the_graph_says_are_refused(bundle: Path) -> None:
-    os.truncate(bundle / DATA_FILE, 4096)
-    _relist(bundle, DATA_FILE)
-    assert "denoiser.onnx" in _refusal(bundle, DlmError)
+    os.truncate(path, len(content) - 1)
+    assert "bytes, but the manifest says" in _refusal(bundle, check_hashes=False)
 
 
 def _other_graph(path: Path, inputs: list[tuple[str, int, list[Any]]]) -> None:
@@ -1331,33 +1110,6 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
     _other_graph(bundle / "denoiser.onnx", inputs)
     _relist(bundle, "denoiser.onnx")
     assert sentence in _refusal(bundle, check_hashes=True)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x00" * 100, b"not a graph", b"\xff" * 5000],
-    ids=["empty", "zeros", "text", "ones"],
-)
-def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
-    (bundle / "denoiser.onnx").write_bytes(content)
-    _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime reports some damage as an internal failure. The test therefore accepts any
-    # subclass of DlmError.
-    assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
-
-
-def test_a_graph_whose_weights_lie_outside_the_bundle_is_refused(bundle: Path) -> None:
-    import onnx
-
-    shutil.copy(bundle / DATA_FILE, bundle.parent / "outside.data")
-    model = onnx.load(bundle / "denoiser.onnx", load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = "../outside.data"
-    (bundle / "denoiser.onnx").write_bytes(model.SerializeToString())
-    _relist(bundle, "denoiser.onnx")
-    assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 
 def test_a_nan_weight_ends_generation_with_an_engine_error(bundle: Path) -> None:

@@ -61,18 +61,8 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "engine": "EMPTY --target thor",
             "verify": "BUNDLE --checkpoint EMPTY",
             "compare": "BUNDLE EMPTY",
-            "report": "BUNDLE EMPTY -o OUT.html",
             "capture": "EMPTY -o OUT.npz",
             "run": "EMPTY --tokens 1",
-            "effort": "EMPTY",
-            "cache-prompt": "EMPTY --tokens 1 -o OUT",
-            "chat": "EMPTY",
-            "decide": "EMPTY --prompt a --yes-no b",
-            "serve": "EMPTY",
-            "triton": "EMPTY -o OUT",
-            "bench": "EMPTY",
-            "plan": "EMPTY --targets cpu",
-            "compile": "EMPTY --regex a -o OUT",
         },
     ),
     "an output that exists": (
@@ -312,7 +302,8 @@ def test_a_mistake_ends_every_command_the_same_way(
     before = {path: path.lstat().st_mtime_ns for path in places["OUT"].parent.rglob("*")}
     done = CliRunner().invoke(main, [command, *words])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    lines = done.output.strip().splitlines()
+    # On a slow machine, commands also print their progress.
+    lines = [line for line in done.output.splitlines() if line and not line.endswith("in memory")]
     assert done.exit_code == code, done.output
     assert lines[-1].startswith("Error: "), done.output
     assert re.search(says, lines[-1]), lines[-1]

@@ -290,32 +290,33 @@ def engine(**changes: Any) -> Change:
     return change
 
 
-def _preset(field: str, value: Any) -> Change:
-    return put("loop", "presets", "llada", field, value)
-
-
 PORTS = ("loop", "graph", "ports")
+
+
+def each(*changes: Change) -> Change:
+    """Make several changes, one after another."""
+
+    def change(bundle: Path) -> None:
+        for one in changes:
+            one(bundle)
+
+    return change
 
 
 def windows(first: int, second: int | None, *ports: tuple[str, Any]) -> Change:
     """Make a denoiser with draft passes and windows in its two layers, and set some of its ports."""
-    steps = [
+    return each(
         put("loop", "visible_block", 1),
         put("loop", "draft_block", 8),
         put(*PORTS, "layers", 0, "window", first),
         *([] if second is None else [put(*PORTS, "layers", 1, "window", second)]),
         *(put(*PORTS, *port) for port in ports),
-    ]
-
-    def change(bundle: Path) -> None:
-        for step in steps:
-            step(bundle)
-
-    return change
+    )
 
 
 LOOP: list[Case] = [
     Case("nothing", text(lambda _: ""), "expected a value, found the end of the text"),
+    Case("a byte order mark", text(lambda found: "\ufeff" + found), "expected a value"),
     Case("cut off", text(lambda found: found[: len(found) // 2]), "line "),
     Case(
         "not UTF-8",
@@ -485,13 +486,13 @@ LOOP: list[Case] = [
     Case(
         "a tokenizer that is not listed",
         put("tokenizer", "../tokenizer.json"),
-        "not listed in files",
+        "tokenizer: '../tokenizer.json' does not match",
         engine=None,
     ),
     Case(
         "a template that is not listed",
         put("chat_template", {"file": "/etc/passwd", "special_tokens": {}}),
-        "not listed",
+        "chat_template.file: '/etc/passwd' does not match",
         engine=None,
     ),
 ]
@@ -635,6 +636,16 @@ ENGINES: list[Case] = [
         "an engine that is elsewhere",
         engine(file="engines/../../x.engine"),
         "names a file that is not listed in files",
+    ),
+    Case(
+        "an engine without a device graph",
+        each(engine(), put("loop", "graph", "device_file", GONE)),
+        "device_file",
+    ),
+    Case(
+        "an engine whose sizes fall",
+        each(engine(), put("loop", "engines", "rtx5090", "profiles", "block", "rows", [1, 9, 8])),
+        "expected an integer in 9..",
     ),
     Case(
         "an engine of a target that is a path",
