@@ -1,19 +1,9 @@
-"""Tests of ``dlm-export serve`` with unchanged public clients of OpenAI's API.
-
-The clients are LiteLLM, LangChain, instructor, OpenAI's package for Node, and the load generator
-GuideLLM. tests/requirements.txt lists the Python packages except GuideLLM. For Node, set
-DLM_NODE_MODULES to a folder ``node_modules`` with the package openai. GuideLLM has many
-dependencies, so install it in a separate environment, and set DLM_GUIDELLM to the path of its
-program.
+"""Tests of ``dlm-export serve`` with unchanged public clients of OpenAI's API: LiteLLM, LangChain
+and instructor. tests/requirements.txt lists them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,92 +120,3 @@ def test_instructor_returns_a_class(served: Served, mode: str) -> None:
         model=served.model, messages=MESSAGES, response_model=SetLights, max_retries=1
     )
     assert isinstance(found, SetLights)
-
-
-# ---- OpenAI's package for Node ----
-
-PROGRAM = """
-import OpenAI from "openai";
-const [baseURL, model] = process.argv.slice(2);
-const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
-const asked = { model, messages: [{ role: "user", content: "turn on the kitchen lights" }] };
-const found = {};
-found.text = (await client.chat.completions.create(asked)).choices[0].message.content;
-found.streamed = "";
-for await (const chunk of await client.chat.completions.create({ ...asked, stream: true }))
-  found.streamed += chunk.choices[0].delta.content ?? "";
-const tool = { type: "function", function: { name: "stop", parameters: { type: "object" } } };
-const called = await client.chat.completions.create(
-  { ...asked, tools: [tool], tool_choice: "required" });
-found.call = called.choices[0].message.tool_calls[0].function.name;
-try { await client.chat.completions.create({ ...asked, n: 99 }); }
-catch (error) { found.error = [error.constructor.name, error.status, error.param]; }
-const slow = { ...asked, stream: true,
-  dlm: { new_tokens: 400, policy: { commit: "static", steps_per_block: 4096, cache: "none" } } };
-const control = new AbortController();
-setTimeout(() => control.abort(), 100);
-try { for await (const _ of await client.chat.completions.create(slow, control)); }
-catch (error) { found.aborted = error.constructor.name; }
-found.aborted ??= String(control.signal.aborted);
-try { await client.chat.completions.create({ ...slow, stream: false }, { timeout: 100 }); }
-catch (error) { found.timeout = error.constructor.name; }
-console.log(JSON.stringify(found));
-"""
-
-
-def test_the_client_for_node(served: Served, text: str, tmp_path: Path) -> None:
-    modules, node = os.environ.get("DLM_NODE_MODULES"), shutil.which("node")
-    if node is None or not modules:
-        pytest.skip("node or DLM_NODE_MODULES with the package openai is missing")
-    (tmp_path / "node_modules").symlink_to(Path(modules).resolve())
-    (tmp_path / "client.mjs").write_text(PROGRAM)
-    done = subprocess.run(
-        [node, tmp_path / "client.mjs", f"{served.url}/v1", served.model],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["text"] == found["streamed"] == text
-    assert found["call"] == "stop"
-    assert found["error"] == ["BadRequestError", 400, "n"]
-    assert found["aborted"] in ("APIUserAbortError", "true")
-    assert found["timeout"] == "APIConnectionTimeoutError"
-
-
-def test_a_public_load_generator(served: Served, demo_bundle: Path, tmp_path: Path) -> None:
-    program = os.environ.get("DLM_GUIDELLM")
-    if not program:
-        pytest.skip("DLM_GUIDELLM does not name the program of GuideLLM")
-    prompts = [json.dumps({"prompt": f"{COMMAND} {at}"}) for at in range(12)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
-    options = {
-        "--backend": f"kind=openai_http,target={served.url}",
-        "--profile": "kind=concurrent,streams=4",
-        "--constraint": f"kind=max_requests,count={len(prompts)}",
-        "--data": f"kind=json_file,path={tmp_path / 'prompts.jsonl'}",
-        "--tokenizer": f"kind=hf_auto,model={demo_bundle}",
-        "--output": f"kind=json,path={tmp_path / 'report.json'}",
-    }
-    command = [
-        program,
-        "run",
-        "--disable-console",
-        *(part for each in options.items() for part in each),
-    ]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (measured,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
-    totals = measured["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (len(prompts), 0)
-    for request in measured["requests"]["successful"]:
-        assert request["output_metrics"]["text_tokens"] > 0

@@ -316,14 +316,3 @@ def test_the_client_reads_calls_and_sends_them_back(openai: Any, served: Served)
         items = [{"role": "user", "content": COMMAND}, *output, answer]
         with pytest.raises(module.BadRequestError, match="trained on single commands"):
             openai.responses.create(input=items, model=served.model, tools=TOOLS)
-
-
-def test_the_client_sends_an_earlier_answer_back(openai: Any, served: Served) -> None:
-    module = pytest.importorskip("openai")
-    made = openai.responses.create(model=served.model, input=COMMAND)
-    items = [{"role": "user", "content": COMMAND}, *made.output, {"role": "user", "content": "x"}]
-    with pytest.raises(module.BadRequestError, match="trained on single commands"):
-        openai.responses.create(model=served.model, input=items)
-    with pytest.raises(module.BadRequestError) as raised:
-        openai.responses.create(model=served.model, input="x", previous_response_id=made.id)
-    assert raised.value.param == "previous_response_id"
