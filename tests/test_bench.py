@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import astuple
@@ -26,9 +27,9 @@ from test_imports import BLOCKED
 import dlm_runtime
 from dlm_calibration.precisions import FORMATS
 from dlm_export import families, machine
-from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
+from dlm_export.cli.running import print_bench
 from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
 from dlm_export.planning import bench, cost, peer, prefix, roofline
@@ -181,16 +182,14 @@ def test_medians_are_taken_and_warm_ups_left_out(
 
 @pytest.mark.usefixtures("known_machine")
 def test_without_being_asked_it_measures_what_fits_the_bundle(
-    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llada_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(
-        llada_checkpoint,
-        tmp_path / "b",
-        BuildOptions(check_parity=False),
-        overrides=Overrides(None, 40),
-    )
+    bundle = Path(shutil.copytree(llada_bundle, tmp_path / "b"))
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["loop"]["max_canvas_length"] = 40
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
     monkeypatch.setattr(bench, "WARM_UP", 1)
-    result = json.loads(invoke(tmp_path / "b", "--rounds", 3, "--threads", 1, "--json").stdout)
+    result = json.loads(invoke(bundle, "--rounds", 3, "--threads", 1, "--json").stdout)
     assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [
         (4, 36, 4),
         (8, 32, 8),
@@ -261,17 +260,28 @@ def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 
-def test_bench_fits_a_cost_to_passes_that_tell(llada_bundle: Path) -> None:
+def shown(result: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the text that the command prints for a result."""
+    print_bench(result)
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_bench_fits_a_cost_to_passes_that_tell(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "WARM_UP", 1)
     arguments = (llada_bundle, "--rounds", 3, "--new-tokens", 4, "--threads", 1, "--cost", "--json")
     told = json.loads(invoke(*arguments).stdout)
     assert len(told["passes"]) > len(astuple(PassCost(0, 0, 0, 0)))
     assert 0 <= told["cost"]["median_error"] <= told["cost"]["worst_error"]
-    shown = invoke(*arguments[:-1]).stdout
-    assert re.search(r"Cost: \S+ ms a pass, .* off by \d+% in the median", shown)
+    text = shown(told, capsys)
+    assert re.search(r"Cost: \S+ ms a pass, .* off by \d+% in the median", text)
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_prompts_are_requests_of_their_own_with_p50_and_p95(
-    demo_bundle: Path, tmp_path: Path
+    demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "data.jsonl"
     prompts = ["turn on the kitchen lights", "stop", "remind me to call the garage at seven"]
@@ -286,26 +296,26 @@ def test_prompts_are_requests_of_their_own_with_p50_and_p95(
         "--data",
         data,
     )
-    told = json.loads(invoke(*arguments, "--json").stdout)["requests"]
-    assert (told["count"], told["max_new_tokens"], told["data"]) == (3, 10, str(data))
+    result = json.loads(invoke(*arguments, "--samples", 2, "--json").stdout)
+    told = result["requests"]
+    assert (told["count"], told["max_new_tokens"], told["data"]) == (2, 10, str(data))
     assert 0 < told["p50_ms"] <= told["p95_ms"]
     with dlm_runtime.open(demo_bundle, threads=1) as bundle:
         passes = [
             bundle.generate(prompt=prompt, max_new_tokens=10, preset="fast-dllm").nfe
-            for prompt in prompts
+            for prompt in prompts[:2]
         ]
     assert told["nfe"] == passes
-    assert told["mean_nfe"] == sum(passes) / 3
+    assert told["mean_nfe"] == sum(passes) / 2
     assert told["overhead_ms"] >= 0
     (load,) = told["loads"]
-    assert (load["running"], load["count"], load["shares"]) == (1, 3 * ROUNDS, 1)
+    assert (load["running"], load["count"], load["shares"]) == (1, 2 * ROUNDS, 1)
     assert load["passes"] == ROUNDS * sum(passes)
     assert len(told["paces"]) == ROUNDS
     assert sum(told["paces"]) == pytest.approx(ROUNDS)
-    shown = invoke(*arguments, "--samples", 2).stdout
     assert re.search(
         r"Requests: 2 prompts of .*: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms, [\d.]+ passes",
-        shown,
+        shown(result, capsys),
     )
     data.write_text('{"text": "no prompt"}\n')
     refused = invoke(*arguments)
@@ -354,16 +364,10 @@ def test_diffusion_pays_from_as_many_tokens_a_pass_as_the_peer_makes_in_its_time
     )
 
 
-@given(token_ms=st.floats(1e-3, 1e4), ms=st.floats(1e-3, 1e4), tokens=st.floats(1e-2, 32))
-def test_the_speedup_is_that_of_tokens_a_second(token_ms: float, ms: float, tokens: float) -> None:
-    requests = {"ms_per_pass": ms, "tokens_per_pass": tokens, "data": "d"}
-    found = peer.compare_with_peer(token_ms, GENERATION, requests)
-    assert found["speedup"] == pytest.approx((1e3 * tokens / ms) / (1e3 / token_ms))
-    assert peer.verdict(found).startswith("Diffusion pays") == (found["speedup"] > 1)
-
-
 @pytest.mark.usefixtures("known_machine")
-def test_bench_says_whether_diffusion_pays(demo_bundle: Path, tmp_path: Path) -> None:
+def test_bench_says_whether_diffusion_pays(
+    demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "stop"}) + "\n")
     arguments = (demo_bundle, *SMALL, "--preset", "fast-dllm", "--data", data)
@@ -376,19 +380,18 @@ def test_bench_says_whether_diffusion_pays(demo_bundle: Path, tmp_path: Path) ->
     assert [row["break_even_tokens"] for row in told["passes"]] == [
         pytest.approx(row["ms"] / 1e6) for row in told["passes"]
     ]
-    shown = invoke(*arguments, "--peer-token-ms", 1e6).stdout
-    assert "Diffusion pays on this device: it is faster than an autoregressive model" in shown
-    assert "peer's tokens" in shown
-    shown = invoke(*arguments, "--peer-token-ms", 1e-6).stdout
-    assert "Diffusion does not pay on this device" in shown
-    shown = invoke(demo_bundle, *SMALL, "--peer-token-ms", 2).stdout
-    assert "Give --data to measure how many tokens a pass your prompts give." in shown
-    assert "peer's tokens" not in invoke(demo_bundle, *SMALL).stdout
+    text = shown(told, capsys)
+    assert "Diffusion pays on this device: it is faster than an autoregressive model" in text
+    assert "peer's tokens" in text
+    text = invoke(demo_bundle, *SMALL, "--peer-token-ms", 2).stdout
+    assert "Give --data to measure how many tokens a pass your prompts give." in text
+    assert "peer's tokens" not in shown(told | {"peer": None}, capsys)
 
 
 PREFIXED = ("--prefix", 40, "--prompt-tokens", 6, "--new-tokens", 10, "--passes", "4,8,3")
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_requests_with_the_same_start_are_measured_with_and_without_reuse(
     several_bundle: Path,
 ) -> None:
@@ -422,6 +425,7 @@ def test_requests_with_the_same_start_are_measured_with_and_without_reuse(
             assert 0 < least <= side[name] <= most
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_the_table_shows_what_reuse_saves(
     several_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +467,7 @@ def test_a_start_that_cannot_be_reused_is_wrong_usage(
     assert said in done.stderr
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_full_attention_and_engines_without_kernels_reuse_nothing(
     llada_bundle: Path, several_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,7 +587,7 @@ formats = st.dictionaries(
 RATES = Rates(1e9, {"full": 1e9, "int8": 4e9, "fp8": 4e9, "nvfp4": 8e9})
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(size=sizes, layers=formats)
 def test_work_never_shrinks_as_a_pass_grows(
     size: tuple[int, int, int, int], layers: dict[str, str]
