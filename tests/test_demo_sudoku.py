@@ -32,7 +32,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundles") / "sudoku"
-    build(EXAMPLES / "demo-sudoku", folder, BuildOptions(precision="fp32"))
+    build(EXAMPLES / "demo-sudoku", folder, BuildOptions(check_parity=False))
     return folder
 
 
@@ -44,17 +44,17 @@ def grids(folder: Path) -> Iterator[Bundle]:
 
 def test_several_passes_give_right_grids_and_one_pass_does_not(grids: Bundle) -> None:
     one, few, every = (
-        passes.measure(grids, PROMPTS[:100], preset="llada", steps=steps) for steps in (1, 4, 20)
+        passes.measure(grids, PROMPTS[:40], preset="llada", steps=steps) for steps in (1, 4, 20)
     )
     assert [nfe for _, nfe in (one, few, every)] == [1, 4, 20]
-    assert one[0] <= 5
-    assert every[0] >= 90
+    assert one[0] <= 2
+    assert every[0] >= 36
     assert one[0] < few[0] < every[0]
 
 
 def test_the_published_parallel_loop_gives_right_grids_in_fewer_passes(grids: Bundle) -> None:
-    right, nfe = passes.measure(grids, PROMPTS[:100], preset="fast-dllm")
-    assert right >= 90
+    right, nfe = passes.measure(grids, PROMPTS[:40], preset="fast-dllm")
+    assert right >= 36
     assert nfe < 15
 
 

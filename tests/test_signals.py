@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,54 +293,30 @@ def _ended_by(
 LONG = ("--new-tokens", 4000, "--block-length", 0, "--threads", 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGINT, ()), (signal.SIGHUP, ("--watch", "--delay", 0))],
+    ids=["run", "watched"],
+)
 def test_run_prints_what_there_is_and_dies_by_the_signal_that_ends_it(
-    endless: Path, number: signal.Signals
+    endless: Path, number: signal.Signals, options: tuple[object, ...]
 ) -> None:
-    canvas = _ended_by(number, ("run", endless, "--tokens", "5", *LONG), _is_computing).split()
+    arguments = ("run", endless, "--tokens", "5", *LONG, *options)
+    canvas = _ended_by(number, arguments, _is_computing).split()
     assert len(canvas) == 4001
     assert canvas[0] == "5"
 
 
-def test_a_canvas_that_is_watched_is_printed_as_well(endless: Path) -> None:
-    out = _ended_by(
-        signal.SIGINT,
-        ("run", endless, "--tokens", "5", *LONG, "--watch", "--delay", 0),
-        _is_computing,
-    )
-    assert len(out.split()) == 4001
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("bench", "--rounds", 1000, "--prompt-tokens", 1, "--new-tokens", 4000, "--threads", 1),
-        ("bench", "--rounds", 1000, "--new-tokens", 1, "--passes", "2000,2000,1", "--threads", 1),
-    ],
-    ids=["bench a generation", "bench passes"],
-)
-def test_other_commands_do_as_well(endless: Path, arguments: tuple[object, ...]) -> None:
-    command, *options = arguments
-    assert _ended_by(signal.SIGINT, (command, endless, *options), _is_computing) == ""
-
-
-def test_verify_does_while_torch_computes(endless: Path, checkpoint: Path) -> None:
-    arguments = (
-        "verify",
-        endless,
-        "--checkpoint",
-        checkpoint,
-        "--count",
-        1000,
-        "--new-tokens",
-        100,
-    )
-    assert (
-        _ended_by(
-            signal.SIGINT, arguments, lambda process: _is_computing(process, "model.safetensors")
-        )
-        == ""
-    )
+@pytest.mark.parametrize("command", ["bench", pytest.param("verify", marks=pytest.mark.slow)])
+def test_other_commands_do_as_well(endless: Path, checkpoint: Path, command: str) -> None:
+    """The signal reaches ``verify`` while torch computes."""
+    arguments: tuple[object, ...] = ("bench", endless, "--rounds", 1000, "--prompt-tokens", 1)
+    arguments, is_inside = (*arguments, *LONG[:2], *LONG[-2:]), partial(_is_computing)
+    if command == "verify":
+        many = ("--count", 1000, "--new-tokens", 100)
+        arguments = ("verify", endless, "--checkpoint", checkpoint, *many)
+        is_inside = partial(_is_computing, mapped="model.safetensors")
+    assert _ended_by(signal.SIGINT, arguments, is_inside) == ""
 
 
 def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
