@@ -1,5 +1,5 @@
-// Tests of constraints. Some tests read valid and damaged automaton files. Other tests list all
-// texts of a constraint, and compare the most likely text and random samples with this list.
+// Tests of constraints. Some tests read valid and damaged automaton files. Another test lists all
+// texts of a constraint, and compares the most likely text and random samples with this list.
 //
 // The library does not export the tested classes, so this program is compiled with the library's
 // sources. Prints "N passed, N failed". The exit status is 1 if a check failed.
@@ -307,43 +307,6 @@ void each_text(const Problem& problem, const std::vector<uint8_t>& ends,
   extend(problem.start);
 }
 
-void test_most_likely_text(std::mt19937& random) {
-  for (int32_t round = 0; round < 1000; ++round) {
-    const Problem problem = random_problem(random);
-    const dlm::Automaton& automaton = problem.automaton;
-    const std::vector<dlm::Place>& places = problem.places;
-    const size_t length = places.size();
-    dlm::Viterbi viterbi(automaton);
-    const std::vector<uint8_t> ends = viterbi.ways().reaching({}, problem.room);
-    for (int32_t state = 0; state < automaton.states; ++state)
-      CHECK((ends[static_cast<size_t>(state)] != 0) ==
-            (automaton.distances[static_cast<size_t>(state)] <= problem.room));
-    std::vector<std::vector<int32_t>> seen(length);  // the classes at each place
-    double best = -std::numeric_limits<double>::infinity();
-    std::vector<int32_t> winner;  // the first of all equally good texts
-    each_text(problem, ends, [&](const std::vector<int32_t>& text) {
-      double sum = 0, weight = 0;
-      for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
-      if (sum > best) best = sum, winner = text;
-      for (size_t k = 0; k < length; ++k)
-        seen[k].push_back(automaton.token_class[static_cast<size_t>(text[k])]);
-    });
-    std::vector<int32_t> found;
-    const bool has_text = viterbi.solve(problem.start, places, ends, found);
-    CHECK(has_text == !winner.empty());
-    if (has_text) CHECK(found == winner);
-    viterbi.find_only(problem.start, places, ends, found);
-    for (size_t k = 0; has_text && k < length; ++k)
-      if (places[k].token < 0) {
-        const bool is_one = std::count(seen[k].begin(), seen[k].end(), seen[k][0]) ==
-                            static_cast<ptrdiff_t>(seen[k].size());
-        CHECK(found[k] == (is_one ? seen[k][0] : -1));
-      }
-    CHECK((viterbi.ways().reaching(places, problem.room)[static_cast<size_t>(problem.start)] !=
-           0) == has_text);
-  }
-}
-
 // Tests the search for the best token of a class that has more tokens than the code searches at a
 // time.
 void test_long_classes(std::mt19937& random) {
@@ -368,112 +331,6 @@ void test_long_classes(std::mt19937& random) {
     std::vector<int32_t> found;
     CHECK(viterbi.solve(0, {place}, {0, 1}, found));
     CHECK(found == std::vector<int32_t>{wanted});
-  }
-}
-
-// Returns the weight of each token of a place for sampling. This is the token's logit divided by
-// the temperature. If top_p or top_k excludes the token, a large number is subtracted.
-std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size,
-                             const dlm::Sampling& sampling) {
-  std::vector<double> weights;
-  std::vector<int32_t> order;
-  for (int32_t token = 0; token < vocab_size; ++token) {
-    double weight = 0;
-    weighs(place, token, weight);
-    weights.push_back(place.logits == nullptr ? 0 : weight / sampling.temperature);
-    order.push_back(token);
-  }
-  if (place.logits == nullptr || place.token >= 0)
-    return std::vector<double>(static_cast<size_t>(vocab_size), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
-  double total = 0, before = 0;
-  for (const double weight : weights) total += std::exp(weight);
-  for (size_t rank = 0; rank < order.size(); ++rank) {
-    double& weight = weights[static_cast<size_t>(order[rank])];
-    const bool is_behind = sampling.top_k > 0 && rank >= static_cast<size_t>(sampling.top_k);
-    before += std::exp(weight);
-    if (rank > 0 &&
-        (is_behind || (sampling.top_p < 1 && before - std::exp(weight) > sampling.top_p * total)))
-      weight -= 1e6;
-  }
-  return weights;
-}
-
-void test_all_texts(std::mt19937& random) {
-  const auto is_near = [](double a, double b) {
-    return std::fabs(a - b) <= 1e-9 * (1 + std::fabs(b));
-  };
-  const dlm::Sampling samplings[] = {{1, 1, 0}, {0.3, 1, 0}, {5, 1, 2}, {1, 0.6, 0}, {2, 0.8, 3}};
-  for (int32_t round = 0; round < 1000; ++round) {
-    Problem problem = random_problem(random);
-    for (dlm::Place& place : problem.places) {
-      // Only requests that edit decided tokens use `other`, and these requests do not sample.
-      place.other = -1;
-      if (place.logits == nullptr) place.best = -1;
-    }
-    const dlm::Automaton& automaton = problem.automaton;
-    const dlm::Sampling& sampling = samplings[round % 5];
-    dlm::Texts texts(automaton, automaton.vocab_size);
-    const std::vector<uint8_t> ends = dlm::Ways(automaton).reaching({}, problem.room);
-    std::vector<std::vector<double>> weights;
-    for (const dlm::Place& place : problem.places)
-      weights.push_back(tempered(place, automaton.vocab_size, sampling));
-    std::vector<std::pair<std::vector<int32_t>, double>> all;
-    double largest = -std::numeric_limits<double>::infinity(), total = 0;
-    each_text(problem, ends, [&](const std::vector<int32_t>& text) {
-      double weight = 0;
-      for (size_t k = 0; k < text.size(); ++k) weight += weights[k][static_cast<size_t>(text[k])];
-      largest = std::max(largest, weight);
-      all.emplace_back(text, weight);
-    });
-    CHECK(texts.sum(problem.start, problem.places, ends, sampling) == !all.empty());
-    if (all.empty()) continue;
-    for (auto& [text, weight] : all) total += weight = std::exp(weight - largest);
-    std::vector<std::vector<double>> probs(
-        problem.places.size(), std::vector<double>(static_cast<size_t>(automaton.vocab_size)));
-    for (auto& [text, weight] : all)
-      for (size_t k = 0; k < text.size(); ++k)
-        probs[k][static_cast<size_t>(text[k])] += weight / total;
-    const auto& chosen = all[static_cast<size_t>(random() % all.size())].first;
-    std::vector<dlm::Marginal> marginals;
-    texts.find_marginals(chosen, true, marginals);
-    for (size_t k = 0; k < chosen.size(); ++k) {
-      CHECK(is_near(marginals[k].prob, probs[k][static_cast<size_t>(chosen[k])]));
-      if (problem.places[k].token >= 0) continue;
-      double entropy = 0;
-      for (const double prob : probs[k]) entropy += prob > 0 ? prob * std::log(prob) : 0;
-      std::sort(probs[k].rbegin(), probs[k].rend());
-      CHECK(is_near(marginals[k].entropy, entropy));
-      CHECK(is_near(marginals[k].margin, probs[k][0] - probs[k][1]));
-    }
-    std::vector<int32_t> drawn;
-    texts.draw({static_cast<uint64_t>(round), 1, 2}, drawn);
-    CHECK(std::any_of(all.begin(), all.end(),
-                      [&](const auto& each) { return each.first == drawn && each.second > 0; }));
-    // A chi-squared test over many seeds. Each text that is expected at least five times has its
-    // own bin. All other texts share one bin.
-    if (round % 50 != 0) continue;
-    constexpr int32_t draws = 3000;
-    double statistic = 0, rest = 0, rest_seen = 0;
-    int32_t freedom = -1;
-    std::map<std::vector<int32_t>, int32_t> counts;
-    for (int32_t seed = 0; seed < draws; ++seed)
-      texts.draw({static_cast<uint64_t>(seed), 3, 7}, drawn), ++counts[drawn];
-    const auto meet = [&](double expected, double count) {
-      statistic += (count - expected) * (count - expected) / expected, ++freedom;
-    };
-    for (const auto& [text, weight] : all) {
-      const double expected = draws * weight / total;
-      if (expected >= 5)
-        meet(expected, counts[text]);
-      else
-        rest += expected, rest_seen += counts[text];
-    }
-    if (rest >= 5) meet(rest, rest_seen);
-    CHECK(statistic <=
-          // At most one in 10^5 correct results exceeds this limit.
-          freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);
   }
 }
 
@@ -633,7 +490,12 @@ void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::S
   texts.find_marginals(chosen.tokens, true, marginals);
   for (size_t k = 0; k < chosen.tokens.size(); ++k) {
     CHECK(std::fabs(marginals[k].prob - probs[k][static_cast<size_t>(chosen.tokens[k])]) < 1e-8);
-    CHECK(std::isfinite(marginals[k].margin) && std::isfinite(marginals[k].entropy));
+    if (problem.places[k].token >= 0) continue;
+    double entropy = 0;
+    for (const double prob : probs[k]) entropy += prob > 0 ? prob * std::log(prob) : 0;
+    std::sort(probs[k].rbegin(), probs[k].rend());
+    CHECK(std::fabs(marginals[k].entropy - entropy) < 1e-6);
+    CHECK(std::fabs(marginals[k].margin - (probs[k][0] - probs[k][1])) < 1e-8);
   }
   std::map<std::vector<int32_t>, int32_t> counts;
   std::vector<int32_t> drawn;
@@ -834,9 +696,7 @@ int constraint_test(int count, char** arguments) {
   test_files(random);
   test_ambiguous_files();
   test_exact_sums(random);
-  test_most_likely_text(random);
   test_long_classes(random);
-  test_all_texts(random);
   test_requests(random);
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 ? 0 : 1;

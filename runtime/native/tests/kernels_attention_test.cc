@@ -487,20 +487,6 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
   check(5, true, 50, 3, 100, 2, 6);  // a task has several tiles of queries
 }
 
-// If all queries see all keys, a pass with blocks gives the same bits as a pass without blocks.
-void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kernels& kernels) {
-  Numbers numbers(16);
-  InOrder in_order;
-  tally.about = kernels.name;
-  for (const int64_t T : {1, 4, 32, 50}) {
-    Attention full(numbers, 1, T, 70, 4, 2, 16), block = full;
-    block.visible_block = 50;
-    full.run(kernels, in_order);
-    block.run(kernels, in_order);
-    CHECK(same_bits(full.y, block.y));
-  }
-}
-
 // If the cache does not round keys and values, a draft pass gives the same bits as a pass with full
 // attention. Other passes of a denoiser with draft passes give the same bits as causal passes.
 void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kernels) {
@@ -645,23 +631,6 @@ void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& ker
         }
 }
 
-void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels& kernels) {
-  tally.about = kernels.name;
-  Numbers numbers(10);
-  Attention attention(numbers, 2, 40, 33, 4, 2, 20);
-  attention.visible_block = 3;
-  for (const CacheType cache : kCaches) {
-    attention.cache = cache;
-    check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
-      attention.run(kernels, parallel);
-      const auto as_floats = [](const Bytes& bytes) { return Floats(bytes.begin(), bytes.end()); };
-      return std::vector<Floats>{attention.y, attention.new_keys, attention.new_values,
-                                 as_floats(attention.present_keys),
-                                 as_floats(attention.present_values)};
-    });
-  }
-}
-
 }  // namespace
 
 void test_positions_outside_the_tables_are_seen(Tally& tally) {
@@ -721,11 +690,9 @@ void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_queries_see_blocks_up_to_their_own(tally, kernels);
   test_queries_see_a_window(tally, kernels);
   test_prompts_give_the_same_bits_in_several_passes(tally, kernels);
-  test_a_pass_over_one_block_is_full_attention(tally, kernels);
   test_draft_passes_are_full_attention(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);
-  test_order_of_tasks_does_not_change_a_bit(tally, kernels);
 }
 
 }  // namespace kernels_test

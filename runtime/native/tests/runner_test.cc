@@ -29,7 +29,6 @@
 
 #include "base/error.h"
 #include "cache/arena.h"
-#include "constraints/constrained.h"
 #include "decode/lockstep_passes.h"
 #include "decode/proposer.h"
 #include "decode/save_prompt.h"
@@ -1069,41 +1068,6 @@ void test_limits() {
   CHECK(abandoned->wait({}) && finish_of(*abandoned) == DLM_FINISH_CANCELLED);
 }
 
-// Many threads submit and cancel requests, and one thread runs them. A request that was neither
-// cancelled nor stopped must give the same result as when it runs alone.
-void test_threads(bool shares, int requests_a_thread) {
-  const dlm::Denoiser of = denoiser(4, 0);
-  Summing engine(shape(), 4, shares);
-  Scheduler scheduler(of, engine, {6, 1000, 128}, 400);
-  std::thread runner([&] { scheduler.run(false, kNothing); });
-  std::atomic<int> wrong{0}, ended{0};
-  std::vector<std::thread> threads;
-  for (uint32_t number = 0; number < 4; ++number)
-    threads.emplace_back([&, number] {
-      std::mt19937 random(number);
-      Summing other(shape(), 4, false);
-      for (int i = 0; i < requests_a_thread; ++i) {
-        Wish wish = make_wish(random, 4, 0);
-        const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0;
-        Limits limits = wish.limits;
-        if (is_late)
-          limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
-        const auto job = scheduler.submit(wish.make(of, engine), limits);
-        if (is_cancelled) job->cancel();
-        job->wait({});
-        ++ended;
-        const auto finish = finish_of(*job);
-        const bool is_cut = finish == DLM_FINISH_CANCELLED || finish == DLM_FINISH_DEADLINE;
-        if (is_cut ? !(is_cancelled || is_late) : !same(*job, run_alone(of, other, wish))) ++wrong;
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
-  scheduler.stop();
-  runner.join();
-  CHECK(wrong == 0 && ended == 4 * requests_a_thread);
-  CHECK(scheduler.told().finished == 4 * requests_a_thread);
-}
-
 // Four threads submit requests of every kind, some with a fault in one of their calls. Meanwhile,
 // the thread that makes passes is stopped and restarted. Finally the scheduler is destroyed while
 // it still has requests. All threads that wait for a request wake up, and the results of the other
@@ -1181,110 +1145,11 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
   CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
 }
 
-// Returns an automaton that accepts the texts of at least 4 tokens whose ids are all kBarred or
-// above.
-std::shared_ptr<const dlm::Automaton> barred_alone() {
-  auto made = std::make_shared<dlm::Automaton>();
-  constexpr int32_t kStates = 5;
-  made->vocab_size = kVocabulary, made->states = kStates, made->classes = 2, made->groups = 2;
-  made->token_class.assign(kVocabulary, -1);
-  made->token_class[kBarred] = made->token_class[kBarred + 1] = 0, made->token_class[kEnd] = 1;
-  made->group_starts = {0, 1, 2}, made->group_classes = {0, 1};
-  made->edge_starts = {0};
-  for (int32_t state = 0; state < kStates; ++state) {
-    made->edge_states.push_back(std::min(state + 1, kStates - 1));
-    made->edge_groups.push_back(0);
-    if (state == kStates - 1) made->edge_states.push_back(state), made->edge_groups.push_back(1);
-    made->edge_starts.push_back(static_cast<int32_t>(made->edge_states.size()));
-    made->distances.push_back(kStates - 1 - state);
-  }
-  made->class_starts = {0, 2, 3}, made->class_tokens = {kBarred, kBarred + 1, kEnd};
-  return made;
-}
-
-// Five of every fifty jobs are special. The step callback of the first job throws in the last step.
-// The second job fails as it ends. The third job is cancelled. The fourth job has a proposer that
-// throws. The fifth job has a constraint whose tokens the denoiser rules out. These jobs must not
-// affect the other jobs. All other jobs must give the same result as when they run alone.
-void test_many_jobs(bool shares, int count) {
-  enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
-  const dlm::Denoiser of = denoiser(0, 0);
-  Summing engine(shape(), 0, shares), other(shape(), 0, false);
-  Scheduler scheduler(of, engine, {16, count}, 2000);
-  const auto automaton = barred_alone();
-  const auto throw_when_done = [](void*, const dlm_step* step) -> int32_t {
-    return step->done == 0 ? 0 : throw NotAnException{};
-  };
-  std::mt19937 random(11);
-  std::vector<Wish> wishes;
-  for (int i = 0; i < 40; ++i) wishes.push_back(make_wish(random, 0, 0));
-  std::vector<std::shared_ptr<dlm::Job>> alone, jobs;
-  for (const Wish& wish : wishes) alone.push_back(run_alone(of, other, wish));
-  const auto submit = [&] {
-    const auto i = static_cast<int>(jobs.size());
-    const Wish& wish = wishes[static_cast<size_t>(i) % wishes.size()];
-    const int fate = i % 50;
-    if (fate == throws) {
-      Limits limits = wish.limits;
-      limits.on_step = throw_when_done;
-      jobs.push_back(scheduler.submit(wish.make(of, engine), limits));
-    } else if (fate == fails_at_end) {
-      jobs.push_back(
-          scheduler.submit(wish.make(of, engine, Fault::end), {1, {}, nullptr, nullptr}));
-    } else if (fate == finds_no_token) {
-      jobs.push_back(scheduler.submit(wish.make(of, engine, Fault::propose), wish.limits));
-    } else if (fate == is_ruled_out) {
-      const dlm::Policy policy = dlm::check_policy(dlm::default_policy());
-      std::vector<int32_t> canvas(9, kMask);
-      canvas[0] = kMarked;
-      std::vector<uint8_t> undecided(9, 1);
-      undecided[0] = 0;
-      auto proposer =
-          std::make_unique<dlm::Constrained>(of, policy, automaton, 0, canvas, undecided);
-      jobs.push_back(scheduler.submit(
-          dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer)), {}));
-    } else {
-      jobs.push_back(scheduler.submit(wish.make(of, engine), wish.limits));
-      if (fate == is_cancelled) jobs.back()->cancel();
-    }
-  };
-  submit();
-  scheduler.run(true, [&] {  // submit jobs only while few jobs are waiting
-    while (static_cast<int>(jobs.size()) < count && scheduler.told().waiting < 32) submit();
-    return true;
-  });
-  int wrong = 0, waiting = 0, failures[fates] = {};
-  for (int i = 0; i < count; ++i) {
-    const dlm::Job& job = *jobs[static_cast<size_t>(i)];
-    const int fate = i % 50;
-    waiting += job.wait(dlm::Clock::duration{}) ? 0 : 1;
-    const dlm_status status = job.result().status;
-    if (fate == is_cancelled)
-      failures[fate] += finish_of(job) == DLM_FINISH_CANCELLED;
-    else if (fate == is_ruled_out)
-      failures[fate] += status == DLM_OK && (finish_of(job) == DLM_FINISH_CONSTRAINT ||
-                                             finish_of(job) == DLM_FINISH_STOP);
-    else if (fate < fates)
-      failures[fate] += status != DLM_OK && *job.result().message != '\0';
-    else
-      wrong += !same(job, alone[static_cast<size_t>(i) % wishes.size()]);
-  }
-  CHECK(wrong == 0 && waiting == 0);
-  const int each = count / 50;
-  // Only jobs that end early fail as they end. Some of these jobs have only one pass, and do not
-  // end early.
-  CHECK(failures[throws] == each && failures[is_cancelled] == each);
-  CHECK(failures[finds_no_token] == each && failures[is_ruled_out] == each);
-  CHECK(failures[fails_at_end] > each / 2);
-  CHECK(scheduler.told().finished == count && scheduler.told().running == 0);
-}
-
 }  // namespace
 
 // With the argument `all`, the tests with random numbers run more often.
 int runner_test(int argc, char** argv) {
   const bool all = argc > 1 && std::string(argv[1]) == "all";
-  for (const bool shares : {true, false}) test_many_jobs(shares, all ? 10000 : 500);
   for (uint32_t seed = 0; seed < (all ? 60u : 20u); ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < (all ? 20u : 8u); ++seed) test_random_requests(seed, false);
   for (uint32_t seed = 0; seed < (all ? 40u : 20u); ++seed) test_costs(seed);
@@ -1310,7 +1175,6 @@ int runner_test(int argc, char** argv) {
   test_admission_by_cost();
   for (const bool shares : {true, false}) {
     test_failures_stay_with_their_requests(shares);
-    test_threads(shares, all ? 250 : 50);
     for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign,
                               Fault::end_memory, Fault::step})
       test_faults_stay_with_their_requests(shares, fault);

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,9 +20,6 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1, kLongest = 96;
-// With full attention, a pass over a whole canvas that starts with the token kMarked never predicts
-// the tokens kBarred or above.
-constexpr int32_t kMarked = 3, kBarred = 11;
 // The conditioning_size of the denoiser that starts from random tokens.
 constexpr int32_t kConditioning = 3;
 
@@ -204,9 +200,7 @@ class Summing final : public dlm::HostEngine {
           if (positions[t] % kLongest >= first_seen && (is_draft || t <= query))
             sum += value_of(ids[t], positions[t]);
       }
-      const bool is_marked =
-          visible_block_ == 0 && positions[part.first] == 0 && ids[part.first] == kMarked;
-      predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])), is_marked);
+      predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])));
     }
   }
 
@@ -215,7 +209,7 @@ class Summing final : public dlm::HostEngine {
     return visible_block_ == 1 ? std::min<int64_t>(position, kLongest) : position / visible_block_;
   }
 
-  void predict(const dlm_pass& pass, int64_t row, uint64_t seed, bool is_marked) const {
+  void predict(const dlm_pass& pass, int64_t row, uint64_t seed) const {
     double logits[kVocabulary], total = 0;
     int32_t order[kVocabulary];
     for (int32_t v = 0; v < kVocabulary; ++v) {
@@ -223,7 +217,6 @@ class Summing final : public dlm::HostEngine {
       logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
                   (v == kEnd ? 4 : 0);
       order[v] = v;
-      if (v >= kBarred && is_marked) logits[v] = -std::numeric_limits<double>::infinity();
       if (pass.logits != nullptr)
         pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
     }
